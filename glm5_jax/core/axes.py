@@ -1,0 +1,37 @@
+"""The one legend of axis letters, and the sizes that a config gives them.
+
+The same letters stand in einsum strings, in weight declarations and in docstrings (`t` and `s` may
+coincide):
+
+    b batch               t query positions      s key positions       d model width
+    n heads               h nope head dim        r rope head dim       u value head dim
+    q query latent        c key/value latent     i index heads         j index head dim
+    k selected keys       e experts              a active experts      f feed-forward width
+    m routed rows         v vocabulary           l layers              p pages
+    z slots per page      g rollouts in a group
+
+A weight whose dimension joins two of them is declared with both letters: `hr` is h + r, `cr` is
+c + r, `dd` is 2 d. `f` is the width of the module that declares it (dense, routed or shared).
+"""
+
+LETTERS = "btsdnhruqcijkeafmvlpzg"
+
+
+def sizes(cfg) -> dict[str, int]:
+    """Size of every weight axis of a `ModelConfig`; `f` is left to the module that declares it."""
+    return {
+        "d": cfg.hidden_size,
+        "dd": 2 * cfg.hidden_size,
+        "n": cfg.num_attention_heads,
+        "h": cfg.qk_nope_head_dim,
+        "r": cfg.qk_rope_head_dim,
+        "hr": cfg.qk_nope_head_dim + cfg.qk_rope_head_dim,
+        "u": cfg.v_head_dim,
+        "q": cfg.q_lora_rank,
+        "c": cfg.kv_lora_rank,
+        "cr": cfg.kv_lora_rank + cfg.qk_rope_head_dim,
+        "i": cfg.index_n_heads,
+        "j": cfg.index_head_dim,
+        "e": cfg.n_routed_experts,
+        "v": cfg.vocab_size,
+    }

@@ -1,0 +1,64 @@
+"""What a run prints: a progress bar on a terminal, plain lines everywhere else."""
+
+import sys
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_LINE_SECONDS = 15.0  # between two plain lines of progress
+
+
+class ProgressBar:
+    """Counts steps up to `total`, starting at `done`; use as a context manager."""
+
+    def __init__(self, total: int, done: int = 0, unit: str = "step", stream=None):
+        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._total, self._done, self._unit = total, done, unit
+        self._began, self._first, self._printed = time.monotonic(), done, 0.0
+        self._bar = None
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn(unit),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=28),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("eta"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task(unit, total=total, completed=done, text="compiling ...")
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def update(self, done: int, text: str) -> None:
+        """`done` steps are complete; text is what to say about the last of them."""
+        self._done = done
+        if self._bar:
+            self._bar.update(self._task, completed=done, text=text)
+            return
+        now = time.monotonic()
+        if done == self._total or done == self._first + 1 or now - self._printed > _LINE_SECONDS:
+            self._printed = now
+            eta = (now - self._began) / max(1, done - self._first) * (self._total - done)
+            self.print(f"{self._unit} {done}/{self._total}  {text}  eta {_clock(eta)}")
+
+    def print(self, text: str) -> None:
+        """A line above the bar, without any markup."""
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,0 +1,105 @@
+"""Frozen dataclasses, made editable for the command line and frozen again.
+
+`editable(config)` copies a tree of dataclasses into mutable twins, which flags may set field by
+field; `freeze` builds the real ones from them, so that every check of their constructors runs on the
+final values.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+
+
+def editable(config):
+    """A mutable copy of a dataclass and of every dataclass in its fields."""
+    hints = typing.get_type_hints(type(config))
+    fields, values = [], {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = editable(value)
+            kind = type(value)
+        else:
+            kind = _flag_type(hints[field.name])
+        fields.append((field.name, kind))
+        values[field.name] = value
+    twin = dataclasses.make_dataclass(
+        type(config).__name__, fields, namespace={"twin_of": type(config)}
+    )
+    return twin(**values)
+
+
+def freeze(twin, path: str = ""):
+    """The dataclass that `editable` copied, with the values the copy has now.
+
+    ValueError if a value has the wrong type, or if a constructor refuses it; the message begins with
+    the path of the part.
+    """
+    cls, hints = twin.twin_of, typing.get_type_hints(twin.twin_of)
+    values = {}
+    for field in dataclasses.fields(twin):
+        value, where = getattr(twin, field.name), f"{path}{field.name}"
+        if hasattr(value, "twin_of"):
+            values[field.name] = freeze(value, f"{where}.")
+        else:
+            values[field.name] = _typed(value, hints[field.name], where)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ValueError(f"{path.rstrip('.')}: {error}" if path else str(error)) from None
+
+
+def check_path(twin, path: str) -> None:
+    """ValueError unless `path` ("model.hidden_size") names a field; it proposes the nearest ones."""
+    node, done = twin, []
+    for name in path.split("."):
+        known = [f.name for f in dataclasses.fields(node)] if hasattr(node, "twin_of") else []
+        if name not in known:
+            here = ".".join(done) or "the experiment"
+            close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
+            offer = f"; did you mean {', '.join(close)}?" if close else ", which is a single value"
+            raise ValueError(f"no field {name!r} in {here}{offer}")
+        node = getattr(node, name)
+        done.append(name)
+    if hasattr(node, "twin_of"):
+        known = ", ".join(f.name for f in dataclasses.fields(node))
+        raise ValueError(f"{path} is a group of fields; set one of them: {known}")
+
+
+def _flag_type(hint):
+    """The type by which a flag parses its text; `object` reads any Python literal (None, tuples)."""
+    if hint in (int, float, bool, str):
+        return hint
+    return str if hint == str | None else object
+
+
+def _typed(value, hint, path):
+    if hint == str | None and value in ("None", "none", ""):
+        return None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not _fits(value, hint):
+        name = hint.__name__ if isinstance(hint, type) else str(hint)
+        raise ValueError(f"{path} is {value!r}; it must be of type {name}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(value, hint) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, a) for a in args)
+    if origin is typing.Literal:
+        return value in args
+    if origin is tuple:
+        if not isinstance(value, (tuple, list)):
+            return False
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        return len(kinds) == len(value) and all(map(_fits, value, kinds))
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return (
+        hint is typing.Any or isinstance(value, hint) or (hint is float and isinstance(value, int))
+    )

@@ -1,0 +1,110 @@
+"""The five mesh axes, and the collectives of the manual regions that run on them.
+
+Every mesh has all five axes; an axis of size 1 costs nothing. The batch is sharded over
+`data, fsdp, expert` and the sequence over `context, tensor`. Inside a manual region
+(`jax.shard_map` over all axes) the functions below take a tuple of axis names and leave out the axes
+of size 1, so the same code runs on one device without any region at all.
+"""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")
+SEQUENCE_AXES = ("context", "tensor")
+
+
+def make_mesh(shape=None, *, devices=None, **axes: int) -> Mesh:
+    """A mesh with the axes `data, fsdp, expert, context, tensor`.
+
+    `make_mesh(fsdp=2, expert=4)`, or the same as a dict; axes not named have size 1, one axis may be
+    -1 for "what is left". ValueError if the axes do not multiply to the number of devices.
+    """
+    axes = {**(shape or {}), **axes}
+    unknown = sorted(set(axes) - set(AXES))
+    if unknown:
+        raise ValueError(f"unknown mesh axis {unknown}; the axes are {', '.join(AXES)}")
+    devices = jax.devices() if devices is None else devices
+    sizes = resolve(axes, len(devices))
+    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
+    """Sizes of all five axes, with one -1 filled in; ValueError unless they use every device."""
+    sizes = [int(axes.get(name, 1)) for name in AXES]
+    if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
+        raise ValueError(
+            f"mesh {dict(zip(AXES, sizes))}: sizes must be >= 1, at most one may be -1"
+        )
+    known = math.prod(s for s in sizes if s != -1)
+    if -1 in sizes and num_devices % known == 0:
+        sizes[sizes.index(-1)] = num_devices // known
+    if math.prod(sizes) != num_devices:
+        shape = ", ".join(f"{n}={s}" for n, s in zip(AXES, sizes) if s != 1) or "all 1"
+        raise ValueError(
+            f"mesh {shape} does not divide the {num_devices} devices; "
+            f"the axes must multiply to {num_devices} (one may be -1)"
+        )
+    return tuple(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """What a function inside a manual region knows of its mesh; `Region()` is one device.
+
+    shard_sequence is false where the sequence is too short to split (decoding): the tokens are then
+    the same on every device of `context` and `tensor`.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    shard_sequence: bool = True
+
+    @classmethod
+    def of(cls, mesh, shard_sequence: bool = True) -> "Region":
+        return cls(**{a: mesh.shape[a] for a in AXES}, shard_sequence=shard_sequence)
+
+    def live(self, axes) -> tuple[str, ...]:
+        """Those of the axes that have more than one device."""
+        return tuple(a for a in axes if getattr(self, a) > 1)
+
+    def size(self, axes) -> int:
+        return math.prod(getattr(self, a) for a in axes)
+
+    @property
+    def sequence_axes(self) -> tuple[str, ...]:
+        return self.live(SEQUENCE_AXES) if self.shard_sequence else ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes over which tokens differ."""
+        return self.live(BATCH_AXES) + self.sequence_axes
+
+    def all_gather(self, x, axes, dim: int):
+        live = self.live(axes)
+        return lax.all_gather(x, live, axis=dim, tiled=True) if live else x
+
+    def psum_scatter(self, x, axes, dim: int):
+        live = self.live(axes)
+        return lax.psum_scatter(x, live, scatter_dimension=dim, tiled=True) if live else x
+
+    def psum(self, x, axes):
+        live = self.live(axes)
+        return lax.psum(x, live) if live else x
+
+    def pmax(self, x, axes):
+        live = self.live(axes)
+        return lax.pmax(x, live) if live else x
+
+    def index(self, axes):
+        """Position of this device along the axes, the first axis slowest."""
+        live = self.live(axes)
+        return lax.axis_index(live) if live else 0

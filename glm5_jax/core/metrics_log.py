@@ -1,0 +1,97 @@
+"""The numbers of a run on disk: `metrics.jsonl` and TensorBoard events, of one workdir.
+
+A row is a flat dict with a "step" and numbers or lists of numbers (one per layer); there may be
+several rows of one step. Resuming from a checkpoint drops the rows after its step, so that no step
+ever stands in the file twice.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import pathlib
+import time
+from typing import Self
+
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends rows, as a context manager; `after` is the step of the checkpoint that the run goes on from (0: anew)."""
+
+    def __init__(self, workdir, after: int = 0):
+        workdir = pathlib.Path(workdir)
+        (workdir / "tensorboard").mkdir(parents=True, exist_ok=True)
+        kept = [row for row in read(workdir) if row["step"] <= after]
+        whole = workdir / f"{_FILE}.new"
+        whole.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(whole, workdir / _FILE)
+        self._file = (workdir / _FILE).open("ab", buffering=0)
+        # The library's SummaryWriter writes from a thread, which a full disk kills and `close` then
+        # waits for without end; this writer has no thread.
+        self._events = EventsWriter(str(workdir / "tensorboard" / "events"), f".{after:09d}")
+        restart = Event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
+        self._events.write_event(restart)  # TensorBoard hides older events from this step on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close()
+
+    def write(self, row: dict) -> None:
+        """Appends one row; a number that is not finite becomes null. OSError if the disk is full."""
+        line = json.dumps({k: _jsonable(v) for k, v in row.items()}) + "\n"
+        if self._file.write(line.encode()) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _FILE)
+        for name, value in row.items():
+            for tag, number in _tags(name, value):
+                event = Event(summary=summary.scalar(tag, number), step=row["step"])
+                event.wall_time = time.time()
+                self._events.write_event(event)
+
+    def flush(self) -> None:
+        """Returns when every row is on disk, which a checkpoint of their step relies on."""
+        os.fsync(self._file.fileno())
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        with contextlib.suppress(OSError):  # the rows are safe; TensorBoard's copy may lack an end
+            self._events.close()
+
+
+def read(workdir) -> list[dict]:
+    """All rows of a workdir, in the order of writing; a line cut off by a kill is left out."""
+    file = pathlib.Path(workdir) / _FILE
+    if not file.exists():
+        return []
+    lines = file.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is cut off
+
+
+def column(rows: list[dict], name: str) -> tuple[list[int], list]:
+    """(steps, values) of the rows that hold a value of that name."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def _jsonable(value):
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(v) for v in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+def _tags(name: str, value):
+    if name == "step":
+        return
+    if not isinstance(value, (list, tuple)):
+        yield name, value
+        return
+    for i, number in enumerate(value):
+        yield f"{name}/{i:02d}", number

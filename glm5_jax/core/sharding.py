@@ -1,0 +1,124 @@
+"""One table from axis letters to mesh axes; weights, momentum and manual regions all read it.
+
+A rule claims its mesh axis for a dimension if no other dimension of the weight has claimed that axis
+and the dimension divides; the table's order is the priority. So each mesh axis shards a tensor
+dimension of its own, which is what makes XLA emit an all-gather forward and a reduce-scatter backward
+(one dimension sharded by two batch axes became full all-reduces). `data` replicates.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+RULES = (
+    ("e", "expert"),
+    ("v", "expert"),
+    ("n", "expert"),
+    ("i", "expert"),
+    ("d", "fsdp"),
+    ("f", "tensor"),
+    ("f", "context"),
+    ("f", "expert"),
+    ("dd", "expert"),
+    ("q", "expert"),
+    ("q", "fsdp"),
+    ("c", "fsdp"),
+    ("cr", "expert"),
+    ("j", "expert"),
+    ("u", "context"),
+    ("hr", "context"),
+    ("h", "context"),
+    ("v", "context"),
+    ("q", "context"),
+)
+
+
+def spec_of(letters: str, shape, axis_sizes) -> P:
+    """PartitionSpec of a weight declared with these letters ("l d q") on axes of these sizes.
+
+    Vectors (one letter beside `l`) stay whole: gathering them would cost more than it saves.
+    """
+    names = letters.split()
+    if len(names) != len(shape):
+        raise ValueError(f"letters {letters!r} do not fit the shape {tuple(shape)}")
+    claimed: list[list[str]] = [[] for _ in names]
+    if len([n for n in names if n != "l"]) > 1:
+        taken = set()
+        for letter, axis in RULES:
+            if letter not in names or axis in taken or axis_sizes[axis] == 1:
+                continue
+            dim = names.index(letter)
+            parts = math.prod(axis_sizes[a] for a in claimed[dim]) * axis_sizes[axis]
+            if shape[dim] % parts == 0:
+                claimed[dim].append(axis)
+                taken.add(axis)
+    return P(*(tuple(c) if len(c) > 1 else (c[0] if c else None) for c in claimed))
+
+
+def specs_of(letters, shapes, axis_sizes):
+    """Tree of PartitionSpecs for a tree of letters and a tree of things with `.shape`."""
+    return jax.tree.map(lambda le, x: spec_of(le, x.shape, axis_sizes), letters, shapes)
+
+
+def shardings_of(letters, shapes, mesh):
+    """Tree of NamedShardings, as `specs_of`."""
+    specs = specs_of(letters, shapes, mesh.shape)
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def stationary(letters: str) -> dict[str, tuple[str, ...]]:
+    """Mesh axes per letter on which a weight stays sharded while it is used.
+
+    Expert stacks stay with their owners (tokens travel instead), and `tensor` splits the width f of
+    every feed-forward.
+    """
+    names = letters.split()
+    if "f" not in names:
+        return {}
+    return {"f": ("tensor",)} | ({"e": ("expert",)} if "e" in names else {})
+
+
+def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
+    """Inside a manual region: this device's whole copy of a weight, cast to the compute dtype first.
+
+    Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
+    in reduce_dtype (default: dtype) and returned in the weight's own dtype.
+    """
+    keep = stationary(letters)
+    plan = []
+    for dim, (letter, entry) in enumerate(zip(letters.split(), spec)):
+        axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        axes = tuple(a for a in axes if a not in keep.get(letter, ()))
+        if region.live(axes):
+            plan.append((dim, axes))
+    if not plan or reduce_dtype is None or reduce_dtype == dtype:
+        w = w.astype(dtype)
+        for dim, axes in plan:
+            w = region.all_gather(w, axes, dim)
+        return w
+
+    @jax.custom_vjp
+    def gathered(w):
+        w = w.astype(dtype)
+        for dim, axes in plan:
+            w = region.all_gather(w, axes, dim)
+        return w
+
+    def backward(own, g):
+        g = g.astype(reduce_dtype)
+        for dim, axes in reversed(plan):
+            g = region.psum_scatter(g, axes, dim)
+        return (g.astype(own.dtype),)
+
+    gathered.defvjp(lambda w: (gathered(w), jnp.zeros((), w.dtype)), backward)
+    return gathered(w)
+
+
+def constrain(x, mesh, *entries):
+    """Auto mode: pin x to the mesh axes of each dimension; without a mesh, x itself."""
+    if mesh is None:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))

@@ -1,0 +1,166 @@
+"""One decoder layer: x += Attention(RMSNorm(x)); x += FFN(RMSNorm(x)), dense or mixture of experts."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from glm5_jax.core.mesh import Region
+from glm5_jax.model.cache import LayerCache, write
+from glm5_jax.model.dispatch import routed_experts
+from glm5_jax.model.dsa import select_keys
+from glm5_jax.model.experts import Experts
+from glm5_jax.model.indexer import Indexer, index_keys, index_queries
+from glm5_jax.model.mla import Keys, Mla, Queries, mla, project_keys, project_queries
+from glm5_jax.model.mlp import Mlp, mlp
+from glm5_jax.model.norm import rms_norm
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.router import Router, expert_load, route, sequence_balance
+
+
+class Block(nnx.Module):
+    """Weights of a layer or of a stack; full_layers: those of the stack that own an indexer."""
+
+    def __init__(self, declare, cfg, moe: bool, full_layers):
+        self.attn_norm = declare.ones("attn_norm", "d")
+        self.mlp_norm = declare.ones("mlp_norm", "d")
+        self.attn = Mla(declare.child("attn"), cfg)
+        if full_layers:
+            stacked = declare.layers is not None
+            self.indexer = Indexer(
+                (declare.stack(full_layers) if stacked else declare).child("indexer")
+            )
+        if not moe:
+            self.mlp = Mlp(declare.child("mlp", f=cfg.intermediate_size))
+            return
+        self.router = Router(declare.child("router"))
+        self.experts = Experts(declare.child("experts", f=cfg.moe_intermediate_size))
+        if cfg.n_shared_experts:
+            width = cfg.moe_intermediate_size * cfg.n_shared_experts
+            self.shared = Mlp(declare.child("shared", f=width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What all layers of one forward share.
+
+    cos, sin [b t r/2]; start: key index of query 0 (int where known); segments int[b t] of the
+    queries and key_segments int[b s], or None for one document per row; valid bool[b t] or None.
+    """
+
+    cfg: Any
+    plan: Plan
+    region: Region
+    cos: jax.Array
+    sin: jax.Array
+    start: int | jax.Array
+    num_keys: int
+    segments: jax.Array | None
+    key_segments: jax.Array | None
+
+    @property
+    def selects(self) -> bool:
+        """Whether some key is left out: up to index_topk keys sparse attention is dense."""
+        return self.cfg.attention == "sparse" and self.num_keys > self.cfg.index_topk
+
+
+class LayerStats(NamedTuple):
+    """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit."""
+
+    max_logit: jax.Array
+    load: jax.Array | None = None
+    balance: jax.Array | None = None
+
+
+def block(w, x, topk, cache: LayerCache | None, context: Context, full=True):
+    """x [b t d] -> (x, topk, cache, LayerStats).
+
+    topk int32[b t k] of the nearest earlier full layer, or None. full: whether this layer selects
+    for itself; a traced bool in a scanned stack that mixes both kinds.
+    """
+    cfg = context.cfg
+    normed = rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)
+    y, topk, cache, max_logit = attention(
+        w["attn"], w.get("indexer"), normed, topk, cache, context, full
+    )
+    x = x + y
+    normed = rms_norm(x, w["mlp_norm"], cfg.rms_norm_eps)
+    if "mlp" in w:
+        return x + mlp(w["mlp"], normed, context.region), topk, cache, LayerStats(max_logit)
+    y, load, balance = mixture(w, normed, context)
+    return x + y, topk, cache, LayerStats(max_logit, load, balance)
+
+
+def attention(w, indexer, x, topk, cache, context: Context, full):
+    """MLA over this device's queries and everyone's keys -> (y [b t d], topk, cache, max logit)."""
+    cfg, region = context.cfg, context.region
+    c_q, q_nope, q_rope = project_queries(w, x, context.cos, context.sin, cfg)
+    c_kv, k_rope = project_keys(w, x, context.cos, context.sin, cfg)
+    # The trunk takes no gradient from selection, nor the indexer one from the trunk.
+    still, c_q_still = lax.stop_gradient((x, c_q))
+    idx_k = None
+    if cache is not None:
+        idx_cache = cache.idx_k
+        if idx_cache is not None:
+            new = index_keys(indexer, still, context.cos, context.sin, cfg)
+            idx_k = idx_cache = write(idx_cache, new, context.start)
+        c_kv = write(cache.c_kv, c_kv, context.start)
+        k_rope = write(cache.k_rope, k_rope, context.start)
+        cache = LayerCache(c_kv, k_rope, idx_cache)
+    else:
+        c_kv, k_rope = (region.all_gather(a, region.sequence_axes, 1) for a in (c_kv, k_rope))
+    if context.selects and indexer is not None:
+
+        def fresh():
+            keys = idx_k
+            if keys is None:
+                keys = index_keys(indexer, still, context.cos, context.sin, cfg)
+                keys = region.all_gather(keys, region.sequence_axes, 1)
+            idx_q, idx_w = index_queries(indexer, still, c_q_still, context.cos, context.sin, cfg)
+            return select_keys(
+                idx_q,
+                idx_w,
+                keys,
+                context.start,
+                context.segments,
+                context.key_segments,
+                cfg.index_topk,
+                context.plan.query_block,
+            )
+
+        topk = fresh() if full is True else lax.cond(full, fresh, lambda: topk)
+        topk = checkpoint_name(topk, "topk")
+    queries = Queries(c_q, q_nope, q_rope, context.start, context.segments)
+    keys = Keys(c_kv, k_rope, context.key_segments)
+    selected = topk if context.selects else None
+    y, max_logit = mla(w, queries, keys, cfg, context.plan, selected)
+    return y, topk, cache, max_logit
+
+
+def mixture(w, x, context: Context):
+    """Routed experts plus the shared one on x [b t d] -> (y, load float32[e], balance)."""
+    cfg, region = context.cfg, context.region
+    b, t, d = x.shape
+    routing = route(w["router"], x.reshape(-1, d), cfg)
+    valid = jnp.ones((b, t), bool) if context.segments is None else context.segments != 0
+    load = expert_load(routing.expert_ids, valid.reshape(-1), cfg.n_routed_experts)
+    ids, weights, probs = (a.reshape(b, t, -1) for a in routing)
+    balance = sequence_balance(probs, ids, valid, region, cfg)
+    tokens = (x, ids, weights)
+    if region.shard_sequence:
+        tokens = tuple(region.all_gather(a, ("tensor",), 1) for a in tokens)
+    rows = (a.reshape(-1, a.shape[-1]) for a in tokens)
+    y = routed_experts(w["experts"], *rows, region, context.plan.token_chunk)
+    y = y.reshape(b, -1, d)
+    y = (
+        region.psum_scatter(y, ("tensor",), 1)
+        if region.shard_sequence
+        else region.psum(y, ("tensor",))
+    )
+    if "shared" in w:
+        y = y + mlp(w["shared"], x, region)
+    return y, load, balance

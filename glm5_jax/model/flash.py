@@ -1,0 +1,160 @@
+"""Softmax attention over all keys in query blocks, with an exact recomputing backward.
+
+Memory is linear in the length: neither pass keeps probabilities, the backward rebuilds them from the
+log-sum-exp. Causality cuts the keys at each block's end where the first query's index is known.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from glm5_jax.core.numerics import wide
+from glm5_jax.model.blocks import join, query_runs, split
+from glm5_jax.model.mask import visible
+
+
+def flash_attention(q, k, v, start, q_segments, k_segments, topk, scale: float, block: int):
+    """Attention of q [b t n x] over k [b s m x], v [b s m y] -> ([b t n y], largest logit).
+
+    n is a multiple of m (m = 1: all heads share one key). Key s is visible to query t if
+    s <= start + t, the segments agree (None: one document) and topk int32[b t k] holds s (None: all).
+    Sums are wide; a query without visible keys gives zeros. The largest logit carries no gradient.
+    """
+    b, t, n, _ = q.shape
+    heads = k.shape[2]
+    grouped = q.reshape(b, t, heads, n // heads, -1).transpose(0, 2, 3, 1, 4)
+    known = start if isinstance(start, int) else None
+    out, top = _flash(
+        scale,
+        block,
+        known,
+        grouped,
+        k.transpose(0, 2, 1, 3),
+        v.transpose(0, 2, 1, 3),
+        0 if known is not None else start,
+        q_segments,
+        k_segments,
+        topk,
+    )
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), lax.stop_gradient(top)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _flash(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
+    return _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk)[0]
+
+
+def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
+    t, s = q.shape[3], k.shape[2]
+    first = start if known is None else known
+    outs, lses, tops = [], [], []
+    for run in query_runs(t, s, first, block):
+        keys, values = k[:, :, : run.keys], v[:, :, : run.keys]
+
+        def one(args, run=run, keys=keys, values=values):
+            q, mask_args, offset = args
+            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run)
+            top = jnp.max(logits, axis=-1, keepdims=True)
+            top = jnp.where(jnp.isfinite(top), top, 0)
+            p = jnp.exp(logits - top)
+            total = jnp.sum(p, axis=-1, keepdims=True)
+            out = jnp.einsum(
+                "bmgts,bmsy->bmgty", p.astype(v.dtype), values, preferred_element_type=p.dtype
+            )
+            out = out / jnp.where(total == 0, 1, total)
+            lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
+            return out.astype(q.dtype), lse[..., 0], jnp.max(top)
+
+        out, lse, top = _map(one, _blocks(run, q, q_segments, topk))
+        outs.append(join(out, 3))
+        lses.append(join(lse, 3))
+        tops.append(jnp.max(top))
+    out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
+    return (out, jnp.max(jnp.stack(tops))), lse
+
+
+def _forward_saving(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
+    result, lse = _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk)
+    return result, (q, k, v, start, q_segments, k_segments, topk, result[0], lse)
+
+
+def _backward(scale, block, known, saved, cotangents):
+    q, k, v, start, q_segments, k_segments, topk, out, lse = saved
+    dout, _ = cotangents
+    t, s = q.shape[3], k.shape[2]
+    first = start if known is None else known
+    inner = wide(q.dtype)
+    delta = jnp.sum(dout.astype(inner) * out.astype(inner), axis=-1)
+    dk, dv = jnp.zeros(k.shape, inner), jnp.zeros(v.shape, inner)
+    dqs = []
+    for run in query_runs(t, s, first, block):
+        keys, values = k[:, :, : run.keys], v[:, :, : run.keys]
+
+        def one(carry, args, run=run, keys=keys, values=values):
+            dk, dv = carry
+            (q, mask_args, offset), dout, lse, delta = args
+            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run)
+            p = jnp.exp(logits - lse[..., None])
+            dv += jnp.einsum(
+                "bmgts,bmgty->bmsy", p.astype(v.dtype), dout, preferred_element_type=inner
+            )
+            dp = jnp.einsum("bmgty,bmsy->bmgts", dout, values, preferred_element_type=inner)
+            ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
+            dq = jnp.einsum("bmgts,bmsx->bmgtx", ds, keys, preferred_element_type=inner)
+            dk += jnp.einsum("bmgts,bmgtx->bmsx", ds, q, preferred_element_type=inner)
+            return (dk, dv), dq.astype(q.dtype)
+
+        rest = [split(x, run, 3) for x in (dout, lse, delta)]
+        args = (_blocks(run, q, q_segments, topk), *rest)
+        part = (dk[:, :, : run.keys], dv[:, :, : run.keys])
+        part, dq = _scan(one, part, args)
+        dk = dk.at[:, :, : run.keys].set(part[0])
+        dv = dv.at[:, :, : run.keys].set(part[1])
+        dqs.append(join(dq, 3))
+    dq = jnp.concatenate(dqs, axis=3)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
+
+
+_flash.defvjp(_forward_saving, _backward)
+
+
+def _blocks(run, q, q_segments, topk):
+    offsets = run.first + run.size * jnp.arange(run.count, dtype=jnp.int32)
+    return split(q, run, 3), (split(q_segments, run, 1), split(topk, run, 1)), offsets
+
+
+def _logits(q, keys, scale, first, mask_args, k_segments, run):
+    """Masked wide logits [b m g t s] of one block whose query 0 has key index `first`."""
+    q_segments, topk = mask_args
+    logits = scale * jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=wide(q.dtype))
+    query_index = first + jnp.arange(run.size, dtype=jnp.int32)
+    key_index = jnp.arange(run.keys, dtype=jnp.int32)
+    segments = None if k_segments is None else k_segments[:, : run.keys]
+    mask = visible(query_index, key_index, q_segments, segments)
+    if topk is not None:
+        mask = mask & chosen(topk, run.keys)
+    return jnp.where(mask[:, None, None], logits, -jnp.inf)
+
+
+def chosen(topk, s: int):
+    """bool[b t s]: which of s keys topk int32[b t k] holds (-1: none)."""
+    b, t, _ = topk.shape
+    rows = jnp.arange(b)[:, None, None], jnp.arange(t)[None, :, None]
+    mask = jnp.zeros((b, t, s), bool)
+    return mask.at[(*rows, jnp.where(topk < 0, s, topk))].set(True, mode="drop")
+
+
+def _map(function, args):
+    """`lax.map` over the leading blocks, without a loop for a single one."""
+    if jax.tree.leaves(args)[0].shape[0] == 1:
+        return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda x: x[0], args)))
+    return lax.map(function, args)
+
+
+def _scan(function, carry, args):
+    if jax.tree.leaves(args)[0].shape[0] == 1:
+        carry, out = function(carry, jax.tree.map(lambda x: x[0], args))
+        return carry, out[None]
+    return lax.scan(function, carry, args)

@@ -1,0 +1,388 @@
+"""GLM-5: the weights as an `nnx.Module`, and the one forward as pure functions over their tree.
+
+`forward` is the public one (any mesh, any stage). `trunk` is the same computation on one device's
+shard; the training loss runs it inside its own manual region.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core import axes, sharding
+from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region
+from glm5_jax.core.numerics import wide
+from glm5_jax.core.params import (
+    Declare,
+    given_values,
+    random_values,
+    random_values_at_once,
+    shapes_only,
+)
+from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.model.block import Block, Context, LayerStats, block
+from glm5_jax.model.cache import Cache, write
+from glm5_jax.model.mtp import Mtp
+from glm5_jax.model.norm import rms_norm
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.rope import rope_table
+
+STACKS = ("dense_layers", "moe_layers")
+
+
+class Glm5(nnx.Module):
+    """A GLM-5 model: `Glm5(cfg, rngs=nnx.Rngs(0))(tokens)` -> float32 logits [b t v].
+
+    rngs draws new weights; params (a nested dict as `params_of` gives) takes existing ones. With a
+    mesh the weights are born sharded by core/sharding.py. param_dtype (default: the config's dtype)
+    is how weights are stored.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        params=None,
+        param_dtype=None,
+        mesh=None,
+    ):
+        if (rngs is None) == (params is None):
+            raise ValueError("Glm5 needs either rngs (new weights) or params (existing ones)")
+        if params is None:
+            params = init_params(cfg, rngs.params(), param_dtype or cfg.dtype, mesh)
+        self.cfg = cfg
+        self.mesh = mesh
+        _declare(self, cfg, given_values(params), param_dtype or cfg.dtype)
+
+    def __call__(self, tokens, *, positions=None, segment_ids=None, plan: Plan = Plan()):
+        out = forward(
+            params_of(self),
+            tokens,
+            self.cfg,
+            positions=positions,
+            segment_ids=segment_ids,
+            mesh=self.mesh,
+            plan=plan,
+        )
+        return out.logits
+
+
+class _Declared(nnx.Module):
+    """A parameter tree without behaviour: shapes, letters or fresh values."""
+
+    def __init__(self, cfg, make, dtype):
+        _declare(self, cfg, make, dtype)
+
+
+class _Table(nnx.Module):
+    def __init__(self, declare, letters):
+        self.weight = declare.normal("weight", letters)
+
+
+def _declare(module, cfg, make, dtype):
+    declare = Declare(axes.sizes(cfg), make, cfg.initializer_range, jnp.dtype(dtype))
+    module.embed = _Table(declare.child("embed"), "v d")
+    for name, layers in stacks(cfg):
+        full = [i for i in cfg.full_layers if i in layers]
+        stack = declare.child(name).stack(layers)
+        setattr(module, name, Block(stack, cfg, moe=name == "moe_layers", full_layers=full))
+    if cfg.num_nextn_predict_layers:
+        module.mtp = Mtp(declare.child("mtp"), cfg)
+    module.final_norm = declare.ones("final_norm", "d")
+    if not cfg.tie_word_embeddings:
+        module.lm_head = _Table(declare.child("lm_head"), "d v")
+
+
+def params_of(model: nnx.Module) -> dict[str, Any]:
+    """Nested dict of a model's arrays, router biases included; the key space of everything else."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Variable))
+
+
+@functools.lru_cache(maxsize=32)
+def abstract(cfg: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The parameter tree as `jax.ShapeDtypeStruct`s; no memory is touched."""
+    return params_of(_Declared(cfg, shapes_only, dtype))
+
+
+@functools.lru_cache(maxsize=32)
+def letters(cfg: ModelConfig) -> dict[str, Any]:
+    """The parameter tree with every leaf's axis letters ("l q n hr")."""
+    return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
+
+
+def param_shardings(cfg: ModelConfig, mesh):
+    """Tree of NamedShardings of the parameters on a mesh."""
+    return sharding.shardings_of(letters(cfg), abstract(cfg), mesh)
+
+
+def init_params(cfg: ModelConfig, key, dtype="float32", mesh=None):
+    """New weights, each drawn where it lives; the same values on every mesh."""
+
+    def draw(key):
+        return params_of(_Declared(cfg, random_values(key), dtype))
+
+    if mesh is None:
+        return params_of(_Declared(cfg, random_values_at_once(key), dtype))
+    return jax.jit(draw, out_shardings=param_shardings(cfg, mesh))(key)
+
+
+def unstack(params, cfg: ModelConfig):
+    """The same tree with each layer stack as a list of layers; `forward` accepts both forms.
+
+    A step that slices its weights out of a stack copies them; decoding on CPU is then half as fast.
+    """
+    out = dict(params)
+    for name, layers in stacks(cfg):
+        if isinstance(params[name], dict):
+            stack = params[name]
+            body = {k: v for k, v in stack.items() if k != "indexer"}
+            full = [i for i in layers if i in cfg.full_layers]
+            out[name] = []
+            for position, layer in enumerate(layers):
+                own = jax.tree.map(lambda x, i=position: x[i], body)
+                if layer in full:
+                    own["indexer"] = jax.tree.map(
+                        lambda x, i=full.index(layer): x[i], stack["indexer"]
+                    )
+                out[name].append(own)
+    return out
+
+
+def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
+    """The layer stacks that exist, with their absolute layer numbers."""
+    first = cfg.first_k_dense_replace
+    parts = zip(STACKS, (range(first), range(first, cfg.num_hidden_layers)))
+    return [(name, layers) for name, layers in parts if layers]
+
+
+class Weights:
+    """Inside a manual region: this device's whole copy of weights, in the compute dtype.
+
+    The router keeps its stored dtype: it is computed wide.
+    """
+
+    def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
+        sizes = {axis: getattr(region, axis) for axis in AXES}
+        names, shapes = flatten(letters(cfg)), flatten(abstract(cfg))
+        self._plan = {
+            k: (names[k], sharding.spec_of(names[k], shapes[k].shape, sizes)) for k in names
+        }
+        self._region = region
+        self._dtype = jnp.dtype(cfg.dtype)
+        self._reduce_dtype = plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
+
+    def __call__(self, prefix: str, tree, sliced: bool = False):
+        """The subtree at prefix, gathered; sliced: it is one layer of a stack, without its `l`."""
+
+        def one(path, w):
+            names, spec = self._plan[f"{prefix}/{path}" if path else prefix]
+            if sliced:
+                names, spec = names.removeprefix("l "), P(*spec[1:])
+            dtype = w.dtype if "router/" in path else self._dtype
+            return sharding.gather(w, names, spec, self._region, dtype, self._reduce_dtype)
+
+        return map_with_path(one, tree)
+
+
+class Trunk(NamedTuple):
+    """hidden [b t d] after the final norm; stats: `LayerStats` with a leading l (experts' parts: MoE
+    layers only), of this device; context: what the MTP block needs to run on."""
+
+    hidden: jax.Array
+    cache: Cache | None
+    stats: LayerStats
+    context: Context
+
+
+def trunk(
+    params, tokens, positions, segments, cache: Cache | None, cfg, plan: Plan, region: Region
+):
+    """The decoder on one device's tokens int[b t] -> Trunk. See `forward` for the arguments."""
+    weights = Weights(cfg, region, plan)
+    context, cache = begin(positions, segments, cache, cfg, plan, region)
+    x = embed(params, weights, tokens)
+    topk, layer_caches, stats = None, [], []
+    carries_topk = context.selects and len(cfg.full_layers) < cfg.num_hidden_layers
+    if carries_topk:
+        topk = jnp.zeros((*tokens.shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
+    for name, layers in stacks(cfg):
+        stack = params[name]
+        if cache is not None or isinstance(stack, list):
+            stack = stack if isinstance(stack, list) else unstack(params, cfg)[name]
+            for layer, w in zip(layers, stack):
+                own = cache and cache.layers[layer]
+                x, topk, own, s = block(weights(name, w, sliced=True), x, topk, own, context)
+                layer_caches.append(own)
+                stats.append(jax.tree.map(lambda a: a[None], s))
+        else:
+            x, topk, s = _scan(name, stack, layers, x, topk, carries_topk, weights, context)
+            stats.append(s)
+    norm = weights("final_norm", params["final_norm"])
+    if cache is not None:
+        cache = cache._replace(layers=tuple(layer_caches), length=cache.length + tokens.shape[1])
+    parts = [[p for p in column if p is not None] for column in zip(*stats)]
+    stats = LayerStats(*(jnp.concatenate(p) if p else None for p in parts))
+    return Trunk(rms_norm(x, norm, cfg.rms_norm_eps), cache, stats, context)
+
+
+def _scan(name, stack, layers, x, topk, carries_topk, weights, context):
+    """The layers of one stack under `lax.scan`, so that 75 layers compile like one."""
+    cfg, full = context.cfg, set(context.cfg.full_layers)
+    flags = [i in full for i in layers]
+    body = {k: v for k, v in stack.items() if k != "indexer"}
+    indexers, mixed = None, not all(flags)
+    if context.selects and "indexer" in stack:
+        indexers = stack["indexer"]
+        if not mixed:
+            body, indexers = stack, None
+
+    def layer(carry, xs):
+        x, topk = carry
+        w, is_full, position = xs
+        w = weights(name, w, sliced=True)
+        if indexers is not None:
+            own = jax.tree.map(
+                lambda a: lax.dynamic_index_in_dim(a, position, keepdims=False), indexers
+            )
+            w["indexer"] = weights(f"{name}/indexer", own, sliced=True)
+        x, topk, _, stats = block(w, x, topk, None, context, is_full if mixed else True)
+        return (x, topk if carries_topk else None), stats
+
+    positions = jnp.maximum(jnp.cumsum(jnp.asarray(flags)) - 1, 0)
+    xs = (body, jnp.asarray(flags), positions)
+    (x, topk), stats = lax.scan(context.plan.checkpoint(layer), (x, topk), xs)
+    return x, topk, stats
+
+
+def begin(positions, segments, cache, cfg, plan, region):
+    """(Context, cache with the new tokens' segments) of a forward over tokens at these positions."""
+    b, t = positions.shape
+    cos, sin = rope_table(
+        cfg.rope_parameters, cfg.qk_rope_head_dim, positions, jnp.dtype(cfg.dtype)
+    )
+    if cache is not None:
+        segments = jnp.ones((b, t), jnp.int32) if segments is None else segments
+        key_segments = write(cache.segments, segments, cache.length)
+        cache = cache._replace(segments=key_segments)
+        start, num_keys = cache.length, key_segments.shape[1]
+    else:
+        axes_ = region.sequence_axes
+        start = region.index(axes_) * t if axes_ else 0
+        num_keys = t * region.size(axes_)
+        key_segments = None if segments is None else region.all_gather(segments, axes_, 1)
+    context = Context(cfg, plan, region, cos, sin, start, num_keys, segments, key_segments)
+    return context, cache
+
+
+def embed(params, weights: Weights, tokens):
+    """Rows of the embedding table, [b t d] in the compute dtype."""
+    return jnp.take(weights("embed", params["embed"])["weight"], tokens, axis=0)
+
+
+def head(params, weights: Weights):
+    """The output projection [d v] in the compute dtype (the embedding's transpose where tied)."""
+    if "lm_head" in params:
+        return weights("lm_head", params["lm_head"])["weight"]
+    return weights("embed", params["embed"])["weight"].T
+
+
+class Output(NamedTuple):
+    """logits float32[b t v]; hidden [b t d] after the final norm; stats over all devices."""
+
+    logits: jax.Array
+    hidden: jax.Array
+    cache: Cache | None
+    stats: LayerStats
+
+
+def forward(
+    params,
+    tokens,
+    cfg: ModelConfig,
+    *,
+    positions=None,
+    segment_ids=None,
+    cache: Cache | None = None,
+    mesh=None,
+    plan: Plan = Plan(),
+) -> Output:
+    """Logits of tokens int[b t], each predicting the token after it.
+
+    positions int[b t] (default: counting on from the cache), segment_ids int[b t] (0 is padding;
+    default: one document per row), cache: written behind its `length` and returned. On a mesh b must
+    divide by data * fsdp * expert, and without a cache t by context * tensor. ValueError otherwise.
+    """
+    b, t = tokens.shape
+    check_length(cfg, t if cache is None else cache.segments.shape[1])
+    if positions is None:
+        first = 0 if cache is None else cache.length
+        positions = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (b, t))
+    region = Region() if mesh is None else Region.of(mesh, shard_sequence=cache is None)
+
+    def local(params, tokens, positions, segment_ids, cache):
+        out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
+        weights = Weights(cfg, region, plan)
+        logits = jnp.einsum(
+            "btd,dv->btv", out.hidden, head(params, weights), preferred_element_type=wide(cfg.dtype)
+        )
+        return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
+
+    args = (params, tokens, positions, segment_ids, cache)
+    if mesh is None:
+        return local(*args)
+    check_batch(b, t, mesh, cache is None)
+    rows = batch_spec(region)
+    params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh))
+    cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim > 1 else P(), cache)
+    stats_spec = LayerStats(P(), P(), P()) if cfg.num_moe_layers else LayerStats(P())
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        check_vma=False,
+        in_specs=(params_spec, rows, rows, None if segment_ids is None else rows, cache_spec),
+        out_specs=Output(rows, rows, cache_spec, stats_spec),
+    )
+    return run(*args)
+
+
+def batch_spec(region: Region) -> P:
+    """Of an array [b t ...]."""
+    return P(BATCH_AXES, SEQUENCE_AXES) if region.shard_sequence else P(BATCH_AXES)
+
+
+def reduce_stats(stats: LayerStats, region: Region) -> LayerStats:
+    """Per-layer statistics over all devices: largest logit, summed loads, summed balance."""
+    everyone = region.live(AXES)
+    load = balance = None
+    if stats.load is not None:
+        load = region.psum(stats.load, region.token_axes)
+        balance = region.psum(stats.balance, region.live(BATCH_AXES))
+    return LayerStats(region.pmax(stats.max_logit, everyone), load, balance)
+
+
+def check_length(cfg: ModelConfig, length: int) -> None:
+    """ValueError if a sequence is longer than the model's positions."""
+    if length > cfg.max_position_embeddings:
+        raise ValueError(
+            f"sequence length {length} exceeds max_position_embeddings "
+            f"{cfg.max_position_embeddings}; shorten the sequence or extend the model's positions"
+        )
+
+
+def check_batch(b: int, t: int, mesh, shard_sequence: bool = True) -> None:
+    """ValueError if a batch [b t] cannot be split over the mesh."""
+    region = Region.of(mesh)
+    for name, size, axes_ in (("batch size", b, BATCH_AXES), ("sequence length", t, SEQUENCE_AXES)):
+        if axes_ is SEQUENCE_AXES and not shard_sequence:
+            continue
+        if size % region.size(axes_):
+            raise ValueError(
+                f"{name} {size} does not divide over the mesh axes {' * '.join(axes_)} = "
+                f"{region.size(axes_)}; use a multiple of it"
+            )

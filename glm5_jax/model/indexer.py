@@ -1,0 +1,69 @@
+"""Lightning indexer: which keys each query attends to (DeepSeek-V3.2; GLM-5 paper 2.1.1).
+
+    I[t, s] = sum_i w[t, i] relu(q[t, i] . k[s] / sqrt(j)),   topk = the k largest over visible s
+
+The head weights are signed and have no softmax; keys negative on every head score exactly zero, so
+ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope dims *first*, the
+opposite order to the main heads.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from glm5_jax.core.numerics import wide
+from glm5_jax.model.norm import layer_norm
+from glm5_jax.model.rope import rotate
+
+
+class Indexer(nnx.Module):
+    def __init__(self, declare):
+        self.q_b = declare.normal("q_b", "q i j")
+        self.k = declare.normal("k", "d j")
+        self.k_norm = declare.ones("k_norm", "j")
+        self.k_norm_bias = declare.zeros("k_norm_bias", "j")
+        self.weights = declare.normal("weights", "d i")
+
+
+def index_keys(w, x, cos, sin, cfg):
+    """idx_k [b t j] of the block's normed input x [b t d]; this is what the cache holds."""
+    k = layer_norm(
+        jnp.einsum("btd,dj->btj", x, w["k"]), w["k_norm"], w["k_norm_bias"], cfg.index_norm_eps
+    )
+    return _rotate_front(k, cos, sin, cfg)
+
+
+def index_queries(w, x, c_q, cos, sin, cfg):
+    """(idx_q [b t i j], idx_w wide[b t i]) of x and the normed query latent c_q [b t q]."""
+    q = _rotate_front(jnp.einsum("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
+    # The scale is applied wide: a bfloat16 product flips selections near the cut.
+    heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(wide(x.dtype))
+    return q, heads * cfg.index_n_heads**-0.5
+
+
+def _rotate_front(x, cos, sin, cfg):
+    front, rest = jnp.split(x, [cfg.qk_rope_head_dim], axis=-1)
+    return jnp.concatenate([rotate(front, cos, sin), rest], axis=-1)
+
+
+def index_scores(idx_q, idx_w, idx_k):
+    """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
+    inner = wide(idx_q.dtype)
+    dots = jnp.einsum("btij,bsj->bits", idx_q, idx_k, preferred_element_type=inner)
+    relu = jnp.maximum(dots * idx_q.shape[-1] ** -0.5, 0)
+    return jnp.einsum("bits,bti->bts", relu, idx_w)
+
+
+def select(scores, visible, k: int):
+    """topk int32[b t k]: the k best visible keys, ascending, -1 at the end where fewer are visible.
+
+    scores [b t s], visible bool broadcastable to it. Equal scores (-0.0 equals 0.0, NaN is -inf) go
+    to the lower index.
+    """
+    k = min(k, scores.shape[-1])
+    # x + 0.0 turns -0.0 into 0.0, which `lax.top_k` would rank apart.
+    scores = jnp.where(visible & ~jnp.isnan(scores), scores + 0.0, -jnp.inf)
+    values, index = lax.top_k(scores, k)
+    last = jnp.int32(scores.shape[-1])
+    ascending = jnp.sort(jnp.where(values > -jnp.inf, index.astype(jnp.int32), last), axis=-1)
+    return jnp.where(ascending == last, -1, ascending)

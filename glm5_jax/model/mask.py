@@ -1,0 +1,16 @@
+"""Who sees whom: causal order by index, and documents by segment id."""
+
+import jax.numpy as jnp
+
+
+def visible(query_index, key_index, query_segments=None, key_segments=None):
+    """bool[b or 1, t, s]: key index <= query index and the same segment, where 0 is padding.
+
+    query_index int[t], key_index int[s] count within the row; segments int[b t] and int[b s], or None
+    for one document that fills the row.
+    """
+    mask = (key_index[None, :] <= query_index[:, None])[None]
+    if query_segments is None:
+        return mask
+    same = query_segments[:, :, None] == key_segments[:, None, :]
+    return mask & same & (query_segments[:, :, None] != 0)

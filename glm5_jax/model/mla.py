@@ -1,0 +1,141 @@
+"""Multi-head Latent Attention (spec: transformers' `glm_moe_dsa`; GLM-5 paper 2.1).
+
+Keys and values of all heads are linear in one latent c_kv [c] and one rotated key k_rope [r] per
+token; those two are what a cache holds. `mla` is the only attention of the project: pre-training,
+prefill, decoding, drafting and log-probs call it, dense or over selected keys. It has three forms
+with equal results, chosen by their arithmetic cost, which depends on shapes alone:
+
+    expanded   keys and values per head, softmax over all keys (training and prefill)
+    absorbed   k_b folded into the query, v_b applied after: nothing is expanded (decoding)
+    gathered   absorbed, over the selected keys only (`dsa.py`)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm5_jax.model import dsa
+from glm5_jax.model.flash import flash_attention
+from glm5_jax.model.norm import rms_norm
+from glm5_jax.model.rope import rotate
+
+
+class Mla(nnx.Module):
+    def __init__(self, declare, cfg):
+        self.q_a = declare.normal("q_a", "d q")
+        self.q_a_norm = declare.ones("q_a_norm", "q")
+        self.q_b = declare.normal("q_b", "q n hr")
+        self.kv_a = declare.normal("kv_a", "d cr")
+        self.kv_a_norm = declare.ones("kv_a_norm", "c")
+        self.k_b = declare.normal("k_b", "c n h")
+        self.v_b = declare.normal("v_b", "c n u")
+        self.o = declare.normal("o", "n u d")
+        if cfg.attention_bias:
+            self.q_a_bias = declare.zeros("q_a_bias", "q")
+            self.kv_a_bias = declare.zeros("kv_a_bias", "cr")
+            self.o_bias = declare.zeros("o_bias", "d")
+
+
+class Queries(NamedTuple):
+    """c_q [b t q] normed; q_nope [b t n h]; q_rope [b t n r]; start: index of the first query among
+    the keys (an int if known when tracing); segments int[b t] or None."""
+
+    c_q: jax.Array
+    q_nope: jax.Array
+    q_rope: jax.Array
+    start: int | jax.Array
+    segments: jax.Array | None
+
+
+class Keys(NamedTuple):
+    """c_kv [b s c] normed; k_rope [b s r] rotated; segments int[b s] or None."""
+
+    c_kv: jax.Array
+    k_rope: jax.Array
+    segments: jax.Array | None
+
+
+def project_queries(w, x, cos, sin, cfg):
+    """(c_q, q_nope, q_rope) of the block's normed input x [b t d]."""
+    c_q = jnp.einsum("btd,dq->btq", x, w["q_a"])
+    if "q_a_bias" in w:
+        c_q = c_q + w["q_a_bias"]
+    c_q = rms_norm(c_q, w["q_a_norm"], cfg.latent_norm_eps)
+    q = jnp.einsum("btq,qnx->btnx", c_q, w["q_b"])
+    q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
+    return c_q, q_nope, rotate(q_rope, cos, sin)
+
+
+def project_keys(w, x, cos, sin, cfg):
+    """(c_kv, k_rope) of x [b t d]; the latent is normed, the shared rotated key is not."""
+    c = jnp.einsum("btd,dx->btx", x, w["kv_a"])
+    if "kv_a_bias" in w:
+        c = c + w["kv_a_bias"]
+    c_kv, k_rope = jnp.split(c, [cfg.kv_lora_rank], axis=-1)
+    return rms_norm(c_kv, w["kv_a_norm"], cfg.latent_norm_eps), rotate(k_rope, cos, sin)
+
+
+def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
+    """Attention output [b t d] and its largest logit (wide scalar, not differentiated).
+
+    topk int32[b t k] restricts every query to those keys (-1: none); causality and segments hold in
+    any case. A query that sees no key yields zeros.
+    """
+    form = plan.attention_form or cheapest_form(queries, keys, cfg, topk)
+    if form == "gathered":
+        out, top = dsa.gathered_attention(w, queries, keys, topk, cfg.softmax_scale, plan)
+    elif form == "absorbed":
+        q = jnp.concatenate([dsa.absorb(w, queries.q_nope), queries.q_rope], axis=-1)
+        k = jnp.concatenate([keys.c_kv, keys.k_rope], axis=-1)[:, :, None]
+        latent, top = flash_attention(
+            q,
+            k,
+            keys.c_kv[:, :, None],
+            queries.start,
+            queries.segments,
+            keys.segments,
+            topk,
+            cfg.softmax_scale,
+            plan.query_block,
+        )
+        out = jnp.einsum("btnc,cnu->btnu", latent, w["v_b"])
+    elif form == "expanded":
+        k_nope = jnp.einsum("bsc,cnh->bsnh", keys.c_kv, w["k_b"])
+        v = jnp.einsum("bsc,cnu->bsnu", keys.c_kv, w["v_b"])
+        shared = jnp.broadcast_to(
+            keys.k_rope[:, :, None], (*k_nope.shape[:3], keys.k_rope.shape[-1])
+        )
+        q = jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1)
+        k = jnp.concatenate([k_nope, shared], axis=-1)
+        out, top = flash_attention(
+            q,
+            k,
+            v,
+            queries.start,
+            queries.segments,
+            keys.segments,
+            topk,
+            cfg.softmax_scale,
+            plan.query_block,
+        )
+    else:
+        raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
+    y = jnp.einsum("btnu,nud->btd", out, w["o"])
+    return (y + w["o_bias"] if "o_bias" in w else y), top
+
+
+def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
+    """The form with the fewest multiply-adds for these shapes."""
+    t, s, n = queries.q_nope.shape[1], keys.c_kv.shape[1], cfg.num_attention_heads
+    h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+    c = cfg.kv_lora_rank
+    fold = t * n * c * (h + u)
+    cost = {
+        "expanded": s * n * c * (h + u) + t * s * n * (h + r + u),
+        "absorbed": fold + t * s * n * (2 * c + r),
+    }
+    if topk is not None:
+        cost["gathered"] = fold + t * topk.shape[-1] * n * (2 * c + r)
+    return min(cost, key=cost.get)

@@ -1,0 +1,31 @@
+"""SwiGLU feed-forward: down(silu(gate x) * up x), without clamp or bias."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm5_jax.core.mesh import Region
+
+
+class Mlp(nnx.Module):
+    def __init__(self, declare):
+        self.gate = declare.normal("gate", "d f")
+        self.up = declare.normal("up", "d f")
+        self.down = declare.normal("down", "f d")
+
+
+def swiglu(w, x):
+    """x [... d] -> [... d]."""
+    gate = jnp.einsum("...d,df->...f", x, w["gate"])
+    up = jnp.einsum("...d,df->...f", x, w["up"])
+    return jnp.einsum("...f,fd->...d", jax.nn.silu(gate) * up, w["down"])
+
+
+def mlp(w, x, region: Region):
+    """As `swiglu` on x [b t d]; with f split over `tensor` the tokens are gathered and summed back."""
+    if region.tensor == 1:
+        return swiglu(w, x)
+    if not region.shard_sequence:
+        return region.psum(swiglu(w, x), ("tensor",))
+    whole = region.all_gather(x, ("tensor",), 1)
+    return region.psum_scatter(swiglu(w, whole), ("tensor",), 1)
