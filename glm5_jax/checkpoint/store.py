@@ -1,0 +1,244 @@
+"""Checkpoints of a run: model, optimiser, data position and random key, saved and restored together.
+
+Layout of a workdir: `checkpoints/STEP/{model,optimizer,data,rng,meta}`. A step's folder gets its name
+only when all of it is on disk, so a process killed in the middle of a save loses that save and
+nothing else. This is the only module that knows Orbax.
+"""
+
+import errno
+import json
+import logging
+import pathlib
+import shutil
+from typing import Self
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from glm5_jax.core import tree
+
+_FOLDER = "checkpoints"
+_OVERHEAD = 2**20  # bytes per checkpoint beside the arrays: metadata, data position
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; the message names the last good one."""
+
+
+class Store:
+    """The checkpoints of one workdir, of which the newest `keep` stay.
+
+    A context manager: leaving it waits for the save under way. (An exception that leaves a process
+    with an unfinished save can hang it at exit, so `close` belongs into a `finally`.)
+    """
+
+    def __init__(self, workdir, keep: int = 2):
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
+        self.folder = pathlib.Path(workdir).absolute() / _FOLDER
+        self._clear_partial()
+        registry = ocp.handlers.local_registry(include_global_registry=True)
+        for name in ("data", "meta"):
+            registry.add(ocp.handlers.JsonHandler, checkpointable_name=name)
+        context = ocp.Context()
+        context.checkpointables.registry = registry
+        self._orbax = ocp.training.Checkpointer(
+            self.folder,
+            context=context,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+        )
+        self._saving: tuple[int, object] | None = None
+        logging.getLogger("absl").addFilter(_not_orbax)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        return [c.step for c in self._orbax.checkpoints]
+
+    @property
+    def latest(self) -> int | None:
+        return max(self.steps, default=None)
+
+    @property
+    def last_good(self) -> str:
+        """Words that name the newest complete checkpoint."""
+        step = latest_step(self.folder.parent)
+        if step is None:
+            return "no checkpoint is complete yet"
+        return f"the last good checkpoint is {self.folder / str(step)}"
+
+    def save(self, state: dict, data: dict, meta: dict) -> None:
+        """Starts to write `state` under its own step and returns once its arrays are copied.
+
+        state: {"params", "optimizer", "step", "rng"}; the arrays may be donated to the next step at
+        once. data and meta: anything that JSON holds. A failure of this save is raised by the next
+        `save`, `wait` or `close`. SaveError.
+        """
+        self.wait()
+        step = int(state["step"])
+        if step in self.steps:
+            return
+        parts = {
+            "model": state["params"],
+            "optimizer": _plain(state["optimizer"]),
+            "rng": {"key": state["rng"]},
+            "data": data,
+            "meta": {**meta, "step": step},
+        }
+        try:
+            saved = self._orbax.save_checkpointables_async(step, parts, force=True)
+        except (OSError, ValueError) as error:
+            raise self._failed(step, error) from error
+        self._saving = (step, saved)
+
+    def wait(self) -> None:
+        """Returns when the save under way is on disk. SaveError if it failed."""
+        if self._saving is None:
+            return
+        (step, saved), self._saving = self._saving, None
+        try:
+            saved.result()
+        except (OSError, ValueError) as error:
+            raise self._failed(step, error) from error
+
+    def restore(self, abstract: dict, step: int | None = None) -> tuple[dict, dict, dict]:
+        """(state, data, meta) of a step, the newest by default.
+
+        abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now, which may be those
+        of another mesh than the one that saved. ValueError if there is no such step, or if its
+        arrays have other shapes.
+        """
+        step = self.latest if step is None else step
+        if step not in self.steps:
+            raise ValueError(f"no checkpoint {step} in {self.folder}; there are {self.steps}")
+        wanted = {
+            "model": abstract["params"],
+            "optimizer": _plain(abstract["optimizer"]),
+            "rng": {"key": abstract["rng"]},
+            "data": None,
+            "meta": None,
+        }
+        _check_shapes(wanted, self._orbax.checkpointables_metadata(step).metadata, step)
+        got = self._orbax.load_checkpointables(step, wanted)
+        moments = tree.flatten(got["optimizer"])
+        state = {
+            "params": got["model"],
+            "optimizer": tree.map_with_path(lambda p, _: moments[p], abstract["optimizer"]),
+            "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
+            "rng": got["rng"]["key"],
+        }
+        return state, got["data"], got["meta"]
+
+    def close(self) -> None:
+        """Waits for the save under way. SaveError if it failed."""
+        try:
+            self.wait()
+        finally:
+            try:
+                self._orbax.close()
+            except (OSError, ValueError):
+                pass  # the failure that `wait` has just raised, once more
+            logging.getLogger("absl").removeFilter(_not_orbax)
+
+    def _failed(self, step: int, error: Exception) -> SaveError:
+        self._clear_partial()
+        reason = "the disk is full" if disk_full(error) else str(error).splitlines()[0]
+        return SaveError(
+            f"the checkpoint of step {step} could not be written ({reason}); {self.last_good}; "
+            "free some space and run the same command to go on"
+        )
+
+    def _clear_partial(self) -> None:
+        """Frees what an interrupted save has left."""
+        if jax.process_index() == 0:
+            for partial in self.folder.glob("*.orbax-checkpoint-tmp"):
+                shutil.rmtree(partial, ignore_errors=True)
+
+
+def latest_step(workdir) -> int | None:
+    """Newest complete checkpoint of a workdir, without opening it."""
+    folder = pathlib.Path(workdir) / _FOLDER
+    steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+    return max(steps, default=None)
+
+
+def load_meta(workdir, step: int) -> dict:
+    """What `Store.save` got as meta, and the step."""
+    [file] = (pathlib.Path(workdir) / _FOLDER / str(step) / "meta").glob("*.json")
+    return json.loads(file.read_text())
+
+
+def load_params(path, abstract):
+    """Parameters alone, from a workdir (its newest step) or from one step's folder.
+
+    abstract: tree of ShapeDtypeStruct with shardings. ValueError if the path holds no checkpoint or
+    one of other shapes.
+    """
+    path = pathlib.Path(path).absolute()
+    if (step := latest_step(path)) is not None:
+        path = path / _FOLDER / str(step)
+    if not (path / "model").is_dir():
+        raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
+    wanted = {"model": abstract}
+    _check_shapes(wanted, ocp.checkpointables_metadata(path).metadata, path.name)
+    return ocp.load_checkpointables(path, wanted)["model"]
+
+
+def check_space(workdir, abstract: dict, keep: int) -> None:
+    """ValueError unless the disk of the workdir can hold keep + 1 checkpoints of this state.
+
+    One more than are kept: the oldest is deleted only after the newest is complete. Counts what the
+    workdir's checkpoints occupy already as free, and every array in full (they compress little).
+    """
+    folder = pathlib.Path(workdir).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    leaves = jax.tree.leaves({k: v for k, v in abstract.items() if k != "step"})
+    each = sum(np.dtype(x.dtype).itemsize * int(np.prod(x.shape)) for x in leaves) + _OVERHEAD
+    own = (pathlib.Path(workdir) / _FOLDER).rglob("*")
+    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in own if f.is_file())
+    needed = (keep + 1) * each
+    if needed > free:
+        raise ValueError(
+            f"{keep + 1} checkpoints of {each:,} bytes need {needed:,} bytes and {folder} has "
+            f"{free:,} free; use another --workdir, or a smaller --experiment.train.keep"
+        )
+
+
+def _plain(state) -> dict:
+    """An optimiser state as nested dicts, so that what lies on disk does not depend on optax."""
+    return tree.unflatten(tree.flatten(state))
+
+
+def _check_shapes(wanted: dict, found: dict, step) -> None:
+    for part in ("model", "optimizer"):
+        if part not in wanted:
+            continue
+        want, have = tree.flatten(wanted[part]), tree.flatten(found[part])
+        wrong = sorted(set(want) ^ set(have))
+        wrong += [p for p in want if p in have and tuple(want[p].shape) != tuple(have[p].shape)]
+        if wrong:
+            raise ValueError(
+                f"checkpoint {step} does not fit this model and optimiser: "
+                f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
+            )
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error of writing says that there is no room: disk, quota or file size limit."""
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    told = [f"os_error_code='{n}'" for n in numbers]  # so TensorStore says it
+    return getattr(error, "errno", None) in numbers or any(t in str(error) for t in told)
+
+
+def _not_orbax(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that Orbax's threads log of errors which `wait` raises anyway."""
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname

@@ -1,0 +1,69 @@
+"""Model FLOPs from shapes, and the peak of known devices.
+
+"Model" FLOPs are what the mathematics needs: matrix multiplications, two per multiply-add, the causal
+triangle counted exactly, the backward pass twice the forward, and nothing for recomputation. So MFU
+falls when a run recomputes more. (XLA's own `cost_analysis` counts the body of a loop once.)
+"""
+
+from glm5_jax.config import ModelConfig
+
+# bfloat16 dense matmul peak in FLOP/s of one JAX device, by a part of `device_kind`; first match.
+# Sources: NVIDIA datasheets "H100", "H200", "A100", "B200" (without sparsity); Google Cloud TPU
+# "System architecture" pages of v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood: 4,614 TFLOP/s fp8
+# a chip, half of it in bf16, and JAX shows its two cores as two devices).
+_PEAKS = (
+    ("H200", 989e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("B200", 2250e12),
+    ("TPU7x", 1153.5e12),
+    ("TPU v6", 918e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v4", 275e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """bfloat16 FLOP/s of one device, or None where it is not known (CPUs)."""
+    return next((peak for name, peak in _PEAKS if name.lower() in device_kind.lower()), None)
+
+
+def forward_flops(cfg: ModelConfig, t: int, mtp_steps: int = 0) -> float:
+    """FLOPs of one token's forward, averaged over a document of t tokens.
+
+    With mtp_steps > 0, the MTP block and the head run that many times more. A packed row of shorter
+    documents needs a little less.
+    """
+    layers = sum(
+        _layer(cfg, t, i, i >= cfg.first_k_dense_replace) for i in range(cfg.num_hidden_layers)
+    )
+    head = cfg.hidden_size * cfg.vocab_size
+    mtp = _layer(cfg, t, None, True) + 2 * cfg.hidden_size**2 + head
+    return 2.0 * (layers + head + mtp_steps * mtp)
+
+
+def train_flops(cfg: ModelConfig, t: int, mtp_steps: int = 0) -> float:
+    """FLOPs of one token's training step: a forward and a backward of twice its size."""
+    return 3.0 * forward_flops(cfg, t, mtp_steps)
+
+
+def _layer(cfg: ModelConfig, t: int, layer: int | None, moe: bool) -> float:
+    """Multiply-adds per token of one layer; layer None is the MTP block, which owns an indexer."""
+    d, n, q, c = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
+    h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+    visible = (t + 1) / 2  # keys of a query, on average
+    attended = visible
+    total = d * q + q * n * (h + r) + d * (c + r) + c * n * (h + u) + n * u * d
+    if cfg.attention == "sparse":
+        k = min(cfg.index_topk, t)
+        attended = (k * (k + 1) / 2 + (t - k) * k) / t
+        if layer is None or layer in cfg.full_layers:
+            i, j = cfg.index_n_heads, cfg.index_head_dim
+            total += q * i * j + d * j + d * i + i * j * visible
+    total += attended * n * (h + r + u)
+    if not moe:
+        return total + 3 * d * cfg.intermediate_size
+    active = cfg.num_experts_per_tok + cfg.n_shared_experts
+    return total + d * cfg.n_routed_experts + 3 * d * cfg.moe_intermediate_size * active

@@ -1,0 +1,149 @@
+"""The training loop: step, record, evaluate, sample, save; and how it resumes and stops.
+
+State goes in and comes out. Everything that a step computes from is in the state, the data position
+and the step's number, and these are saved together, so a run that was killed and started again gives
+bitwise the same losses as one that never stopped.
+"""
+
+import dataclasses
+import signal
+import threading
+from collections.abc import Callable
+from typing import Self
+
+import jax
+from jax.experimental import multihost_utils
+
+from glm5_jax.checkpoint.store import Store, disk_full
+from glm5_jax.training.metrics import Counters, Recorder, TrainingStopped
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Length and rhythm of a run, in steps. An interval of 0 means never; saves, evaluations and
+    samples happen at the last step in any case."""
+
+    steps: int = 1000
+    log_interval: int = 1
+    eval_interval: int = 100
+    sample_interval: int = 100
+    save_interval: int = 100
+    keep: int = 2  # checkpoints
+    eval_batches: int = 8
+    max_skipped: int = 100  # steps without an update because of NaN or Inf, in all ...
+    max_skipped_in_a_row: int = 10  # ... and one after another
+
+    def __post_init__(self):
+        for name in ("steps", "log_interval", "keep", "eval_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; use 0 or more")
+
+
+class StopSignal:
+    """True once SIGTERM or Ctrl-C has come; a second one ends the process as usual."""
+
+    def __init__(self):
+        self._came = False
+        self._old = {}
+
+    def __bool__(self) -> bool:
+        return self._came
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._old[number] = signal.signal(number, self._come)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        while self._old:
+            signal.signal(*self._old.popitem())
+
+    def _come(self, number, frame) -> None:
+        self._came = True
+        self.__exit__(None, None, None)
+
+
+def resume(
+    store: Store, abstract: dict, initialise: Callable[[], dict], loader
+) -> tuple[dict, Counters]:
+    """The newest checkpoint's state, with the loader set to its position; else a fresh state.
+
+    abstract: the state as `jax.ShapeDtypeStruct` with this run's shardings.
+    """
+    if store.latest is None:
+        return initialise(), Counters()
+    state, data, meta = store.restore(abstract)
+    loader.restore(data)
+    return state, Counters(**meta["counters"])
+
+
+def train(
+    config: TrainConfig,
+    *,
+    step: Callable[[dict, dict], tuple[dict, dict]],
+    state: dict,
+    loader,
+    place: Callable[[dict], dict],
+    batch_size: Callable[[int], int],
+    store: Store,
+    recorder: Recorder,
+    evaluate: Callable[[dict, int], dict[str, float]] | None = None,
+    sample: Callable[[dict, int], str] | None = None,
+    stop: StopSignal | bool = False,
+) -> dict:
+    """Trains up to `config.steps`, or until `stop` becomes true; returns the last state, saved.
+
+    step(state, batch) -> (state, metrics) may donate its state. loader.next(batch_size) gives this
+    host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(n) is the size
+    for the step after n steps. TrainingStopped if too many steps were skipped or the disk is full,
+    SaveError if a checkpoint cannot be written; both name the last good checkpoint.
+    """
+    done, stopping = int(state["step"]), False
+    try:
+        while done < config.steps and not stopping:
+            batch = loader.next(batch_size(done))
+            state, metrics = step(state, place(batch))
+            done += 1
+            recorder.add(done, batch["token_ids"].size * jax.process_count(), metrics)
+            stopping = _agree(stop)
+            last = done == config.steps
+            evaluating = evaluate and (last or _is_due(done, config.eval_interval))
+            sampling = sample and (last or _is_due(done, config.sample_interval))
+            saving = last or stopping or _is_due(done, config.save_interval)
+            if not (evaluating or sampling or saving):
+                continue
+            recorder.settle()
+            if evaluating:
+                recorder.note(done, evaluate(state, done))
+            if sampling:
+                recorder.print(sample(state, done))
+            if saving:
+                recorder.flush()  # a checkpoint's rows are on disk before the checkpoint is
+                store.save(
+                    state, loader.state(), {"counters": dataclasses.asdict(recorder.counters)}
+                )
+            recorder.restart_clock()
+        store.wait()
+    except TrainingStopped as error:
+        store.wait()
+        raise TrainingStopped(f"{error}; {store.last_good}") from None
+    except OSError as error:
+        if not disk_full(error):
+            raise
+        raise TrainingStopped(f"step {done}: the disk is full; {store.last_good}") from error
+    return state
+
+
+def _is_due(done: int, interval: int) -> bool:
+    return interval > 0 and done % interval == 0
+
+
+def _agree(stop) -> bool:
+    """Whether any host is to stop, so that all of them save the same step."""
+    if jax.process_count() == 1:
+        return bool(stop)
+    return bool(multihost_utils.process_allgather(bool(stop)).any())

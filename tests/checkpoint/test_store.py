@@ -1,0 +1,154 @@
+"""Checkpoints: what goes in comes out, on any mesh, and never half."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax.checkpoint import store as stores
+from glm5_jax.checkpoint.store import Store, check_space, latest_step, load_meta, load_params
+from glm5_jax.core.mesh import make_mesh
+
+DATA = {"position": [3, {"shard": None}], "text": "é"}
+
+
+def state_of(step: int = 7) -> dict:
+    params = {
+        "embed": {"weight": jax.random.normal(jax.random.key(step), (16, 8))},
+        "norm": jnp.ones(8, jnp.bfloat16),
+    }
+    labels = {"embed": {"weight": "adam"}, "norm": "sgd"}
+    rules = {"adam": optax.adam(1e-3), "sgd": optax.sgd(1e-2, momentum=0.9)}
+    return {
+        "params": params,
+        "optimizer": optax.partition(rules, labels).init(params),
+        "step": jnp.asarray(step, jnp.int32),
+        "rng": jax.random.key_data(jax.random.key(step)),
+    }
+
+
+def spec(x) -> P:
+    return P("fsdp", "expert") if x.ndim == 2 else P()
+
+
+def on(mesh, state):
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), state)
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(on(make_mesh(fsdp=4, expert=2), state_of()), DATA, {"tokens": 5})
+    return tmp_path
+
+
+def test_everything_comes_back_on_another_mesh(workdir):
+    other = on(make_mesh(fsdp=2, expert=4), state_of(0))
+    with Store(workdir) as store:
+        state, data, meta = store.restore(abstract(other))
+    same(state, state_of())
+    assert data == DATA
+    assert meta == {"tokens": 5, "step": 7}
+    assert (
+        state["params"]["embed"]["weight"].sharding == other["params"]["embed"]["weight"].sharding
+    )
+    assert state["params"]["embed"]["weight"].addressable_shards[0].data.shape == (8, 2)
+
+
+def test_the_layout_is_the_documented_one(workdir):
+    folder = workdir / "checkpoints" / "7"
+    parts = {p.name for p in folder.iterdir() if p.is_dir()}
+    assert parts == {"model", "optimizer", "data", "rng", "meta"}
+    assert latest_step(workdir) == 7
+    assert load_meta(workdir, 7) == {"tokens": 5, "step": 7}
+
+
+def test_parameters_load_alone_from_a_workdir_or_a_step(workdir):
+    wanted = abstract(on(make_mesh(fsdp=8), state_of(0)))["params"]
+    for path in (workdir, workdir / "checkpoints" / "7"):
+        same(load_params(path, wanted), state_of()["params"])
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        load_params(workdir / "nowhere", wanted)
+
+
+def test_other_shapes_are_refused_by_name(workdir):
+    wanted = abstract(state_of(0))
+    wanted["params"]["norm"] = jax.ShapeDtypeStruct((9,), jnp.bfloat16)
+    with Store(workdir) as store, pytest.raises(ValueError, match="among them model/norm"):
+        store.restore(wanted)
+    with pytest.raises(ValueError, match="1 arrays differ, among them model/norm"):
+        load_params(workdir, wanted["params"])
+    del wanted["params"]["norm"]
+    with pytest.raises(ValueError, match="among them model/norm"):
+        load_params(workdir, wanted["params"])
+
+
+def test_the_newest_stay_and_a_step_is_saved_once(tmp_path):
+    with Store(tmp_path, keep=2) as store:
+        for step in (1, 2, 3, 3):
+            store.save(state_of(step), {}, {})
+        store.wait()
+        assert store.steps == [2, 3]
+        assert store.latest == 3
+        assert store.restore(abstract(state_of()), 2)[2] == {"step": 2}
+        with pytest.raises(ValueError, match=r"no checkpoint 1 in .*; there are \[2, 3\]"):
+            store.restore(abstract(state_of()), 1)
+
+
+def test_what_is_half_written_does_not_count_and_is_cleared(workdir):
+    half = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
+    (half / "model").mkdir(parents=True)
+    assert latest_step(workdir) == 7
+    with Store(workdir) as store:
+        assert store.latest == 7
+    assert not half.exists()
+
+
+def test_arrays_may_be_donated_once_save_returns(tmp_path):
+    spoil = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
+    with Store(tmp_path) as store:
+        state = state_of(3)
+        store.save(state, {}, {})
+        spoil(state)
+        store.wait()
+        got, _, _ = store.restore(abstract(state_of()))
+    same(got, state_of(3))
+
+
+def test_too_little_disk_is_seen_before_training(tmp_path):
+    huge = {"params": {"w": jax.ShapeDtypeStruct((2**40,), jnp.float32)}}
+    each = 4 * 2**40 + 2**20
+    with pytest.raises(ValueError, match=f"4 checkpoints of {each:,} bytes need {4 * each:,}"):
+        check_space(tmp_path / "new" / "workdir", huge, keep=3)
+    check_space(tmp_path / "new" / "workdir", abstract(state_of()), keep=3)
+
+
+def test_space_that_its_own_checkpoints_take_counts_as_free(workdir, monkeypatch):
+    state = abstract(state_of())
+    needed = 3 * (stores._OVERHEAD + sum(x.dtype.itemsize * x.size for x in jax.tree.leaves(state)))
+    own = sum(f.stat().st_size for f in workdir.rglob("*") if f.is_file())
+    usage = stores.shutil.disk_usage(workdir)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: usage._replace(free=needed - own))
+    check_space(workdir, state, keep=2)
+    with pytest.raises(ValueError, match="smaller --experiment.train.keep"):
+        check_space(workdir / "sub", state, keep=2)
+
+
+def test_keeping_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep is 0"):
+        Store(tmp_path, keep=0)

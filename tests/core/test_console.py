@@ -1,0 +1,57 @@
+"""Progress: plain lines into files, a bar on a terminal."""
+
+import io
+
+from glm5_jax.core import console
+from glm5_jax.core.console import ProgressBar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_file_gets_the_first_and_the_last_line_but_not_every_step():
+    out = io.StringIO()
+    with ProgressBar(50, 0, stream=out) as progress:
+        for i in range(1, 51):
+            progress.update(i, f"loss {i}")
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("step 1/50  loss 1")
+    assert lines[-1].startswith("step 50/50  loss 50")
+    assert len(lines) == 2
+
+
+def test_slow_steps_get_a_line_each(monkeypatch):
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    out = io.StringIO()
+    with ProgressBar(9000, 100, stream=out) as progress:
+        for i in range(101, 104):
+            progress.update(i, "text")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == [
+        "101/9000",
+        "102/9000",
+        "103/9000",
+    ]
+
+
+def test_printed_text_is_taken_literally():
+    out = io.StringIO()
+    with ProgressBar(3, stream=out) as progress:
+        progress.print("[bold]ROMEO[/bold]: \\ :smile: " + "x" * 300)
+    assert out.getvalue() == "[bold]ROMEO[/bold]: \\ :smile: " + "x" * 300 + "\n"
+
+
+def test_a_terminal_shows_a_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    with ProgressBar(10, 5, stream=out) as progress:
+        progress.update(7, "loss 1.25")
+        progress.print("a sample")
+    assert "7/10" in out.getvalue() and "loss 1.25" in out.getvalue()
+    assert "a sample" in out.getvalue()
+
+
+def test_times_are_readable():
+    assert console._clock(59.9) == "0:59"
+    assert console._clock(3661) == "1:01:01"

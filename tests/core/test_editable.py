@@ -1,0 +1,77 @@
+"""Configs become editable for flags and freeze back with every check."""
+
+import dataclasses
+
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.editable import check_path, editable, freeze
+
+
+def test_a_round_trip_changes_nothing():
+    for name in presets.PRESETS:
+        config = presets.get(name)
+        assert freeze(editable(config)) == config
+
+
+def test_edits_arrive_and_the_original_stays():
+    config = presets.tiny()
+    twin = editable(config)
+    twin.num_hidden_layers = 2
+    twin.rope_parameters.rope_theta = 500
+    twin.eos_token_id = [1, 2]
+    frozen = freeze(twin)
+    assert (frozen.num_hidden_layers, frozen.rope_parameters.rope_theta) == (2, 500.0)
+    assert frozen.eos_token_id == (1, 2)
+    assert config == presets.tiny()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        frozen.num_hidden_layers = 3
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("num_hidden_layers", "two", "num_hidden_layers is 'two'; it must be of type int"),
+        ("num_hidden_layers", True, "must be of type int"),
+        ("index_topk", 1.5, r"index_topk is 1.5; it must be of type int \| None"),
+        ("eos_token_id", ("a",), "eos_token_id"),
+        ("num_experts_per_tok", 99, "exceeds n_routed_experts 16"),
+    ],
+)
+def test_wrong_values_are_refused(field, value, message):
+    twin = editable(presets.tiny())
+    setattr(twin, field, value)
+    with pytest.raises(ValueError, match=message):
+        freeze(twin)
+
+
+def test_a_refusal_inside_names_the_part():
+    twin = editable(presets.tiny())
+    twin.rope_parameters.rope_theta = -1.0
+    with pytest.raises(ValueError, match="^rope_parameters: .*rope_theta is -1.0"):
+        freeze(twin)
+
+
+def test_none_can_be_given_as_text():
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        folder: str | None = "there"
+
+    twin = editable(Config())
+    twin.folder = "none"
+    assert freeze(twin) == Config(None)
+
+
+@pytest.mark.parametrize(
+    "path,message",
+    [
+        ("num_hiden_layers", "no field 'num_hiden_layers' in the experiment; did you mean num_hid"),
+        ("rope_parameters.theta", "in rope_parameters; did you mean rope_theta"),
+        ("hidden_size.x", "in hidden_size, which is a single value"),
+        ("rope_parameters", "rope_parameters is a group of fields; set one of them: rope_theta"),
+    ],
+)
+def test_unknown_paths_name_what_is_near(path, message):
+    with pytest.raises(ValueError, match=message):
+        check_path(editable(presets.tiny()), path)
+    check_path(editable(presets.tiny()), "rope_parameters.rope_theta")

@@ -1,0 +1,90 @@
+"""One process's worth of a run of the bigram model; as a program, one that tests kill.
+
+    python -m tests.training.bigram_run WORKDIR STEPS [BYTES]
+
+BYTES: from step 4 on, no file may grow beyond so many bytes, as if the disk were full.
+"""
+
+import resource
+import signal
+import sys
+
+import jax
+
+from glm5_jax.checkpoint.store import SaveError, Store
+from glm5_jax.core import metrics_log
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.training import loop
+from glm5_jax.training.metrics import Recorder, TrainingStopped
+from tests.training import bigram
+
+
+def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n: 4, **settings):
+    """Resumes, trains, returns the last state. stop_at: the step at which a stop signal comes."""
+    config = loop.TrainConfig(
+        steps=steps, save_interval=3, eval_interval=4, sample_interval=0, **settings
+    )
+    loader = loader or bigram.Loader()
+    with Store(workdir, config.keep) as store:
+        state, counters = loop.resume(store, bigram.abstract(), bigram.initialise, loader)
+        done = int(state["step"])
+        with (
+            metrics_log.MetricsLog(workdir, done) as rows,
+            ProgressBar(steps, done) as progress,
+        ):
+            recorder = Recorder(
+                rows,
+                progress,
+                counters,
+                log_interval=config.log_interval,
+                max_skipped=config.max_skipped,
+                max_skipped_in_a_row=config.max_skipped_in_a_row,
+            )
+            state = loop.train(
+                config,
+                step=jax.jit(bigram.step, donate_argnums=0),
+                state=state,
+                loader=loader,
+                place=lambda batch: batch,
+                batch_size=sizes,
+                store=store,
+                recorder=recorder,
+                evaluate=lambda state, n: {"held_out/loss": held_out(state)},
+                sample=lambda state, n: f"sample {n}",
+                stop=Nth(stop_at - done) if stop_at else stop,
+            )
+    return state
+
+
+class Nth:
+    """A stop signal that has come when it is asked for the nth time, once per step."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def __bool__(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def held_out(state) -> float:
+    return float(bigram.loss_of(state["params"], bigram.Loader(seed=9).next(32)))
+
+
+class LimitedLoader(bigram.Loader):
+    """Takes the room on the disk away before its fourth batch."""
+
+    def next(self, batch_size: int) -> dict:
+        if self.position == 4:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+        return super().next(batch_size)
+
+
+if __name__ == "__main__":
+    make_loader = LimitedLoader if len(sys.argv) > 3 else bigram.Loader
+    with loop.StopSignal() as stop:
+        try:
+            run(sys.argv[1], int(sys.argv[2]), stop=stop, loader=make_loader())
+        except (SaveError, TrainingStopped) as error:
+            sys.exit(f"error: {error}")

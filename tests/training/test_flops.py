@@ -1,0 +1,90 @@
+"""Model FLOPs: matmuls are the active parameters, attention is the exact triangle."""
+
+import dataclasses
+
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.training import flops
+
+
+def dense(cfg):
+    return dataclasses.replace(cfg, index_topk=None, attention="dense")
+
+
+def vectors(cfg):
+    """Parameters that multiply elementwise: norms."""
+    d = cfg.hidden_size
+    per_layer = 2 * d + cfg.q_lora_rank + cfg.kv_lora_rank
+    return cfg.num_hidden_layers * per_layer + d
+
+
+@pytest.mark.parametrize("name", ["tiny", "glm5", "glm4_7_flash"])
+def test_matmuls_are_twice_the_active_parameters(name):
+    cfg = dense(presets.get(name))
+    n, hru = cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
+    one_token = flops.forward_flops(cfg, 1) - 2 * cfg.num_hidden_layers * n * hru
+    assert one_token == 2 * (cfg.num_active_parameters - vectors(cfg))
+
+
+def test_attention_counts_every_visible_key_once():
+    cfg, t = presets.tiny(), 100
+    n, hru = cfg.num_attention_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim + cfg.v_head_dim
+    i, j, k = cfg.index_n_heads, cfg.index_head_dim, cfg.index_topk
+    attended = sum(min(q + 1, k) for q in range(t))
+    scored = sum(q + 1 for q in range(t))
+    layers = cfg.num_hidden_layers
+    per_key = 2 * layers * (n * hru * attended + i * j * scored) / t
+    at_one = 2 * layers * (n * hru + i * j)
+    got = flops.forward_flops(cfg, t) - flops.forward_flops(cfg, 1)
+    assert got == pytest.approx(per_key - at_one, rel=1e-12)
+
+
+def test_sparse_attention_grows_only_by_its_scores():
+    cfg = presets.glm5()
+    score = cfg.index_n_heads * cfg.index_head_dim * cfg.num_hidden_layers
+    growth = flops.forward_flops(cfg, 131072) - flops.forward_flops(cfg, 65536)
+    assert growth == pytest.approx(score * 65536, rel=0.1)
+    assert flops.forward_flops(dense(cfg), 131072) > 1.5 * flops.forward_flops(cfg, 131072)
+
+
+def test_shared_indexers_are_not_counted_twice():
+    shared = presets.glm5_2()
+    own = dataclasses.replace(shared, indexer_types=None)
+    q, d = shared.q_lora_rank, shared.hidden_size
+    i, j = shared.index_n_heads, shared.index_head_dim
+    saved = 2 * 57 * (q * i * j + d * j + d * i + i * j * (1 + 1) / 2)
+    assert flops.forward_flops(own, 1) - flops.forward_flops(shared, 1) == saved
+
+
+def test_mtp_steps_add_a_block_a_projection_and_a_head_each():
+    cfg = presets.tiny()
+    d, v = cfg.hidden_size, cfg.vocab_size
+    one = flops.forward_flops(cfg, 64, 1) - flops.forward_flops(cfg, 64)
+    deeper = dataclasses.replace(cfg, num_hidden_layers=cfg.num_hidden_layers + 1)
+    block = flops.forward_flops(deeper, 64) - flops.forward_flops(cfg, 64)
+    assert one == pytest.approx(block + 2 * (2 * d * d + d * v))
+    assert flops.train_flops(cfg, 64, 3) == pytest.approx(
+        3 * (flops.forward_flops(cfg, 64) + 3 * one)
+    )
+
+
+def test_glm5_needs_about_six_flops_per_active_parameter():
+    cfg = presets.glm5()
+    assert flops.train_flops(cfg, 4096) == pytest.approx(6 * cfg.num_active_parameters, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    "kind,peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("TPU v5p", 459e12),
+        ("TPU v5", 459e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU7x", 1153.5e12),
+        ("cpu", None),
+    ],
+)
+def test_peaks_of_device_kinds(kind, peak):
+    assert flops.peak_flops(kind) == peak

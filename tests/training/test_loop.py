@@ -1,0 +1,182 @@
+"""The loop: resume, stop, skip, and that an interrupted run equals an unbroken one bitwise."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.checkpoint.store import Store
+from glm5_jax.core import metrics_log
+from glm5_jax.training import loop
+from glm5_jax.training.metrics import TrainingStopped
+from tests.training import bigram
+from tests.training.bigram_run import run
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def losses(workdir) -> list:
+    """Every (step, loss) as written, exactly."""
+    rows = metrics_log.read(workdir)
+    names = ("loss/total", "held_out/loss")
+    return [(r["step"], n, r[n]) for r in rows for n in names if n in r]
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("unbroken")
+    return workdir, run(workdir)
+
+
+def test_it_learns_records_every_step_and_keeps_the_newest_checkpoints(unbroken):
+    workdir, state = unbroken
+    steps, values = metrics_log.column(metrics_log.read(workdir), "loss/total")
+    assert steps == list(range(1, 13))
+    assert values[-1] < values[0] - 0.1
+    assert metrics_log.column(metrics_log.read(workdir), "held_out/loss")[0] == [4, 8, 12]
+    with Store(workdir) as store:
+        assert store.steps == [9, 12]
+    assert int(state["step"]) == 12
+
+
+@pytest.mark.parametrize("stops", [(1,), (4,), (6, 10), (2, 3, 7)])
+def test_stopping_and_resuming_is_bitwise_the_unbroken_run(unbroken, tmp_path, stops):
+    whole, last = unbroken
+    for at in stops:
+        run(tmp_path, stop_at=at)
+        with Store(tmp_path) as store:
+            assert store.latest == at  # it saved before it stopped
+    assert same(run(tmp_path), last)
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_finished_run_trains_no_further(unbroken, tmp_path):
+    whole, last = unbroken
+    before = losses(whole)
+    assert same(run(whole), last)
+    assert losses(whole) == before
+
+
+def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(unbroken, tmp_path):
+    whole, last = unbroken
+    run(tmp_path, steps=6)
+    assert same(run(tmp_path, steps=12), last)
+
+
+def test_a_signal_saves_and_ends_the_loop(tmp_path):
+    with loop.StopSignal() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop
+    before = signal.getsignal(signal.SIGTERM)
+    assert before == signal.SIG_DFL
+
+
+def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
+    state = run(tmp_path, loader=bigram.Loader(bad=(1, 5, 6)))
+    rows = metrics_log.read(tmp_path)
+    assert metrics_log.column(rows, "skipped")[1][-1] == 3
+    assert [r["step"] for r in rows if "loss/total" in r and r["loss/total"] is None] == [2, 6, 7]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state["params"]))
+
+
+def test_the_count_of_skipped_steps_survives_a_restart(tmp_path):
+    run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3)), stop_at=4)
+    with pytest.raises(TrainingStopped, match="3 times in a row and 4 times in all"):
+        run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3, 4)), max_skipped_in_a_row=2)
+
+
+@pytest.mark.parametrize("limit", [{"max_skipped": 2}, {"max_skipped_in_a_row": 2}])
+def test_too_many_skipped_steps_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, limit):
+    with pytest.raises(TrainingStopped, match=r"step 7: .* last good checkpoint is .*/6$"):
+        run(tmp_path, loader=bigram.Loader(bad=(4, 5, 6, 7, 8, 9)), **limit)
+    with Store(tmp_path) as store:
+        assert store.latest == 6
+
+
+def test_a_run_that_never_was_finite_says_that_nothing_is_saved(tmp_path):
+    with pytest.raises(TrainingStopped, match="no checkpoint is complete yet"):
+        run(tmp_path, loader=bigram.Loader(bad=range(12)), max_skipped_in_a_row=1)
+
+
+def test_the_batch_may_grow_and_tokens_are_counted(tmp_path):
+    run(tmp_path, sizes=lambda n: 2 if n < 5 else 8)
+    rows = metrics_log.read(tmp_path)
+    assert metrics_log.column(rows, "tokens")[1][-1] == 9 * (5 * 2 + 7 * 8)
+
+
+def test_rarer_logging_leaves_out_rows_but_not_the_last_checkpoint(tmp_path):
+    run(tmp_path, log_interval=5)
+    rows = metrics_log.read(tmp_path)
+    assert metrics_log.column(rows, "loss/total")[0] == [5, 10]
+
+
+@pytest.mark.parametrize("field", ["steps", "log_interval", "keep", "eval_batches"])
+def test_settings_that_make_no_sense_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        loop.TrainConfig(**{field: 0})
+    with pytest.raises(ValueError, match="save_interval is -1"):
+        loop.TrainConfig(save_interval=-1)
+
+
+def child(workdir, steps, *more):
+    command = [sys.executable, "-m", "tests.training.bigram_run", str(workdir), str(steps), *more]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_row(workdir, step, process):
+    """Returns once the child has written a row of that step."""
+    end = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < end:
+        if step in metrics_log.column(metrics_log.read(workdir), "loss/total")[0]:
+            return
+        time.sleep(0.001)
+    raise AssertionError(process.communicate()[0])
+
+
+def test_killed_twice_in_the_middle_it_still_equals_the_unbroken_run(tmp_path):
+    for step in (7, 20):  # a save every three steps: each kill comes just after one was begun
+        process = child(tmp_path / "killed", 40)
+        wait_for_row(tmp_path / "killed", step, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    last = run(tmp_path / "killed", 40)
+    assert same(last, run(tmp_path / "whole", 40))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def test_sigterm_saves_and_exits_cleanly(tmp_path):
+    process = child(tmp_path, 100_000)
+    wait_for_row(tmp_path, 5, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    with Store(tmp_path) as store:
+        assert store.latest == metrics_log.read(tmp_path)[-1]["step"]
+
+
+@pytest.mark.parametrize("room", ["3000", "500"])  # a checkpoint needs more; so do the rows
+def test_a_disk_that_fills_keeps_the_last_good_checkpoint_and_says_so(tmp_path, room):
+    process = child(tmp_path, 100, room)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    [error] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in output
+    assert "the disk is full" in error
+    assert f"the last good checkpoint is {tmp_path}/checkpoints/3" in error
+    assert losses(tmp_path)[-1][0] >= 4
+    run(tmp_path, 6)  # with room again it goes on
+    with Store(tmp_path) as store:
+        assert store.latest == 6
