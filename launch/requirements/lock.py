@@ -1,0 +1,59 @@
+"""Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
+
+    python3.11 launch/requirements/lock.py      # writes py311-run.txt, py311-test.txt, py311-aot.txt
+    python3.12 launch/requirements/lock.py      # writes py312-*.txt, which serve later Pythons too
+
+`test` adds to `run`, and `aot` to both. Every line is one exact pin, dependencies of dependencies
+included, so the locks install with `pip install --no-deps`.
+"""
+
+import configparser
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+SETUP = FOLDER.parents[1] / "setup.cfg"
+HEAD = "# Written by launch/requirements/lock.py from setup.cfg.\n"
+
+
+def requirements(group: str) -> list[str]:
+    """The requirement lines that setup.cfg has for `run` or for an extra."""
+    config = configparser.ConfigParser()
+    config.read(SETUP)
+    if group == "run":
+        return config["options"]["install_requires"].split()
+    return config["options.extras_require"][group].split()
+
+
+def resolve(wanted: list[str], pins: dict[str, str]) -> dict[str, str]:
+    """Names and versions that pip would install for `wanted` while it keeps to `pins`."""
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = pathlib.Path(folder) / "constraints.txt"
+        constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
+        command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+        command += ["--quiet", "--only-binary=:all:", "--report=-", f"--constraint={constraints}"]
+        report = json.loads(subprocess.check_output([*command, *wanted]))
+    packages = [item["metadata"] for item in report["install"]]
+    return {item["name"].lower().replace("_", "-"): item["version"] for item in packages}
+
+
+def main() -> None:
+    tag = f"py{sys.version_info.major}{sys.version_info.minor}"
+    wanted: list[str] = []
+    pins: dict[str, str] = {}
+    for group in ("run", "test", "aot"):
+        wanted += requirements(group)
+        # Nothing in the plugin's metadata says that it must be of jax's own version.
+        plugin = {"jax-cuda13-plugin": pins["jax"]} if pins else {}
+        found = resolve(wanted, pins | plugin)
+        new = sorted(found.keys() - pins.keys())
+        lines = [f"{name}=={found[name]}\n" for name in new]
+        (FOLDER / f"{tag}-{group}.txt").write_text(HEAD + "".join(lines))
+        pins |= found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+bash launch/test.sh [--python=PYTHON] [--coverage] [slow] [aot] [device] [-- PYTEST ARGUMENTS]
+
+Sets up its own environment and runs the tests; the last line counts them.
+
+  (no tier)         the default tier: everything that is not slow, aot or device
+  slow              learning runs, fault injection and whole journeys, minutes each
+  aot               compilation for TPU and GPU topologies; installs their compilers first
+  device            on the accelerator of this machine, with a jax for it installed
+                    (python -m pip install 'jax[tpu]' or 'jax[cuda13]' in that environment)
+  --python=PYTHON   another interpreter, such as python3.12, in an environment of its own
+  --coverage        fail if a module's lines are covered less than 75%
+  -- ARGUMENTS      go to pytest: bash launch/test.sh -- tests/model -k rope
+
+A test of two tiers runs when both are named. Tests run in two processes; -- -n 8 makes it eight.
+TEXT
+}
+
+python= tiers=() options=()
+while (($#)); do
+  case $1 in
+    -h | --help) usage; exit ;;
+    --python=?*) python=${1#*=} ;;
+    --coverage) options+=(-p tests.coverage_floor --cov --cov-report=) ;;
+    slow | aot | device) tiers+=("$1") ;;
+    --) shift; break ;;
+    *) printf 'unknown argument: %s\n\n' "$1" >&2; usage >&2; exit 2 ;;
+  esac
+  shift
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+set_up test "$python"
+cd "$ROOT"
+
+# Everything a tier's tests carry that was not asked for is left out.
+marks=
+for tier in slow aot device; do
+  [[ " ${tiers[*]} " == *" $tier "* ]] || marks+=" and not $tier"
+done
+wanted=${tiers[*]:-True}
+marks="(${wanted// / or })$marks"
+
+export JAX_PLATFORMS=cpu
+if [[ " ${tiers[*]} " == *" device "* ]]; then JAX_PLATFORMS=; fi
+if [[ " ${tiers[*]} " == *" aot "* ]]; then add_compilers; fi
+
+# Compiled programs that no run of the last two weeks has read.
+find "${XDG_CACHE_HOME:-$HOME/.cache}/glm5_jax" -type f -atime +14 -delete 2>/dev/null || true
+
+exec "$PYTHON" -m pytest -q -n 2 --dist loadfile -m "$marks" "${options[@]}" "$@"

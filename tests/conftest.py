@@ -1,0 +1,51 @@
+"""What every test process has in common; set before anything imports jax.
+
+The XLA flags are for compile speed alone. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) runs a test under the
+flags of real runs, and the `plain_env` fixture starts a child process that way.
+"""
+
+import os
+import pathlib
+import tempfile
+
+import hypothesis
+import pytest
+
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def _cache_folder() -> str:
+    """Compiled programs are kept in the user's cache, shared by the workers and by later runs."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(base) / "glm5_jax" / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = pathlib.Path(tempfile.mkdtemp())
+    return str(folder)
+
+
+# These alone change what a program computes, prints or refuses; children of `plain_env` lack them.
+TEST_ONLY = {
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+    + os.environ.get("GLM5_JAX_TEST_XLA_FLAGS", FAST_COMPILE),
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+}
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", _cache_folder())
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["MPLBACKEND"] = "agg"
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.update(TEST_ONLY)
+
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture
+def plain_env() -> dict[str, str]:
+    """The environment of a child process that runs as a user's would: one CPU device, no test flags."""
+    return {name: value for name, value in os.environ.items() if name not in TEST_ONLY}
