@@ -1,0 +1,207 @@
+"""Charts as inline SVG whose colours are the page's CSS variables, so that they follow its theme.
+
+A page that shows them defines `--ink, --muted, --line, --paper` and `--series-1` to `--series-6`.
+"""
+
+import io
+import math
+import re
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+# Matplotlib needs colours; each stands for the variable that replaces it in the SVG.
+_VARIABLES = {
+    "#010101": "--ink",
+    "#020202": "--muted",
+    "#030303": "--line",
+    "#040404": "--paper",
+    **{f"#0a0a{i:02x}": f"--series-{i}" for i in range(1, 7)},
+}
+_COLOUR = {name: colour for colour, name in _VARIABLES.items()}
+_HEAT = LinearSegmentedColormap.from_list("heat", ["#e8ecf7", "#7f94e3", "#3b4cc0", "#7d1d6f"])
+_POINTS = 600  # of a line; more would only make the page heavy
+
+Series = tuple[str, list, list]  # label, x, y
+
+
+def line_chart(
+    series: list[Series],
+    *,
+    x_label: str = "step",
+    y_label: str = "",
+    log: bool = False,
+    smooth: bool = False,
+    levels: tuple[tuple[str, float], ...] = (),
+    size: tuple[float, float] = (5.6, 3.0),
+) -> str:
+    """Lines over a shared x axis, labelled at their ends.
+
+    smooth draws a running mean over a faint line of the values themselves; levels are dashed
+    horizontal lines (label, y), for what the lines are to be compared with.
+    """
+    with rc_context(_style()):
+        figure, axes = _axes(size)
+        ends = []
+        for i, (label, x, y) in enumerate(series):
+            colour = _COLOUR[f"--series-{i % 6 + 1}"]
+            x, y = _thin(x, y)
+            if smooth and len(y) > 20:
+                axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.8)
+                y = _running_mean(y, max(2, len(y) // 50))
+            dot = {"marker": "o", "markersize": 3.2} if len(y) < 30 else {}
+            axes.plot(x, y, color=colour, linewidth=1.8, solid_capstyle="round", **dot)
+            if len(y):
+                ends.append((y[-1], label, colour))
+        for label, y in levels:
+            axes.axhline(y, color=_COLOUR["--muted"], linewidth=1.1, linestyle=(0, (4, 3)))
+            ends.append((y, label, _COLOUR["--muted"]))
+        if log and all(y > 0 for _, _, ys in series for y in ys):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+        axes.set_xlabel(x_label)
+        axes.set_title(y_label, loc="left")
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+        axes.margins(x=0.01)
+        _label_ends(figure, axes, ends if len(ends) > 1 else [])
+        return _svg(figure, f"{y_label} {[s[0] for s in series]}")
+
+
+def heat_map(
+    values: np.ndarray,
+    x: list,
+    *,
+    x_label: str = "step",
+    y_label: str = "",
+    rows: list[str],
+    low: float,
+    high: float,
+    size: tuple[float, float] = (5.6, 3.0),
+) -> str:
+    """values [rows, columns] as colours from low to high; x are the positions of the columns."""
+    with rc_context(_style()):
+        figure, axes = _axes(size)
+        edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
+        y_edges = np.arange(len(rows) + 1)
+        mesh = axes.pcolormesh(edges, y_edges, values, cmap=_HEAT, vmin=low, vmax=high)
+        mesh.set_rasterized(True)
+        shown = range(0, len(rows), max(1, len(rows) // 12))
+        axes.set_yticks([i + 0.5 for i in shown], [rows[i] for i in shown])
+        axes.tick_params(left=False)
+        axes.grid(False)
+        axes.set_xlabel(x_label)
+        axes.set_title(y_label, loc="left")
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=14)
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(size=0)
+        return _svg(figure, y_label)
+
+
+def _style() -> dict:
+    muted = _COLOUR["--muted"]
+    return {
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "text.color": _COLOUR["--ink"],
+        "axes.labelcolor": muted,
+        "axes.titlesize": 10,
+        "axes.titleweight": "bold",
+        "axes.titlepad": 10,
+        "axes.edgecolor": _COLOUR["--line"],
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": _COLOUR["--line"],
+        "grid.linewidth": 0.8,
+        "xtick.color": muted,
+        "ytick.color": muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "ytick.minor.size": 0,
+    }
+
+
+def _axes(size):
+    figure = Figure(figsize=size, layout="constrained")
+    figure.patch.set_alpha(0)
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _label_ends(figure, axes, ends) -> None:
+    """Writes each line's name where it ends, pushed apart so that no two overlap."""
+    figure.draw_without_rendering()
+    height = axes.bbox.height
+    places = sorted(
+        (axes.transData.transform((0, y))[1] - axes.bbox.y0, n) for n, (y, *_) in enumerate(ends)
+    )
+    gap, at = 13.0, -math.inf
+    for place, n in places:
+        at = max(place, at + gap)
+        _, label, colour = ends[n]
+        axes.annotate(
+            label,
+            (1.0, min(at, height * 1.1) / height),
+            (6, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            color=colour,
+            va="center",
+            fontsize=8.5,
+            annotation_clip=False,
+        )
+
+
+def _thin(x, y):
+    step = max(1, math.ceil(len(x) / _POINTS))
+    return np.asarray(x[::step], float), np.asarray(y[::step], float)
+
+
+def _running_mean(y, width: int):
+    """Mean over the nearest `width` values on either side, over fewer at both ends."""
+    total = np.cumsum(np.concatenate([[0.0], y]))
+    at = np.arange(len(y))
+    reach = np.minimum(width, np.minimum(at, len(y) - 1 - at))
+    return (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
+
+
+def _short(value: float, _=None) -> str:
+    """12000 -> 12K, 0.00025 -> 2.5e-4."""
+    size = abs(value)
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
+        if size >= limit:
+            return f"{value / (1e3 if suffix == 'K' else limit):g}{suffix}"
+    if 0 < size < 1e-3:
+        digits, exponent = f"{value:.3e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:g}"
+
+
+def _svg(figure, salt: str) -> str:
+    out = io.StringIO()
+    with rc_context(
+        {"svg.hashsalt": salt}
+    ):  # ids are then the same every time, and other per chart
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = out.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would reach the whole page
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every chart, and nothing refers to them
+    svg = re.sub(r"font-family: [^;]*;", "font-family: inherit;", svg)
+    for colour, name in _VARIABLES.items():
+        svg = svg.replace(colour, f"var({name})")
+    return svg

@@ -1,0 +1,278 @@
+"""What a workdir tells about its run: a `Summary`, and one self-contained page with plots.
+
+Both are derived from `config.json`, `metrics.jsonl` and `samples/` alone, so they can be made again
+at any time, by `write_page(workdir)`.
+"""
+
+import dataclasses
+import html
+import json
+import pathlib
+import statistics
+
+import numpy as np
+
+from glm5_jax.core import charts
+from glm5_jax.core.metrics_log import column, read
+
+PAGE = pathlib.Path("report") / "index.html"
+HELD_OUT = "held_out/bits_per_byte"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Where a run stands. Numbers that it has not recorded are None."""
+
+    workdir: pathlib.Path
+    step: int
+    tokens: int
+    loss: float | None  # of the last 20 rows, nats per token
+    bits_per_byte: float | None  # held out
+    baselines: dict[str, float]  # bits per byte on the same tokens
+    tokens_per_second: float | None  # median
+    sample: str
+
+    def __str__(self) -> str:
+        lines = [self.sample.rstrip(), ""] if self.sample else []
+        if self.loss is not None:
+            lines.append(
+                f"training loss       {self.loss:.4f} nats per token after {self.step} steps"
+            )
+        if self.bits_per_byte is not None:
+            others = ", ".join(f"{name} {x:.3f}" for name, x in self.baselines.items())
+            against = f"  (baselines: {others})" if others else ""
+            lines.append(f"held-out            {self.bits_per_byte:.3f} bits per byte{against}")
+        if self.tokens_per_second is not None:
+            rate = f"{self.tokens_per_second:,.0f} tokens/s"
+            lines.append(f"throughput          {rate}, {self.tokens:,} tokens in all")
+        lines.append(f"report              {self.workdir / PAGE}")
+        return "\n".join(lines)
+
+
+def summarise(workdir) -> Summary:
+    """Reads a workdir; works for unfinished runs too."""
+    workdir = pathlib.Path(workdir)
+    rows = read(workdir)
+    steps, losses = column(rows, "loss/ce")
+    rates = column(rows, "speed/tokens_per_second")[1]
+    samples = _samples(workdir)
+    return Summary(
+        workdir=workdir,
+        step=max((row["step"] for row in rows), default=0),
+        tokens=(column(rows, "tokens")[1] or [0])[-1],
+        loss=statistics.fmean(losses[-20:]) if losses else None,
+        bits_per_byte=(column(rows, HELD_OUT)[1] or [None])[-1],
+        baselines=_baselines(rows),
+        tokens_per_second=statistics.median(rates) if rates else None,
+        sample=samples[-1][1] if samples else "",
+    )
+
+
+def write_page(workdir) -> pathlib.Path:
+    """Writes `report/index.html` of a workdir and returns its path."""
+    workdir = pathlib.Path(workdir)
+    summary, rows = summarise(workdir), read(workdir)
+    config = json.loads((workdir / "config.json").read_text())
+    title = html.escape(config.get("name", workdir.name))
+    body = [
+        f"<header><h1>{title}</h1><p>{html.escape(_model_line(config.get('model', {})))}</p></header>",
+        _tiles(summary),
+        f'<section class="charts">{"".join(_charts(rows))}</section>',
+        _sample_section(_samples(workdir)),
+        _config_section(config),
+    ]
+    page = _PAGE.replace("{title}", title).replace("{body}", "\n".join(b for b in body if b))
+    path = workdir / PAGE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(page)
+    return path
+
+
+def _baselines(rows: list[dict]) -> dict[str, float]:
+    prefix = "baseline/"
+    return {
+        k.removeprefix(prefix): v for row in rows for k, v in row.items() if k.startswith(prefix)
+    }
+
+
+def _samples(workdir: pathlib.Path) -> list[tuple[int, str]]:
+    files = (workdir / "samples").glob("*.txt")
+    return sorted((int(f.stem), f.read_text()) for f in files if f.stem.isdigit())
+
+
+def _model_line(model: dict) -> str:
+    if not model:
+        return ""
+    moe = model["num_hidden_layers"] - model["first_k_dense_replace"]
+    return (
+        f"{model['num_hidden_layers']} layers ({moe} with experts), width {model['hidden_size']}, "
+        f"{model['num_attention_heads']} heads, {model['n_routed_experts']} experts of which "
+        f"{model['num_experts_per_tok']} are active, vocabulary {model['vocab_size']:,}"
+    )
+
+
+def _tiles(summary: Summary) -> str:
+    tiles = []
+    if summary.bits_per_byte is not None:
+        tiles.append((f"{summary.bits_per_byte:.3f}", "held-out bits per byte", "main"))
+    tiles += [(f"{x:.3f}", f"{name} baseline", "") for name, x in summary.baselines.items()]
+    if summary.loss is not None:
+        tiles.append((f"{summary.loss:.3f}", "training loss, nats per token", ""))
+    if summary.tokens_per_second is not None:
+        tiles.append((f"{summary.tokens_per_second:,.0f}", "tokens per second", ""))
+    tiles.append((f"{summary.step:,}", f"steps, {summary.tokens:,} tokens", ""))
+    cells = (
+        f'<div class="tile {c}"><b>{v}</b><span>{html.escape(t)}</span></div>' for v, t, c in tiles
+    )
+    return f'<section class="tiles">{"".join(cells)}</section>'
+
+
+def _charts(rows: list[dict]):
+    """A figure for every group of metrics that the run has recorded."""
+
+    def series(prefix, without=()):
+        names = dict.fromkeys(k for row in rows for k in row if k.startswith(prefix))
+        found = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
+        return [s for s in found if s[1] and not isinstance(s[2][-1], list)]
+
+    def figure(drawing, note=""):
+        caption = f"<figcaption>{note}</figcaption>" if note else ""
+        return f"<figure>{drawing}{caption}</figure>"
+
+    if held_out := column(rows, HELD_OUT)[0]:
+        name = "Held-out bits per byte"
+        drawing = charts.line_chart(
+            [("model", held_out, column(rows, HELD_OUT)[1])],
+            y_label=name,
+            levels=tuple(_baselines(rows).items()),
+        )
+        yield figure(drawing, "Dashed: what counting the training text alone achieves.")
+    if losses := series("loss/"):
+        main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
+        yield figure(charts.line_chart(main, y_label="Training loss, nats per token", smooth=True))
+    if rates := series("learning_rate/"):
+        yield figure(charts.line_chart(rates, y_label="Learning rate"))
+    if norms := series("grad_norm/"):
+        yield figure(charts.line_chart(norms, y_label="Gradient norm", log=True, smooth=True))
+    for name, label, note in (
+        (
+            "router/max_load",
+            "Largest expert load",
+            "Tokens of the busiest expert over the mean: 1 is perfect balance.",
+        ),
+        ("attention/max_logit", "Largest attention logit", ""),
+    ):
+        steps, values = column(rows, name)
+        if steps and isinstance(values[-1], list):
+            yield figure(_layers(steps, values, label), note)
+    extra = [s for s in losses if s[0] in ("balance", "z") and any(s[2])]
+    if extra:
+        yield figure(charts.line_chart(extra, y_label="Auxiliary losses", smooth=True))
+    if speed := column(rows, "speed/tokens_per_second")[0]:
+        values = column(rows, "speed/tokens_per_second")[1]
+        yield figure(
+            charts.line_chart([("", speed, values)], y_label="Tokens per second", smooth=True)
+        )
+
+
+def _layers(steps, values, label) -> str:
+    keep = range(0, len(steps), max(1, len(steps) // 150))
+    table = np.array([values[i] for i in keep], float).T
+    low, high = float(np.nanmin(table)), float(np.nanquantile(table, 0.99))
+    rows = [f"layer {i}" for i in range(len(table))]
+    return charts.heat_map(
+        table,
+        [steps[i] for i in keep],
+        y_label=label,
+        rows=rows,
+        low=low,
+        high=max(high, low + 1e-6),
+    )
+
+
+def _sample_section(samples: list[tuple[int, str]]) -> str:
+    if not samples:
+        return ""
+    items = [
+        f"<details{' open' if i == 0 else ''}><summary>step {step:,}</summary>"
+        f"<pre>{html.escape(text)}</pre></details>"
+        for i, (step, text) in enumerate(reversed(samples))
+    ]
+    return f"<section><h2>Samples</h2>{''.join(items)}</section>"
+
+
+def _config_section(config: dict) -> str:
+    flat = list(_flat(config))
+    rows = (f"<tr><td>{html.escape(k)}</td><td>{html.escape(v)}</td></tr>" for k, v in flat)
+    return (
+        f"<section><h2>Configuration</h2><details><summary>{len(flat)} fields</summary>"
+        f"<table>{''.join(rows)}</table></details></section>"
+    )
+
+
+def _flat(config: dict, path: str = ""):
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", json.dumps(value)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f9; --paper: #ffffff; --ink: #171a21; --muted: #667085; --line: #e4e7ec;
+  --series-1: #3b5bdb; --series-2: #d9480f; --series-3: #2b8a3e; --series-4: #9c36b5;
+  --series-5: #0b7285; --series-6: #a61e4d;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #0f1115; --paper: #171a21; --ink: #eceef2; --muted: #98a2b3; --line: #2a2f3a;
+    --series-1: #91a7ff; --series-2: #ffa94d; --series-3: #69db7c; --series-4: #e599f7;
+    --series-5: #66d9e8; --series-6: #faa2c1;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; padding: 40px 24px 64px; max-width: 1180px; background: var(--page);
+  color: var(--ink); font: 15px/1.5 Inter, system-ui, "Segoe UI", Roboto, "Helvetica Neue",
+  Arial, sans-serif; -webkit-font-smoothing: antialiased;
+}
+h1 { margin: 0; font-size: 28px; letter-spacing: -.02em; }
+h2 { margin: 40px 0 12px; font-size: 18px; letter-spacing: -.01em; }
+header p { margin: 4px 0 24px; color: var(--muted); }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; }
+.tile, figure, details {
+  background: var(--paper); border: 1px solid var(--line); border-radius: 12px;
+}
+.tile { padding: 16px 18px; }
+.tile b { display: block; font-size: 26px; font-weight: 650; letter-spacing: -.02em;
+  font-variant-numeric: tabular-nums; }
+.tile span { color: var(--muted); font-size: 13px; }
+.tile.main b { color: var(--series-1); }
+.charts { display: grid; gap: 12px; margin-top: 12px;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
+figure { margin: 0; padding: 16px 16px 12px; }
+figure svg { display: block; height: auto; }
+figcaption { color: var(--muted); font-size: 13px; padding: 4px 4px 0; }
+details { margin-bottom: 8px; padding: 10px 16px; }
+summary { cursor: pointer; color: var(--muted); font-variant-numeric: tabular-nums; }
+pre { margin: 10px 0 4px; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 13px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+table { width: 100%; margin-top: 8px; border-collapse: collapse; font-size: 13px; }
+td { padding: 5px 8px; border-top: 1px solid var(--line); vertical-align: top; }
+td:first-child { color: var(--muted); white-space: nowrap; width: 1%; }
+td:last-child { font-family: ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+</style>
+</head>
+<body>
+{body}
+</body>
+</html>
+"""

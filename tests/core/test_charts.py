@@ -1,0 +1,80 @@
+"""Charts: valid SVG in the page's own colours, with every label."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+
+from glm5_jax.core import charts
+
+X = list(range(1, 101))
+Y = [5.0 / x + 1 for x in X]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"log": True}, {"smooth": True}, {"levels": (("bigram", 2.0),)}]
+)
+def test_a_line_chart_is_svg_with_its_labels(options):
+    svg = charts.line_chart([("model", X, Y), ("other", X[:9], Y[:9])], y_label="loss", **options)
+    ElementTree.fromstring(svg)
+    for word in (
+        "loss",
+        "step",
+        "model",
+        "other",
+        *[name for name, _ in options.get("levels", ())],
+    ):
+        assert f">{word}</text>" in svg
+
+
+def test_every_colour_is_a_variable_of_the_page():
+    svg = charts.line_chart([(str(i), X, Y) for i in range(7)], smooth=True, levels=(("a", 1.0),))
+    assert not re.search(r"(fill|stroke): #", svg)
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", svg))
+    assert used == {"--ink", "--muted", "--line", *(f"--series-{i}" for i in range(1, 7))} - {
+        "--ink"
+    }
+
+
+def test_charts_of_one_page_do_not_share_ids_and_are_the_same_every_time():
+    one, two = (charts.line_chart([(name, X, Y)], y_label=name) for name in "ab")
+    ids = [set(re.findall(r'\bid="([^"]+)"', svg)) for svg in (one, two)]
+    assert ids[0] and not ids[0] & ids[1]
+    assert one == charts.line_chart([("a", X, Y)], y_label="a")
+
+
+def test_long_lines_are_thinned():
+    many = list(range(100_000))
+    assert len(charts.line_chart([("a", many, many)])) < 60_000
+
+
+def test_labels_at_the_end_do_not_overlap():
+    svg = charts.line_chart([(f"line{i}", X, [y + i / 1000 for y in Y]) for i in range(3)])
+    places = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>line\d', svg)]
+    assert len(places) == 3
+    assert np.diff(sorted(places)).min() > 8
+
+
+def test_a_heat_map_has_a_row_per_layer():
+    svg = charts.heat_map(
+        np.arange(6.0).reshape(3, 2), [10, 20], y_label="load", rows=["a", "b", "c"], low=0, high=5
+    )
+    ElementTree.fromstring(svg)
+    for word in ("load", "a", "b", "c"):
+        assert f">{word}</text>" in svg
+    charts.heat_map(np.ones((1, 1)), [5], rows=["a"], low=0, high=1)  # a single column
+
+
+@pytest.mark.parametrize(
+    "value,text",
+    [(12000, "12K"), (2.5e6, "2.5M"), (0.00025, "2.5e-4"), (0, "0"), (-1.5, "-1.5"), (200, "200")],
+)
+def test_numbers_are_short(value, text):
+    assert charts._short(value) == text
+
+
+def test_a_running_mean_is_centred_and_keeps_the_ends():
+    y = np.arange(10.0)
+    np.testing.assert_allclose(charts._running_mean(y, 2), y)
+    np.testing.assert_allclose(charts._running_mean(np.array([0.0, 3.0, 0.0]), 5), [0, 1, 0])
