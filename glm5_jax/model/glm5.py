@@ -27,7 +27,7 @@ from glm5_jax.core.params import (
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model.block import Block, Context, LayerStats, block
 from glm5_jax.model.cache import Cache, write
-from glm5_jax.model.mtp import Mtp
+from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
@@ -318,35 +318,79 @@ def forward(
     default: one document per row), cache: written behind its `length` and returned. On a mesh b must
     divide by data * fsdp * expert, and without a cache t by context * tensor. ValueError otherwise.
     """
-    b, t = tokens.shape
+
+    def local(region, params, tokens, positions, segment_ids, cache):
+        out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
+        logits = _logits(params, out.hidden, Weights(cfg, region, plan))
+        return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
+
+    return _run(local, params, (tokens,), cfg, positions, segment_ids, cache, mesh)
+
+
+def forward_mtp(
+    params,
+    hidden,
+    following,
+    cfg: ModelConfig,
+    *,
+    positions=None,
+    segment_ids=None,
+    cache: Cache | None = None,
+    mesh=None,
+    plan: Plan = Plan(),
+) -> Output:
+    """One multi-token-prediction step, for drafting: hidden [b t d] of the trunk (or of the step
+    before) and the tokens int[b t] that follow each position -> logits for the token after those.
+
+    cache: of `init_cache(cfg, ..., num_layers=1)`, the MTP block's own. Otherwise as `forward`.
+    """
+    if "mtp" not in params:
+        raise ValueError("the model has no MTP layer (num_nextn_predict_layers is 0)")
+
+    def local(region, params, hidden, following, positions, segment_ids, cache):
+        weights = Weights(cfg, region, plan)
+        context, cache = begin(positions, segment_ids, cache, cfg, plan, region)
+        w = weights("mtp", params["mtp"])
+        own = cache and cache.layers[0]
+        embedded = embed(params, weights, following)
+        hidden, own, stats = mtp_step(w, hidden, embedded, own, context)
+        if cache is not None:
+            cache = cache._replace(layers=(own,), length=cache.length + following.shape[1])
+        stats = reduce_stats(jax.tree.map(lambda a: a[None], stats), region)
+        return Output(_logits(params, hidden, weights), hidden, cache, stats)
+
+    return _run(local, params, (hidden, following), cfg, positions, segment_ids, cache, mesh)
+
+
+def _logits(params, hidden, weights: Weights):
+    return jnp.einsum(
+        "btd,dv->btv", hidden, head(params, weights), preferred_element_type=wide(hidden.dtype)
+    )
+
+
+def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Output:
+    """local(region, params, *inputs [b t ...], positions, segment_ids, cache) on one device or as one
+    manual region over the mesh."""
+    b, t = inputs[0].shape[:2]
     check_length(cfg, t if cache is None else cache.segments.shape[1])
     if positions is None:
         first = 0 if cache is None else cache.length
         positions = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (b, t))
-    region = Region() if mesh is None else Region.of(mesh, shard_sequence=cache is None)
-
-    def local(params, tokens, positions, segment_ids, cache):
-        out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
-        weights = Weights(cfg, region, plan)
-        logits = jnp.einsum(
-            "btd,dv->btv", out.hidden, head(params, weights), preferred_element_type=wide(cfg.dtype)
-        )
-        return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
-
-    args = (params, tokens, positions, segment_ids, cache)
+    args = (params, *inputs, positions, segment_ids, cache)
     if mesh is None:
-        return local(*args)
-    check_batch(b, t, mesh, cache is None)
+        return local(Region(), *args)
+    region = Region.of(mesh, shard_sequence=cache is None)
+    check_batch(b, t, mesh, region.shard_sequence)
     rows = batch_spec(region)
     params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh))
     cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim > 1 else P(), cache)
-    stats_spec = LayerStats(P(), P(), P()) if cfg.num_moe_layers else LayerStats(P())
+    segments_spec = None if segment_ids is None else rows
     run = jax.shard_map(
-        local,
+        functools.partial(local, region),
         mesh=mesh,
         check_vma=False,
-        in_specs=(params_spec, rows, rows, None if segment_ids is None else rows, cache_spec),
-        out_specs=Output(rows, rows, cache_spec, stats_spec),
+        in_specs=(params_spec, *(rows for _ in inputs), rows, segments_spec, cache_spec),
+        out_specs=Output(rows, rows, cache_spec, P()),
     )
     return run(*args)
 

@@ -1,0 +1,181 @@
+"""The training objective: next-token and multi-token cross-entropy, z-loss and expert balance.
+
+The output projection and its loss run in row chunks, so that logits [rows v] never exist as a whole.
+Targets arrive shifted (`shift`), so no shard of the sequence needs its neighbour's tokens.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from glm5_jax.core.mesh import AXES, Region
+from glm5_jax.core.numerics import wide
+from glm5_jax.model import glm5
+from glm5_jax.model.mtp import mtp_step
+from glm5_jax.model.plan import Plan
+
+
+def linear_cross_entropy(hidden, head, targets, chunk: int):
+    """(nll, log partition), wide[m], of targets int32[m] under softmax(hidden [m d] @ head [d v]).
+
+    chunk rows of logits exist at a time, forward and backward; gradients are exact.
+    """
+    rows = hidden.shape[0]
+    chunk = min(chunk, rows)
+    missing = -rows % chunk
+    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, chunk, hidden.shape[1])
+    targets = jnp.pad(targets, (0, missing)).reshape(-1, chunk)
+    nll, logz = _chunked(hidden, head, targets)
+    return nll.reshape(-1)[:rows], logz.reshape(-1)[:rows]
+
+
+@jax.custom_vjp
+def _chunked(hidden, head, targets):
+    return lax.map(lambda args: _chunk(args[0], head, args[1]), (hidden, targets))
+
+
+def _chunk(hidden, head, targets):
+    logits = jnp.matmul(hidden, head, preferred_element_type=wide(hidden.dtype))
+    logz = jax.nn.logsumexp(logits, axis=-1)
+    return logz - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], logz
+
+
+def _forward(hidden, head, targets):
+    nll, logz = _chunked(hidden, head, targets)
+    return (nll, logz), (hidden, head, targets, logz)
+
+
+def _backward(saved, cotangents):
+    hidden, head, targets, logz = saved
+    inner = wide(hidden.dtype)
+
+    # The head's gradient is summed wide over the chunks; bfloat16 would lose hundreds of terms.
+    def one(dhead, args):
+        hidden, targets, logz, dnll, dlogz = args
+        logits = jnp.matmul(hidden, head, preferred_element_type=inner)
+        p = jnp.exp(logits - logz[:, None]) * (dnll + dlogz)[:, None]
+        hit = targets[:, None] == jnp.arange(head.shape[1], dtype=targets.dtype)
+        dlogits = (p - jnp.where(hit, dnll[:, None], 0)).astype(hidden.dtype)
+        dhead = dhead + jnp.einsum("md,mv->dv", hidden, dlogits, preferred_element_type=inner)
+        return dhead, jnp.einsum("mv,dv->md", dlogits, head)
+
+    dhead, dhidden = lax.scan(
+        one, jnp.zeros(head.shape, inner), (hidden, targets, logz, *cotangents)
+    )
+    return dhidden, dhead.astype(head.dtype), None
+
+
+_chunked.defvjp(_forward, _backward)
+
+
+class Shifted(NamedTuple):
+    """targets int32[1+k b t], weights float32[1+k b t]: entry j, position t concerns token t + 1 + j."""
+
+    targets: jax.Array
+    weights: jax.Array
+
+
+def shift(batch, mtp_steps: int) -> Shifted:
+    """Targets of the main head and of mtp_steps further ones, from a batch of arrays [b t].
+
+    A target counts if it lies in the same segment; its weight is loss_mask * ce_weight of the token.
+    """
+    tokens, segments = batch["token_ids"], batch["segment_ids"]
+    weight = batch["loss_mask"] * batch["ce_weight"]
+
+    def ahead(x, j):
+        return jnp.pad(x[:, j:], ((0, 0), (0, min(j, x.shape[1]))))[:, : x.shape[1]]
+
+    targets, weights = [], []
+    for j in range(1, mtp_steps + 2):
+        same = (ahead(segments, j) == segments) & (segments != 0)
+        targets.append(ahead(tokens, j))
+        weights.append(jnp.where(same, ahead(weight, j), 0.0))
+    return Shifted(jnp.stack(targets), jnp.stack(weights))
+
+
+class LossWeights(NamedTuple):
+    """Weights of the parts: mtp (paper: 0.3, then 0.1), balance (1e-4), z (0)."""
+
+    mtp: jax.Array
+    balance: float
+    z: float
+
+
+class LossParts(NamedTuple):
+    """Scalars over the whole batch, and per-layer statistics: max_logit [l], load [l e]."""
+
+    ce: jax.Array
+    mtp: jax.Array
+    balance: jax.Array
+    z: jax.Array
+    max_logit: jax.Array
+    load: jax.Array | None
+
+
+def local_objective(
+    params,
+    batch,
+    shifted: Shifted,
+    totals,
+    loss_weights: LossWeights,
+    *,
+    cfg,
+    plan: Plan,
+    chunk: int,
+    region: Region,
+    num_rows: int,
+):
+    """(objective, LossParts) over all devices, computed from one device's shard of the batch.
+
+    totals float32[1+k] are the summed weights of each head over the whole batch, num_rows its rows:
+    dividing by them here makes microbatches and shards add up to the loss of the whole.
+    objective = ce + mtp_weight * mean_k ce_k + balance_weight * sum_layers balance + z_weight * z.
+    """
+    weights = glm5.Weights(cfg, region, plan)
+    tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
+    out = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region)
+    hiddens, stats = out.hidden[None], out.stats
+    mtp_steps = shifted.targets.shape[0] - 1
+    if mtp_steps:
+
+        def step(hidden, following):
+            w = weights("mtp", params["mtp"])
+            embedded = glm5.embed(params, weights, following)
+            hidden, _, stats = mtp_step(w, hidden, embedded, None, out.context)
+            return hidden, (hidden, stats)
+
+        _, (more, mtp_stats) = lax.scan(plan.checkpoint(step), out.hidden, shifted.targets[:-1])
+        hiddens = jnp.concatenate([hiddens, more])
+        # The MTP block counts as one more layer: its three runs are summed.
+        stats = glm5.LayerStats(
+            jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
+            _append(stats.load, mtp_stats.load.sum(0)),
+            _append(stats.balance, mtp_stats.balance.mean()),
+        )
+    nll, logz = linear_cross_entropy(
+        hiddens.reshape(-1, hiddens.shape[-1]),
+        glm5.head(params, weights),
+        shifted.targets.reshape(-1),
+        chunk,
+    )
+    nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
+    # A head without a single target (totals 0) adds nothing.
+    share = shifted.weights / jnp.where(totals == 0, 1, totals)[:, None, None]
+    ce = jnp.sum(nll * share, axis=(1, 2))
+    z = jnp.sum(logz[0] ** 2 * share[0])
+    balance = jnp.zeros((), ce.dtype)
+    if stats.balance is not None:
+        # Every shard of a sequence holds the whole sequence's value.
+        balance = jnp.sum(stats.balance) / (num_rows * region.size(region.sequence_axes))
+    mtp = jnp.mean(ce[1:]) if mtp_steps else jnp.zeros((), ce.dtype)
+    ce, mtp, balance, z = region.psum((ce[0], mtp, balance, z), AXES)
+    objective = ce + loss_weights.mtp * mtp + loss_weights.balance * balance + loss_weights.z * z
+    reduced = glm5.reduce_stats(stats, region)
+    return objective, LossParts(ce, mtp, balance, z, reduced.max_logit, reduced.load)
+
+
+def _append(stack, row):
+    return row[None] if stack is None else jnp.concatenate([stack, row[None]])
