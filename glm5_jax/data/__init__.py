@@ -1,0 +1,1 @@
+"""From documents on disk to batches of packed token records."""

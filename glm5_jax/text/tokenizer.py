@@ -1,0 +1,264 @@
+"""`Tokenizer`: byte-level BPE with GLM's special tokens, lossless for every text.
+
+Text and special tokens are kept apart: a document that spells out `<|user|>` becomes ordinary
+bytes, so that no data can forge a role. Only `encode(text, parse_special=True)`, meant for rendered
+chats, turns the spelled-out names into their single ids.
+"""
+
+import json
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+# In the order of their ids, the last ids of the vocabulary (154820... in the released models).
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+    "<|begin_of_image|>",
+    "<|end_of_image|>",
+    "<|begin_of_video|>",
+    "<|end_of_video|>",
+    "<|begin_of_audio|>",
+    "<|end_of_audio|>",
+    "<|begin_of_transcription|>",
+    "<|end_of_transcription|>",
+    "<|code_prefix|>",
+    "<|code_middle|>",
+    "<|code_suffix|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "/nothink",
+    "<|begin_of_box|>",
+    "<|end_of_box|>",
+    "<|image|>",
+    "<|video|>",
+)
+END_OF_DOCUMENT = "<|endoftext|>"
+STOP_TOKENS = (END_OF_DOCUMENT, "<|user|>", "<|observation|>")
+
+# What the released tokenizer_config.json says; there is no bos token.
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END_OF_DOCUMENT,
+    "pad_token": END_OF_DOCUMENT,
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+    "do_lower_case": False,
+    "model_max_length": 202752,
+}
+
+# Contractions, words with one leading mark, numbers of up to three digits, runs of marks, line
+# ends, blanks: the split of the cl100k vocabulary, which the GLM tokenizers follow.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+NUM_BYTES = 256
+DEFAULT_PATH = pathlib.Path(__file__).parents[1] / "data" / "assets" / "tokenizer.json"
+
+
+class Tokenizer:
+    """Token ids of a text, and the text of token ids.
+
+    Made by `Tokenizer.default()`, `Tokenizer.load(path)` or `Tokenizer.train(texts, vocab_size)`.
+
+    Attributes:
+      vocab_size: one more than the largest id.
+      special_ids: dict from the name of each special (added) token to its id.
+      eos_ids: ids that end a generation (GLM: end of text and the openers of the next turn).
+      pad_id: id that fills a row; None if the tokenizer has none.
+    """
+
+    def __init__(self, definition: str, config: dict | None = None):
+        """Reads the text of a tokenizer.json and the content of its tokenizer_config.json, if any.
+
+        Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`.
+        """
+        self._definition = definition
+        try:
+            content = json.loads(definition)
+            self._with_special = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ValueError(f"not a tokenizer definition (tokenizer.json): {error}") from error
+        if '"ByteLevel"' not in json.dumps(content.get("decoder")):
+            raise ValueError(
+                f"the tokenizer's decoder is {content.get('decoder')}; only byte-level BPE "
+                "(decoder ByteLevel) can be read"
+            )
+        # The library always parses added tokens in a text, so plain text goes through a twin that
+        # has none; `encode_special_tokens` would not cover added tokens marked as not special.
+        added = content["added_tokens"]
+        plain = json.dumps({**content, "added_tokens": [], "post_processor": None})
+        self._plain = tokenizers.Tokenizer.from_str(plain)
+        for inner in (self._plain, self._with_special):
+            inner.no_truncation()
+            inner.no_padding()
+
+        self.special_ids = {token["content"]: token["id"] for token in added}
+        if config is None:
+            config = CONFIG if END_OF_DOCUMENT in self.special_ids else {}
+        self._config = dict(config)
+        vocabulary = self._with_special.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
+        self._bytes = [None] * self.vocab_size
+        for token, token_id in vocabulary.items():
+            if token in self.special_ids or not byte_of.keys() >= set(token):
+                self._bytes[token_id] = token.encode()
+            else:
+                self._bytes[token_id] = bytes(byte_of[letter] for letter in token)
+
+        eos = _token_name(self._config.get("eos_token"))
+        stops = STOP_TOKENS if END_OF_DOCUMENT in self.special_ids else (eos,)
+        self.eos_ids = tuple(self.special_ids[t] for t in stops if t in self.special_ids)
+        self.pad_id = self.special_ids.get(_token_name(self._config.get("pad_token")))
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a document; ValueError if the tokenizer names none."""
+        if not self.eos_ids:
+            raise ValueError(
+                "the tokenizer has no end-of-document token; put a tokenizer_config.json with "
+                "its eos_token beside the tokenizer.json"
+            )
+        return self.eos_ids[0]
+
+    @classmethod
+    def default(cls) -> "Tokenizer":
+        """The shipped tokenizer of 2048 ids (experiments/train_tokenizer.py made it)."""
+        return cls.load(DEFAULT_PATH)
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "Tokenizer":
+        """Reads a tokenizer.json, or a folder with one (and its tokenizer_config.json if there).
+
+        Raises ValueError naming the path if there is no such file or it cannot be read.
+        """
+        path = pathlib.Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise ValueError(
+                f"no tokenizer at {path}: give a tokenizer.json or the folder that holds one"
+            )
+        config_file = file.with_name("tokenizer_config.json")
+        try:
+            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else None
+            return cls(file.read_text("utf-8"), config)
+        except ValueError as error:
+            raise ValueError(f"cannot read the tokenizer at {path}: {error}") from error
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Trains byte-level BPE; the same texts give the same tokenizer.
+
+        `vocab_size` counts everything: 256 bytes, merges, and the 36 special tokens at the end.
+        Raises ValueError if it is too small for that or the texts too short to fill it.
+        """
+        num_ordinary = vocab_size - len(SPECIAL_TOKENS)
+        if num_ordinary < NUM_BYTES:
+            raise ValueError(
+                f"vocab_size is {vocab_size}; it must be at least "
+                f"{NUM_BYTES + len(SPECIAL_TOKENS)} ({NUM_BYTES} bytes and the special tokens)"
+            )
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=num_ordinary, initial_alphabet=_byte_letters(), show_progress=False
+        )
+        inner.train_from_iterator(texts, trainer)
+        if inner.get_vocab_size() < num_ordinary:
+            raise ValueError(
+                f"the texts give only {inner.get_vocab_size() + len(SPECIAL_TOKENS)} tokens, "
+                f"vocab_size is {vocab_size}; give more text or a smaller vocab_size"
+            )
+        inner.add_special_tokens(
+            [tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
+        )
+        return cls(inner.to_str())
+
+    def save(self, folder: str | pathlib.Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json, as `load` and transformers read them."""
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(self._definition, "utf-8")
+        config = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(config, "utf-8")
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Ids of a text; `decode` gives the same text back.
+
+        `parse_special` turns spelled-out special tokens into their ids; otherwise they are text.
+        Raises ValueError for text that no bytes can hold (a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds a lone surrogate at character {error.start}; "
+                "decode its bytes as UTF-8 first"
+            ) from error
+        inner = self._with_special if parse_special else self._plain
+        return inner.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+
+        `skip_special` leaves the special tokens out. Raises ValueError for an id without a token.
+        """
+        special = set(self.special_ids.values()) if skip_special else ()
+        pieces = []
+        for token_id in map(int, ids):
+            if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
+                raise ValueError(f"id {token_id} is no token; the ids are 0..{self.vocab_size - 1}")
+            if token_id not in special:
+                pieces.append(self._bytes[token_id])
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def token_bytes(self) -> np.ndarray:
+        """int32[v]: how many bytes of text each id stands for; special tokens stand for none."""
+        sizes = np.array([len(token or b"") for token in self._bytes], np.int32)
+        sizes[list(self.special_ids.values())] = 0
+        return sizes
+
+
+def _token_name(entry: str | dict | None) -> str | None:
+    """The name in a config entry, which transformers writes as a string or as a dict."""
+    return entry["content"] if isinstance(entry, dict) else entry
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter by which byte-level BPE writes each of the 256 bytes.
+
+    A byte that is a visible Latin-1 character writes itself; the others take the letters from 256.
+    """
+    letters = []
+    for byte in range(NUM_BYTES):
+        visible = 33 <= byte <= 126 or (161 <= byte and byte != 173)
+        letters.append(byte if visible else None)
+    unused = iter(range(NUM_BYTES, 2 * NUM_BYTES))
+    return [chr(next(unused) if letter is None else letter) for letter in letters]

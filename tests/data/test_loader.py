@@ -1,0 +1,141 @@
+"""The loader resumes to the bit from a JSON position, at any batch size."""
+
+import json
+
+import numpy as np
+import pytest
+
+from glm5_jax.data.loader import Loader, held_out_batches
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.data.sources import SourceConfig
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+SIZES = [2, 2, 4, 1, 8, 8, 3, 5, 8, 8]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = np.random.default_rng(0)
+    configs = []
+    for name, weight in (("a", 0.7), ("b", 0.3)):
+        texts = [f"{name}{number} " + "word " * rng.integers(0, 90) for number in range(60)]
+        file = folder / f"{name}.jsonl"
+        file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+        configs.append(SourceConfig("jsonl", str(file), weight=weight))
+    return tuple(configs)
+
+
+def _config(sources, **arguments):
+    return DataConfig(sources, **{"sequence_length": 24, "held_out_fraction": 0.2} | arguments)
+
+
+def _assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_a_batch_is_what_the_train_step_takes(sources):
+    loader = Loader(_config(sources), TOKENIZER)
+    batch = loader.next(3)
+    loader.close()
+    assert {name: (stream.dtype, stream.shape) for name, stream in batch.items()} == {
+        "token_ids": (np.int32, (3, 24)),
+        "segment_ids": (np.int32, (3, 24)),
+        "positions": (np.int32, (3, 24)),
+        "loss_mask": (np.float32, (3, 24)),
+        "ce_weight": (np.float32, (3, 24)),
+    }
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        loader.next(0)
+    with pytest.raises(ValueError, match="closed"):
+        loader.next(1)
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_restarting_after_any_batch_changes_nothing(sources, packing, num_threads):
+    config = _config(sources, packing=packing, num_threads=num_threads, open_rows=7)
+    loader = Loader(config, TOKENIZER)
+    states, batches = [], []
+    for size in SIZES:
+        states.append(json.dumps(loader.state()))
+        batches.append(loader.next(size))
+    loader.close()
+    for start, state in enumerate(states):
+        resumed = Loader(config, TOKENIZER)
+        resumed.next(start + 1)  # a loader that has moved goes to the position all the same
+        resumed.restore(json.loads(state))
+        assert json.dumps(resumed.state()) == state
+        for size, batch in zip(SIZES[start:], batches[start:], strict=True):
+            _assert_same(resumed.next(size), batch)
+        resumed.close()
+
+
+def test_a_state_does_not_move_with_its_loader(sources):
+    loader = Loader(_config(sources), TOKENIZER)
+    state = loader.state()
+    batch = loader.next(6)
+    loader.restore(state)
+    _assert_same(loader.next(6), batch)
+    loader.close()
+
+
+def test_the_batch_size_may_change_without_losing_a_row(sources):
+    config = _config(sources)
+    ramped, constant = Loader(config, TOKENIZER), Loader(config, TOKENIZER)
+    rows = [ramped.next(size)["token_ids"] for size in (1, 2, 3, 6)]
+    np.testing.assert_array_equal(np.concatenate(rows), constant.next(12)["token_ids"])
+    ramped.close()
+    constant.close()
+
+
+def test_threads_do_not_change_the_rows(sources):
+    loaders = [Loader(_config(sources, num_threads=n), TOKENIZER) for n in (0, 3)]
+    for _ in range(5):
+        _assert_same(*(loader.next(8) for loader in loaders))
+    for loader in loaders:
+        loader.close()
+
+
+def test_a_position_on_other_data_is_refused(sources):
+    config = _config(sources)
+    loader = Loader(config, TOKENIZER)
+    state = loader.state()
+    loader.close()
+    others = {
+        "documents": Loader(_config(sources[:1]), TOKENIZER),
+        "process": Loader(config, TOKENIZER, process_index=1, process_count=2),
+        "sequence_length": Loader(_config(sources, sequence_length=32), TOKENIZER),
+    }
+    for name, other in others.items():
+        with pytest.raises(ValueError, match=f"was saved with {name} .*resume with the same data"):
+            other.restore(state)
+        other.close()
+
+
+def test_held_out_batches_are_finite_repeatable_and_of_one_shape(sources):
+    config = _config(sources)
+    once, again = (list(held_out_batches(config, sources[0], TOKENIZER, 4)) for _ in range(2))
+    assert {batch["token_ids"].shape for batch in once} == {(4, 24)}
+    for a, b in zip(once, again, strict=True):
+        _assert_same(a, b)
+    used = np.concatenate([batch["segment_ids"].max(axis=1) > 0 for batch in once])
+    assert used[0] and (np.diff(used.astype(int)) <= 0).all()  # blank rows only at the end
+    few = list(held_out_batches(config, sources[0], TOKENIZER, 4, max_rows=6))
+    assert len(few) == 2 and (few[1]["segment_ids"].max(axis=1) > 0).tolist() == [1, 1, 0, 0]
+    _assert_same(few[0], once[0])
+
+
+def test_hosts_share_the_held_out_rows(sources):
+    config = _config(sources)
+    whole = list(held_out_batches(config, sources[1], TOKENIZER, 6))
+    parts = [
+        list(held_out_batches(config, sources[1], TOKENIZER, 2, process_index=i, process_count=3))
+        for i in range(3)
+    ]
+    for batch, *shares in zip(whole, *parts, strict=True):
+        for name in batch:
+            np.testing.assert_array_equal(batch[name], np.concatenate([s[name] for s in shares]))

@@ -1,0 +1,138 @@
+"""The mixture: weights, seeds, epochs, hosts, and the held-out split."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from glm5_jax.data.mixture import (
+    DataConfig,
+    document_ids,
+    held_out_rows,
+    open_training_sources,
+    training_documents,
+    training_rows,
+)
+from glm5_jax.data.sources import SourceConfig, open_source
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+
+
+def _source(folder, name, documents, weight=1.0):
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return SourceConfig("jsonl", str(file), weight=weight)
+
+
+def _config(*sources, **arguments):
+    defaults = {"sequence_length": 16, "num_threads": 0, "held_out_fraction": 0.0}
+    return DataConfig(sources, **defaults | arguments)
+
+
+def _rows(config, count, **hosts):
+    rows = iter(training_rows(config, open_training_sources(config), TOKENIZER, **hosts))
+    return list(itertools.islice(rows, count))
+
+
+def _documents(rows):
+    """The whole documents in a stream of concat rows, in order."""
+    text = TOKENIZER.decode(np.concatenate([row["token_ids"] for row in rows]))
+    return text.split("<|endoftext|>")[:-1]
+
+
+def test_every_epoch_has_each_document_once_in_an_order_of_its_own(tmp_path):
+    texts = [f"document {number}" for number in range(40)]
+    documents = _documents(_rows(_config(_source(tmp_path, "a", texts)), 100))
+    epochs = documents[:40], documents[40:80]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(texts)
+    assert epochs[0] != epochs[1] and epochs[0] != texts
+
+
+def test_the_seed_alone_decides_the_order(tmp_path):
+    source = _source(tmp_path, "a", [f"document {number}" for number in range(40)])
+    once, again, other = (_documents(_rows(_config(source, seed=s), 20)) for s in (1, 1, 2))
+    assert once == again and once != other
+
+
+def test_hosts_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
+    texts = [f"document {number}" for number in range(42)]
+    config = _config(_source(tmp_path, "a", texts))
+    shards = [_documents(_rows(config, 60, process_index=i, process_count=3)) for i in range(3)]
+    assert sorted(itertools.chain(*(shard[:14] for shard in shards))) == sorted(texts)
+    assert sorted(itertools.chain(*(shard[14:28] for shard in shards))) == sorted(texts)
+    with pytest.raises(ValueError, match="process_index is 3 of process_count 3"):
+        _rows(config, 1, process_index=3, process_count=3)
+
+
+def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
+    long = _source(tmp_path, "long", ["long " * 100] * 50, weight=1.0)
+    short = _source(tmp_path, "short", ["short"] * 50, weight=3.0)
+    rows = _rows(_config(long, short), 80)
+    is_short = ["short" in TOKENIZER.decode(row["token_ids"]) for row in rows]
+    assert all(sum(is_short[start : start + 8]) == 6 for start in range(0, 80, 8))
+
+
+def test_held_out_documents_are_never_trained_on_and_nothing_is_lost(tmp_path):
+    texts = [f"document {number}" for number in range(300)]
+    source = _source(tmp_path, "a", texts)
+    config = _config(source, held_out_fraction=0.2)
+    held = _documents(held_out_rows(config, source, TOKENIZER))
+    assert 30 < len(held) < 90
+    train = [TOKENIZER.decode(ids[:-1]) for ids in training_documents(config, source, TOKENIZER)]
+    assert sorted(held + train) == sorted(texts)
+    assert set(_documents(_rows(config, 600))) == set(train)
+
+
+def test_the_held_out_rows_are_the_same_for_every_seed(tmp_path):
+    source = _source(tmp_path, "a", [f"document {number}" for number in range(100)])
+    one, two = (
+        list(held_out_rows(_config(source, held_out_fraction=0.3, seed=s), source, TOKENIZER))
+        for s in (1, 2)
+    )
+    assert len(one) == len(two)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a["token_ids"], b["token_ids"])
+
+
+def test_a_document_ends_in_the_end_of_document_token_with_loss_on_it(tmp_path):
+    assert document_ids("<|user|>", TOKENIZER) == [*TOKENIZER.encode("<|user|>"), 2012]
+    (row,) = _rows(_config(_source(tmp_path, "a", ["x"]), sequence_length=2), 1)
+    assert row["token_ids"].tolist()[1] == 2012 and row["loss_mask"].tolist() == [0, 1]
+
+
+def test_a_split_without_documents_is_refused_and_named(tmp_path):
+    source = _source(tmp_path, "a", ["only one"])
+    empty = _source(tmp_path, "empty", ["", ""])
+    with pytest.raises(ValueError, match=r"a.jsonl' has no held-out document: 1 document"):
+        held_out_rows(_config(source), source, TOKENIZER)
+    with pytest.raises(ValueError, match=r"empty.jsonl' has no training document: 2 document"):
+        open_training_sources(_config(empty))
+    with pytest.raises(ValueError, match="no training document"):
+        open_training_sources(_config(source, held_out_fraction=1 - 1e-12))
+
+
+def test_the_shipped_sources_have_both_splits():
+    config = DataConfig()
+    for name, source in open_training_sources(config).items():
+        (source_config,) = [s for s in config.sources if s.name == name]
+        assert len(source) == len(open_source(source_config))
+        assert next(iter(held_out_rows(config, source_config, TOKENIZER)))["segment_ids"].all()
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"sources": ()}, "sources is empty"),
+        ({"sources": (SourceConfig("stdlib"),) * 2}, "two sources have one name"),
+        ({"sequence_length": 1}, "sequence_length is 1"),
+        ({"packing": "tight"}, "packing is 'tight'"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction is 1.0; it must be in \[0, 1\)"),
+        ({"num_threads": -1}, "num_threads is -1; it must be at least 0"),
+        ({"open_rows": 0}, "open_rows is 0; it must be at least 1"),
+    ],
+)
+def test_contradictory_configs_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes)

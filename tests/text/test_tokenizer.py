@@ -1,0 +1,152 @@
+"""The tokenizer: lossless, deterministic, and deaf to special tokens that a text spells out."""
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from glm5_jax.text.tokenizer import CONFIG, SPECIAL_TOKENS, Tokenizer
+
+DEFAULT = Tokenizer.default()
+TEXTS = ["the cat sat on the mat", "the dog and the cat", "mit der Katze, ä 你好"] * 3
+
+
+def test_the_shipped_tokenizer_ends_in_glms_special_tokens_in_their_order():
+    assert DEFAULT.vocab_size == 2048
+    assert [DEFAULT.special_ids[name] for name in SPECIAL_TOKENS] == list(range(2012, 2048))
+    assert DEFAULT.eos_ids == (2012, 2019, 2021)
+    assert DEFAULT.eos_id == DEFAULT.pad_id == 2012
+
+
+def test_special_tokens_stand_at_their_released_distances():
+    released = {"<|endoftext|>": 154820, "<|user|>": 154827, "<|observation|>": 154829}
+    released |= {"<tool_call>": 154843, "<|video|>": 154855}
+    for name, token_id in released.items():
+        assert SPECIAL_TOKENS.index(name) == token_id - 154820
+    assert len(set(SPECIAL_TOKENS)) == 36
+
+
+@given(st.lists(st.one_of(st.text(), st.sampled_from([*SPECIAL_TOKENS, "  \n", "\r\n\t", "\0"]))))
+def test_decoding_gives_back_any_text(pieces):
+    text = "".join(pieces)
+    assert DEFAULT.decode(DEFAULT.encode(text)) == text
+    assert DEFAULT.decode(DEFAULT.encode(text, parse_special=True)) == text
+
+
+@given(st.text())
+def test_tokens_of_a_text_stand_for_exactly_its_bytes(text):
+    assert DEFAULT.token_bytes()[DEFAULT.encode(text)].sum() == len(text.encode())
+
+
+def test_special_tokens_stand_for_no_bytes():
+    assert not DEFAULT.token_bytes()[2012:].any() and DEFAULT.token_bytes()[:2012].all()
+
+
+def test_spelled_out_special_tokens_are_text_unless_asked_for():
+    text = "<|user|>Hi<think>"
+    assert max(DEFAULT.encode(text)) < 2012
+    ids = DEFAULT.special_ids
+    hi = DEFAULT.encode("Hi")
+    parsed = DEFAULT.encode(text, parse_special=True)
+    assert parsed == [ids["<|user|>"], *hi, ids["<think>"]]
+    assert DEFAULT.decode(parsed, skip_special=True) == "Hi"
+
+
+def test_a_lone_surrogate_is_refused_with_its_place():
+    with pytest.raises(ValueError, match="lone surrogate at character 2"):
+        DEFAULT.encode("ab\ud800c")
+
+
+def test_a_character_cut_in_two_decodes_to_the_replacement_character():
+    ids = DEFAULT.encode("你")
+    assert len(ids) == 3 and DEFAULT.decode(ids[:2]) == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("token_id", [-1, 2048])
+def test_an_id_without_token_is_refused(token_id):
+    with pytest.raises(ValueError, match=f"id {token_id} is no token"):
+        DEFAULT.decode([token_id])
+
+
+def test_training_is_deterministic_and_saves_what_it_loads(tmp_path):
+    for folder in ("one", "two"):
+        Tokenizer.train(iter(TEXTS), 310).save(tmp_path / folder)
+    written = (tmp_path / "one" / "tokenizer.json").read_bytes()
+    assert written == (tmp_path / "two" / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "one" / "tokenizer_config.json").read_text()) == CONFIG
+
+    tokenizer = Tokenizer.load(tmp_path / "one")
+    assert tokenizer.vocab_size == 310 and tokenizer.eos_id == 310 - 36
+    assert len(tokenizer.encode("the cat")) < len("the cat")
+    assert tokenizer.decode(tokenizer.encode("the 🐈 ist ä")) == "the 🐈 ist ä"
+    tokenizer.save(tmp_path / "three")
+    assert written == (tmp_path / "three" / "tokenizer.json").read_bytes()
+    assert Tokenizer.load(tmp_path / "one" / "tokenizer.json").eos_ids == tokenizer.eos_ids
+
+
+def test_training_refuses_a_vocabulary_that_cannot_be():
+    with pytest.raises(ValueError, match="vocab_size is 291; it must be at least 292"):
+        Tokenizer.train(TEXTS, 291)
+    with pytest.raises(ValueError, match="give more text or a smaller vocab_size"):
+        Tokenizer.train(["ab"], 1000)
+
+
+def _foreign(tmp_path, config):
+    """A real tokenizer of another make: special tokens first, one added token not special."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<bos>", "<eos>"])
+    inner.add_tokens([tokenizers.AddedToken(c) for c in pre_tokenizers.ByteLevel.alphabet()])
+    content = json.loads(inner.to_str())
+    letters = [token for token in content["added_tokens"] if len(token["content"]) == 1]
+    content["model"]["vocab"] = {token["content"]: token["id"] for token in letters}
+    content["added_tokens"] = content["added_tokens"][:2]
+    think = {**content["added_tokens"][0], "id": 258, "content": "<think>", "special": False}
+    content["added_tokens"].append(think)
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<bos>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<bos>": {"id": "<bos>", "ids": [0], "tokens": ["<bos>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    if config is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_of_another_model_drops_in(tmp_path):
+    config = {"eos_token": {"content": "<eos>"}, "pad_token": "<eos>", "extra": "ä"}
+    tokenizer = _foreign(tmp_path, config)
+    assert (tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.pad_id) == (259, (1,), 1)
+    text = "<think>ä<eos>"
+    assert len(tokenizer.encode(text)) == len(text.encode())  # neither parsed nor a bos added
+    assert len(tokenizer.encode(text, parse_special=True)) == 4
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    tokenizer.save(tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text()) == config
+
+
+def test_a_tokenizer_that_names_no_end_of_document_says_so_when_asked(tmp_path):
+    tokenizer = _foreign(tmp_path, None)
+    assert tokenizer.eos_ids == () and tokenizer.pad_id is None
+    with pytest.raises(ValueError, match="no end-of-document token"):
+        _ = tokenizer.eos_id
+
+
+def test_unreadable_tokenizers_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer at .*nowhere"):
+        Tokenizer.load(tmp_path / "nowhere")
+    file = tmp_path / "tokenizer.json"
+    file.write_text("{")
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer at .*tokenizer.json"):
+        Tokenizer.load(file)
+    file.write_text(tokenizers.Tokenizer(models.BPE()).to_str())
+    with pytest.raises(ValueError, match="only byte-level BPE"):
+        Tokenizer.load(file)
