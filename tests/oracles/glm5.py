@@ -26,7 +26,11 @@ def load(folder):
     weights = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights |= {name: array.astype(np.float64) for name, array in load_file(path).items()}
-    return json.loads((folder / "config.json").read_text()), weights
+    config = json.loads((folder / "config.json").read_text())
+    if "rope_parameters" not in config:  # the spelling of older releases
+        rope = config.get("rope_scaling") or {}
+        config["rope_parameters"] = {"rope_theta": config["rope_theta"]} | rope
+    return config, weights
 
 
 def part(weights, prefix):

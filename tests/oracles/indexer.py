@@ -3,6 +3,10 @@
 import numpy as np
 
 
+def relu(x):
+    return np.maximum(x, 0.0)
+
+
 def index_scores(idx_q, idx_k, idx_w):
     """Sum over index heads of weight * ReLU(query . key): [b t s].
 
@@ -11,7 +15,7 @@ def index_scores(idx_q, idx_k, idx_w):
     """
     heads, dim = idx_q.shape[-2:]
     dots = np.einsum("btij,bsj->btis", idx_q, idx_k) * dim**-0.5
-    return np.einsum("bti,btis->bts", idx_w * heads**-0.5, np.maximum(dots, 0.0))
+    return np.einsum("bti,btis->bts", idx_w * heads**-0.5, relu(dots))
 
 
 def select(scores, visible, k):

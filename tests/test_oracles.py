@@ -1,0 +1,193 @@
+"""What no golden covers in the oracles: ties, packing, MTP over documents, losses."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests.oracles import attention, cross_entropy, experts, glm5, indexer
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+WHOLE = np.ones((1, 1, 5), bool)
+
+
+def select(scores, k, visible=WHOLE):
+    return indexer.select(np.array([[scores]], np.float64), visible, k)[0, 0].tolist()
+
+
+def test_select_is_ascending_and_takes_the_best():
+    assert select([3.0, 9.0, 1.0, 7.0, 5.0], 3) == [1, 3, 4]
+
+
+def test_select_gives_ties_to_the_lower_index():
+    assert select([1.0, 2.0, 2.0, 2.0, 0.0], 2) == [1, 2]
+
+
+def test_select_does_not_tell_zeros_apart():
+    assert select([-0.0, 0.0, -0.0, 0.0, -1.0], 2) == [0, 1]
+    assert select([0.0, -0.0, 5.0, -0.0, 0.0], 3) == [0, 1, 2]
+
+
+def test_select_ends_in_minus_one_where_few_keys_are_visible():
+    visible = np.array([[[False, True, False, True, False]]])
+    assert select([9.0, 1.0, 9.0, 2.0, 9.0], 4, visible) == [1, 3, -1, -1]
+
+
+def test_select_ranks_nan_last_among_visible_keys():
+    assert select([np.nan, 1.0, -5.0, np.nan, 2.0], 3) == [1, 2, 4]
+    assert select([np.nan, 1.0, -5.0, np.nan, 2.0], 4) == [0, 1, 2, 4]
+
+
+def test_select_is_no_wider_than_the_keys():
+    assert select([3.0, 9.0, 1.0, 7.0, 5.0], 64) == [0, 1, 2, 3, 4]
+
+
+def test_selection_mask_ignores_minus_one():
+    mask = indexer.selection_mask(np.array([[[0, 3, -1, -1]]]), 5)
+    assert mask[0, 0].tolist() == [True, False, False, True, False]
+
+
+def test_rotation_keeps_lengths_and_depends_on_the_distance_only():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 1, 8))
+    frequencies, _ = attention.rope_frequencies({"rope_theta": 100.0}, 8, 64)
+
+    def dot(i, j):
+        at = [attention.rope_turns(frequencies, 1.0, np.array([[p]])) for p in (i, j)]
+        rotated = [attention.rope_interleaved(x, a) for x, a in zip((q, k), at, strict=True)]
+        return np.sum(rotated[0] * rotated[1]), np.linalg.norm(rotated[0])
+
+    assert dot(9, 4)[0] == pytest.approx(dot(25, 20)[0])
+    assert dot(9, 4)[0] != pytest.approx(dot(9, 5)[0])
+    assert dot(9, 4)[1] == pytest.approx(np.linalg.norm(q))
+
+
+def test_a_query_without_keys_gets_zeros():
+    ones = np.ones((1, 2, 1, 3))
+    out = attention.attend(ones, ones, ones, np.array([[[False, False], [True, True]]]), 1.0)
+    assert out[0, 0].tolist() == [[0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(out[0, 1], 1.0)
+
+
+def test_route_by_hand():
+    # p = sigmoid: 0.5, 0.25, 0.75, 0.9; the bias lifts expert 1 past expert 0, weights keep p.
+    logits = np.log(np.array([1.0, 1 / 3, 3.0, 9.0]))
+    ids, weights = experts.route(logits, np.array([0.0, 0.3, 0.0, -0.9]), 2, scale=2.0)
+    assert ids.tolist() == [2, 1]
+    np.testing.assert_allclose(weights, [1.5, 0.5])
+    _, raw = experts.route(logits, np.zeros(4), 2, normalise=False, scale=2.0)
+    np.testing.assert_allclose(raw, [1.8, 1.5])
+
+
+def test_a_group_counts_by_its_two_best():
+    # One strong expert (3) does not save its group; two good ones (0, 1) win.
+    p = np.array([0.6, 0.6, 0.1, 0.9, 0.1, 0.1])
+    ids, _ = experts.route(np.log(p / (1 - p)), np.zeros(6), 2, n_group=2, topk_group=1)
+    assert sorted(ids.tolist()) == [0, 1]
+
+
+def test_other_groups_stay_out_where_every_score_is_negative():
+    p = np.array([0.5, 0.4, 0.3, 0.2])
+    ids, _ = experts.route(np.log(p / (1 - p)), np.full(4, -2.0), 2, n_group=2, topk_group=1)
+    assert sorted(ids.tolist()) == [0, 1]
+
+
+def test_balance_loss_is_one_when_balanced_and_grows_when_not():
+    everyone = np.array([[[0, 1], [2, 3]]])
+    counted = np.ones((1, 2), bool)
+    assert experts.balance_loss(np.zeros((1, 2, 4)), everyone, counted) == pytest.approx(1.0)
+    # Every token on experts 0 and 1, whose normalised scores are 0.4 each: 2 * 0.4 + 2 * 0.4.
+    p = np.array([0.8, 0.8, 0.2, 0.2])
+    skewed = np.broadcast_to(np.log(p / (1 - p)), (1, 2, 4))
+    same = np.array([[[0, 1], [0, 1]]])
+    assert experts.balance_loss(skewed, same, counted) == pytest.approx(1.6)
+
+
+def test_balance_loss_leaves_padding_out():
+    rng = np.random.default_rng(1)
+    logits, ids = rng.normal(size=(1, 6, 4)), rng.integers(0, 4, (1, 6, 2))
+    counted = np.array([[True, True, True, False, False, False]])
+    short = experts.balance_loss(logits[:, :3], ids[:, :3], counted[:, :3])
+    assert experts.balance_loss(logits, ids, counted) == pytest.approx(short)
+
+
+def test_moved_bias():
+    moved = experts.moved_bias(np.zeros(3), np.array([1.0, 2.0, 3.0]), 0.5)
+    assert moved.tolist() == [0.5, 0.0, -0.5]
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 0.3])
+def test_cross_entropy_gradients(z_weight):
+    rng = np.random.default_rng(2)
+    hidden, weight = rng.normal(size=(4, 3)), rng.normal(size=(3, 7))
+    targets, ce_weight = rng.integers(0, 7, 4), np.array([1.0, 0.0, 0.5, 2.0])
+    exact = cross_entropy.linear_cross_entropy(hidden, weight, targets, ce_weight, z_weight)
+    for name, x in (("d_hidden", hidden), ("d_weight", weight)):
+        for at in np.ndindex(x.shape):
+            kept, losses = x[at], []
+            for step in (1e-5, -1e-5):
+                x[at] = kept + step
+                out = cross_entropy.linear_cross_entropy(
+                    hidden, weight, targets, ce_weight, z_weight
+                )
+                losses.append(out["loss"])
+            x[at] = kept
+            assert exact[name][at] == pytest.approx((losses[0] - losses[1]) / 2e-5, abs=1e-8)
+    assert not exact["d_hidden"][1].any()
+
+
+def test_linear_cross_entropy_is_the_mean_cross_entropy():
+    rng = np.random.default_rng(3)
+    hidden, weight, targets = rng.normal(size=(4, 3)), rng.normal(size=(3, 7)), np.arange(4)
+    out = cross_entropy.linear_cross_entropy(hidden, weight, targets, np.full(4, 0.25))
+    mean = glm5.mean_cross_entropy((hidden @ weight)[None], targets[None])
+    assert out["loss"] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_b", "hf_tiny_c", "hf_tiny_d"])
+def test_packed_documents_do_not_see_each_other(name):
+    config, weights = glm5.load(GOLDENS / name)
+    ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"][:1, :29]
+    segments = np.array([[1] * 16 + [2] * 11 + [0] * 2])
+    assert glm5.positions_of(segments)[0, 14:].tolist() == [14, 15, *range(11), 0, 0]
+    packed = glm5.forward(weights, config, ids, segment_ids=segments)["logits"]
+    for part in (slice(0, 16), slice(16, 27)):
+        alone = glm5.forward(weights, config, ids[:, part])["logits"]
+        np.testing.assert_allclose(packed[:, part], alone, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b", "hf_tiny_c"])
+def test_sparse_is_dense_until_index_topk(name):
+    config, weights = glm5.load(GOLDENS / name)
+    ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"]
+    k = config["index_topk"]
+    sparse = glm5.forward(weights, config, ids)["logits"]
+    dense = glm5.forward(weights, config, ids, attention_kind="dense")["logits"]
+    np.testing.assert_allclose(sparse[:, :k], dense[:, :k], atol=1e-10, rtol=0)
+    assert np.max(np.abs(sparse[:, k:] - dense[:, k:])) > 0.1
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_d"])
+def test_mtp_over_packed_documents(name):
+    """Valid places of a packed row hold what each document gives alone, in every step."""
+    config, weights = glm5.load(GOLDENS / name)
+    ids = np.load(GOLDENS / name / "arrays.npz")["input_ids"][:1, :27]
+    segments = np.array([[1] * 16 + [2] * 11])
+    final = glm5.forward(weights, config, ids, segment_ids=segments)["final_hidden"]
+    packed = glm5.mtp(weights, config, ids, final, segment_ids=segments, steps=3)
+    for start, stop in ((0, 16), (16, 27)):
+        alone = glm5.mtp(weights, config, ids[:, start:stop], final[:, start:stop], steps=3)
+        for k, (ours, theirs) in enumerate(zip(packed, alone, strict=True), start=1):
+            part = slice(start, stop - k)
+            assert ours["valid"][:, part].all()
+            assert not ours["valid"][:, stop - k : stop].any()
+            np.testing.assert_allclose(ours["logits"][:, part], theirs["logits"], atol=1e-10)
+
+
+def test_mtp_chain_carries_the_normed_hidden_state():
+    config, weights = glm5.load(GOLDENS / "hf_tiny_a")
+    ids = np.load(GOLDENS / "hf_tiny_a" / "arrays.npz")["input_ids"]
+    final = glm5.forward(weights, config, ids)["final_hidden"]
+    first, second = glm5.mtp(weights, config, ids, final, steps=2)
+    again = glm5.mtp(weights, config, ids[:, 1:], first["hidden"], steps=1)[0]
+    np.testing.assert_allclose(second["logits"], again["logits"], atol=1e-10)
