@@ -1,0 +1,286 @@
+"""The train step: one pure function over (state, batch), compiled once per batch shape."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
+from glm5_jax.core.sharding import specs_of
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.model import glm5
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.router import balance_bias
+from glm5_jax.training.loss import LossWeights, local_objective, shift
+from glm5_jax.training.optimizer import (
+    OptimizerConfig,
+    gradient_norms,
+    groups_of,
+    make_optimizer,
+    state_shardings,
+)
+from glm5_jax.training.schedule import SwitchConfig, bias_update_rate, mtp_weight, switched
+
+BATCH_KEYS = ("token_ids", "segment_ids", "positions", "loss_mask", "ce_weight")
+
+
+@dataclasses.dataclass
+class StepConfig:
+    """What a step computes, beside the model. Sources: GLM-4.5 2.4, which GLM-5 inherits."""
+
+    mtp_steps: int = 3  # GLM-5 2.1: one MTP layer run three times with shared weights
+    mtp_weight: SwitchConfig = dataclasses.field(default_factory=mtp_weight)
+    bias_update_rate: SwitchConfig = dataclasses.field(default_factory=bias_update_rate)
+    balance_weight: float = 1e-4  # sequence-level balance loss
+    z_weight: float = 0.0  # not in the paper; 0 turns it off
+    microbatches: int = 1  # gradient accumulation
+    loss_chunk: int = 1024  # rows of logits at a time
+    query_block: int = 128
+    gather_block: int = 32
+    token_chunk: int | None = None  # tokens per device that travel to the experts at a time
+    remat: str = "full"  # none, full, topk, dots
+    reduce_dtype: str | None = None  # of gradient sums over devices; None: the compute dtype
+
+    def plan(self) -> Plan:
+        return Plan(
+            query_block=self.query_block,
+            gather_block=self.gather_block,
+            token_chunk=self.token_chunk,
+            remat=self.remat,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+
+class Rates(NamedTuple):
+    """What a schedule decides for one step: weight of the MTP loss, step of the router bias."""
+
+    mtp_weight: jax.Array
+    bias_rate: jax.Array
+
+
+def loss_function(cfg, config: StepConfig, mesh=None):
+    """`f(params, batch, rates) -> (objective, LossParts)` over a whole batch of arrays [b t]."""
+    mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
+    region = Region() if mesh is None else Region.of(mesh)
+
+    def loss(params, batch, rates, totals=None, num_rows=None):
+        batch = {k: batch[k] for k in BATCH_KEYS}
+        shifted = shift(batch, mtp_steps)
+        totals = shifted.weights.sum((1, 2)) if totals is None else totals
+        num_rows = batch["token_ids"].shape[0] if num_rows is None else num_rows
+        loss_weights = LossWeights(rates.mtp_weight, config.balance_weight, config.z_weight)
+
+        def local(params, batch, shifted, totals, loss_weights):
+            return local_objective(
+                params,
+                batch,
+                shifted,
+                totals,
+                loss_weights,
+                cfg=cfg,
+                plan=config.plan(),
+                chunk=config.loss_chunk,
+                region=region,
+                num_rows=num_rows,
+            )
+
+        args = (params, batch, shifted, totals, loss_weights)
+        if mesh is None:
+            return local(*args)
+        params_spec = specs_of(glm5.letters(cfg), glm5.abstract(cfg), mesh.shape)
+        rows, stacked = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES, SEQUENCE_AXES)
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(params_spec, rows, stacked, P(), P()),
+            out_specs=P(),
+            check_vma=False,
+        )(*args)
+
+    return loss
+
+
+def gradient_function(cfg, config: StepConfig, mesh=None):
+    """`f(params, batch, rates) -> (objective, LossParts, gradients)`, summed over microbatches."""
+    loss = loss_function(cfg, config, mesh)
+    mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
+
+    def gradients(params, batch, rates):
+        rows = batch["token_ids"].shape[0]
+        if rows % config.microbatches:
+            raise ValueError(
+                f"microbatches {config.microbatches} does not divide the batch of {rows} rows"
+            )
+        totals = shift(batch, mtp_steps).weights.sum((1, 2))
+        take = jax.value_and_grad(lambda p, part: loss(p, part, rates, totals, rows), has_aux=True)
+        if config.microbatches == 1:
+            (objective, parts), grads = take(params, batch)
+            return objective, parts, grads
+        # Row r goes to microbatch r % n, so that every device keeps its own rows.
+        split = jax.tree.map(
+            lambda x: x.reshape(-1, config.microbatches, *x.shape[1:]).swapaxes(0, 1), batch
+        )
+        zeros = jax.eval_shape(take, params, jax.tree.map(lambda x: x[0], split))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+
+        def one(total, part):
+            (objective, parts), grads = take(params, part)
+            (objective_sum, parts_sum), grads_sum = total
+            top = jnp.maximum(parts_sum.max_logit, parts.max_logit)
+            summed = jax.tree.map(jnp.add, parts_sum, parts)._replace(max_logit=top)
+            grads = jax.tree.map(jnp.add, grads_sum, grads)
+            return ((objective_sum + objective, summed), grads), None
+
+        ((objective, parts), grads), _ = lax.scan(one, zeros, split)
+        return objective, parts, grads
+
+    return gradients
+
+
+class Step(NamedTuple):
+    """A compiled training of one model: what makes its state, moves it on and judges it.
+
+    initialise(key, params=None) -> state; abstract: the state as `jax.ShapeDtypeStruct`s that carry
+    their shardings (what a checkpoint is restored into); train(state, batch) -> (state, metrics)
+    donates the state; evaluate(params, batch) -> (summed nll, number of targets) of the main head.
+    """
+
+    initialise: Callable[..., dict]
+    abstract: dict
+    train: Callable[[dict, dict], tuple[dict, dict]]
+    evaluate: Callable[[dict, dict], tuple[jax.Array, jax.Array]]
+
+
+def make_step(
+    cfg, config: StepConfig, optimizer_config: OptimizerConfig, schedule, mesh=None
+) -> Step:
+    """The train step of a model on a mesh (None: one device).
+
+    The state is {params, optimizer, step, tokens, rng}: float32 weights, the optax state, updates
+    made, tokens seen (float32: it only feeds switches) and key data. A step whose loss or gradients
+    are not finite leaves params and optimizer as they were and reports `skipped` 1.
+    """
+    names = glm5.letters(cfg)
+    groups = groups_of(optimizer_config, names)
+    optimizer = make_optimizer(optimizer_config, names, schedule, mesh)
+    gradients = gradient_function(cfg, config, mesh)
+    objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0), mesh)
+
+    def initialise(key, params=None):
+        init_key, run_key = jax.random.split(key)
+        if params is None:
+            params = glm5.init_params(cfg, init_key, "float32", mesh)
+        return _place(
+            {
+                "params": params,
+                "optimizer": jax.jit(optimizer.init, out_shardings=_of(shardings, "optimizer"))(
+                    params
+                ),
+                "step": jnp.zeros((), jnp.int32),
+                "tokens": jnp.zeros((), jnp.float32),
+                "rng": jax.random.key_data(run_key),
+            },
+            shardings,
+        )
+
+    def train(state, batch):
+        rates = Rates(
+            switched(config.mtp_weight, state["tokens"]),
+            switched(config.bias_update_rate, state["tokens"]),
+        )
+        params = state["params"]
+        total, parts, grads = gradients(params, batch, rates)
+        norms = gradient_norms(grads, groups)
+        finite = jnp.isfinite(total) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
+        updates, moments = optimizer.update(grads, state["optimizer"], params)
+        moved = _balanced(optax.apply_updates(params, updates), parts.load, rates.bias_rate)
+
+        def keep(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+        state = {
+            "params": keep(moved, params),
+            "optimizer": keep(moments, state["optimizer"]),
+            "step": state["step"] + 1,
+            "tokens": state["tokens"] + batch["token_ids"].size,
+            "rng": state["rng"],
+        }
+        losses = {"total": total, "ce": parts.ce, "balance": parts.balance}
+        if config.mtp_steps and cfg.num_nextn_predict_layers:
+            losses["mtp"] = parts.mtp
+        if config.z_weight:
+            losses["z"] = parts.z
+        metrics = {
+            "loss": losses,
+            "grad_norm": norms,
+            "learning_rate": schedule(state["step"] - 1),
+            "max_logit": parts.max_logit,
+            "skipped": ~finite,
+        }
+        if parts.load is not None:
+            mean = jnp.maximum(parts.load.mean(-1), 1e-9)
+            metrics["router"] = {"max_over_mean": parts.load.max(-1) / mean}
+        return state, metrics
+
+    def evaluate(params, batch):
+        targets = shift(batch, 0).weights.sum()
+        zero = jnp.zeros(())
+        _, parts = objective(params, batch, Rates(zero, zero))
+        return parts.ce * targets, targets
+
+    abstract = jax.eval_shape(
+        lambda key: {
+            "params": glm5.abstract(cfg, "float32"),
+            "optimizer": optimizer.init(glm5.abstract(cfg, "float32")),
+            "step": jnp.zeros((), jnp.int32),
+            "tokens": jnp.zeros((), jnp.float32),
+            "rng": jax.random.key_data(key),
+        },
+        jax.random.key(0),
+    )
+    shardings = None if mesh is None else _state_shardings(cfg, abstract, mesh)
+    if mesh is not None:
+        abstract = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings
+        )
+    out = None if mesh is None else (shardings, NamedSharding(mesh, P()))
+    return Step(
+        initialise, abstract, jax.jit(train, donate_argnums=0, out_shardings=out), jax.jit(evaluate)
+    )
+
+
+def _state_shardings(cfg, abstract, mesh):
+    whole = NamedSharding(mesh, P())
+    params = glm5.param_shardings(cfg, mesh)
+    return {
+        "params": params,
+        "optimizer": state_shardings(abstract["optimizer"], params),
+        "step": whole,
+        "tokens": whole,
+        "rng": whole,
+    }
+
+
+def _of(shardings, name):
+    return None if shardings is None else shardings[name]
+
+
+def _place(state, shardings):
+    return state if shardings is None else jax.device_put(state, shardings)
+
+
+def _balanced(params, load, rate):
+    """The router biases moved towards a balanced load [l e], layer by layer (the MTP block last)."""
+    if load is None:
+        return params
+    flat = flatten(params)
+    layers = [p for p in ("moe_layers/router/bias", "mtp/block/router/bias") if p in flat]
+    for path in layers:
+        own = load[-1] if path.startswith("mtp") else load[: flat[path].shape[0]]
+        flat[path] = balance_bias(flat[path], own, rate)
+    return unflatten(flat)
