@@ -37,19 +37,21 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 set_up test "$python"
 cd "$ROOT"
 
-# Everything a tier's tests carry that was not asked for is left out.
-marks=
+has_tier() { [[ " ${tiers[*]} " == *" $1 "* ]]; }
+
+# A tier's tests, without those that are of an unnamed tier too.
+marks=${tiers[*]}
+marks=${marks:+(${marks// / or })}
 for tier in slow aot device; do
-  [[ " ${tiers[*]} " == *" $tier "* ]] || marks+=" and not $tier"
+  has_tier "$tier" || marks+="${marks:+ and }not $tier"
 done
-wanted=${tiers[*]:-True}
-marks="(${wanted// / or })$marks"
 
 export JAX_PLATFORMS=cpu
-if [[ " ${tiers[*]} " == *" device "* ]]; then JAX_PLATFORMS=; fi
-if [[ " ${tiers[*]} " == *" aot "* ]]; then add_compilers; fi
+if has_tier device; then JAX_PLATFORMS=; fi
+if has_tier aot; then add_compilers; fi
 
 # Compiled programs that no run of the last two weeks has read.
 find "${XDG_CACHE_HOME:-$HOME/.cache}/glm5_jax" -type f -atime +14 -delete 2>/dev/null || true
 
+echo "Running the tests marked: $marks"
 exec "$PYTHON" -m pytest -q -n 2 --dist loadfile -m "$marks" "${options[@]}" "$@"

@@ -1,0 +1,160 @@
+"""Imports go from high to low, and the outside world is touched only where the design says."""
+
+import ast
+import configparser
+import pathlib
+import sys
+
+import pytest
+
+from tests.contracts.source_tree import PACKAGES, ROOT, Import, imports, python_files, syntax
+
+LEVELS = {
+    "pallas_kernels": 1,
+    **dict.fromkeys(["config", "presets", "compat", "core"], 2),
+    **dict.fromkeys(["model", "text"], 3),
+    **dict.fromkeys(["data", "checkpoint"], 4),
+    **dict.fromkeys(["training", "inference"], 5),
+    "rl": 6,
+    **dict.fromkeys(["agents", "envs", "evals"], 7),
+    "experiments": 8,
+    "launch": 9,
+}
+SIDEWAYS = {("envs", "agents")}  # the one import between packages of one level, level 2 aside
+IMPORT_NAMES = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
+NETWORK = ("socket", "socketserver", "http", "urllib", "aiohttp", "requests", "httpx")
+NETWORK_FILES = ("server", "client", "gateway", "service", "orchestrator", "weight_sync")
+PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
+PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
+PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox.py", "launch/")
+
+
+def all_imports() -> list[Import]:
+    return [found for path in python_files(*PACKAGES) for found in imports(path)]
+
+
+def package_of(name: str) -> str:
+    """The package of the level table that a dotted name or a path in dots belongs to."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "glm5_jax" and len(parts) > 1 else parts[0]
+
+
+def may_import(source: str, target: str) -> bool:
+    """Whether files of one package of the table may import another."""
+    below = LEVELS[target] < LEVELS[source]
+    return (
+        below
+        or source == target
+        or LEVELS[source] == LEVELS[target] == 2
+        or ((source, target) in SIDEWAYS)
+    )
+
+
+def test_imports_go_from_high_to_low():
+    wrong = []
+    for found in all_imports():
+        if not found.is_from(*PACKAGES, "tests"):
+            continue
+        source = ".".join(found.path.with_suffix("").parts)
+        if source == "glm5_jax.__init__":  # the surface opens onto every package
+            continue
+        source, target = package_of(source), package_of(found.name)
+        if target in LEVELS and may_import(source, target):
+            continue
+        if target not in LEVELS and source == "experiments" and found.is_from("glm5_jax"):
+            continue  # what experiments and their readers import is the surface
+        wrong.append(str(found))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_has_a_level():
+    known = {package_of(".".join(path.with_suffix("").parts)) for path in python_files(*PACKAGES)}
+    assert known - set(LEVELS) <= {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "allowed"),
+    [
+        ("model", "core", True),
+        ("core", "model", False),
+        ("model", "text", False),
+        ("training", "inference", False),
+        ("envs", "agents", True),
+        ("agents", "envs", False),
+        ("training", "evals", False),
+        ("config", "core", True),
+        ("experiments", "launch", False),
+    ],
+)
+def test_the_table_means_what_the_design_says(source, target, allowed):
+    assert may_import(source, target) == allowed
+
+
+def test_kernels_need_only_jax_and_numpy():
+    wrong = [
+        str(found)
+        for path in python_files("pallas_kernels")
+        for found in imports(path)
+        if not found.is_from("jax", "numpy", "pallas_kernels", *sys.stdlib_module_names)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("modules", "places"),
+    [
+        (("orbax",), ("glm5_jax/checkpoint/store.py",)),
+        (("grain",), ("glm5_jax/data/",)),
+        (("absl.flags", "absl.app", "ml_collections.config_flags"), ("launch/",)),
+        (("argparse",), ("launch/", "pallas_kernels/bench.py", "experiments/benchmarks/")),
+        (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/",)),
+        (PROCESSES, PROCESS_FILES),
+        (("jax._src",), ("glm5_jax/compat.py", "pallas_kernels/compat.py")),
+    ],
+    ids=lambda value: value[0],
+)
+def test_used_only_in_its_place(modules, places):
+    wrong = [str(found) for found in all_imports() if found.is_from(*modules)]
+    wrong += [line for path in python_files(*PACKAGES) for line in dotted_uses(path, modules)]
+    wrong = [line for line in wrong if not line.startswith(places)]
+    assert not wrong, "\n".join(wrong)
+
+
+def dotted_uses(path: pathlib.PurePosixPath, names) -> list[str]:
+    """Where a file writes one of the dotted names out, as in `os.environ` after `import os`."""
+    return [
+        f"{path}:{node.lineno} uses {ast.unparse(node)}"
+        for node in ast.walk(syntax(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in names
+    ]
+
+
+def test_network_only_in_files_named_for_it():
+    wrong = [
+        str(found)
+        for found in all_imports()
+        if found.is_from(*NETWORK) and found.path.stem not in NETWORK_FILES
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_process_is_started_through_os():
+    calls = tuple(f"os.{name}" for name in PROCESS_CALLS)
+    wrong = [
+        line
+        for path in python_files(*PACKAGES)
+        if not str(path).startswith(PROCESS_FILES)
+        for line in dotted_uses(path, calls)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_imported_is_what_setup_cfg_declares():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = config["options"]["install_requires"].split()
+    names = [line.split(">")[0].split("=")[0].split("<")[0] for line in lines]
+    declared = {IMPORT_NAMES.get(name, name) for name in names}
+    used = {found.name.split(".")[0] for found in all_imports()}
+    used -= {*sys.stdlib_module_names, *PACKAGES}
+    assert used == declared

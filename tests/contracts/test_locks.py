@@ -1,0 +1,84 @@
+"""The locks hold what setup.cfg asks for, completely, and nothing but exact pins."""
+
+import configparser
+import importlib.metadata
+import re
+import sys
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.contracts.source_tree import ROOT
+
+LOCKS = ROOT / "launch" / "requirements"
+TAGS = ("py311", "py312")
+GROUPS = ("run", "test", "aot")
+THIS_TAG = "py311" if sys.version_info < (3, 12) else "py312"
+
+
+def lock(tag: str, *groups: str) -> dict[str, str]:
+    """Names and versions that the locks of the groups pin."""
+    lines = [x for group in groups for x in (LOCKS / f"{tag}-{group}.txt").read_text().splitlines()]
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    assert all(len(pin) == 2 and re.fullmatch(r"[a-z0-9-]+", pin[0]) for pin in pins), pins
+    assert len({name for name, _ in pins}) == len(pins)
+    return dict(pins)
+
+
+def asked(group: str) -> list[Requirement]:
+    """What setup.cfg asks for in `run` or in an extra."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    options = config["options.extras_require"]
+    lines = config["options"]["install_requires"] if group == "run" else options[group]
+    return [Requirement(line) for line in lines.split()]
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_locks_keep_to_the_ranges_of_setup_cfg(tag):
+    pins = lock(tag, *GROUPS)
+    for requirement in [r for group in GROUPS for r in asked(group)]:
+        name = canonicalize_name(requirement.name)
+        assert requirement.specifier.contains(pins[name]), (
+            f"{requirement} but {tag} has {pins[name]}"
+        )
+
+
+def test_the_two_locks_are_the_two_ends_of_the_jax_range():
+    assert lock("py311", "run")["jax"].startswith("0.10.")
+    assert lock("py312", "run")["jax"].startswith("0.11.")
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_versions_that_must_be_equal_are(tag):
+    pins = lock(tag, *GROUPS)
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt")
+    assert len({pins[name] for name in names}) == 1
+
+
+@pytest.mark.parametrize("groups", [("run",), ("run", "test")], ids=["run", "test"])
+def test_a_lock_needs_no_package_outside_itself(groups):
+    """So that `run`, installed alone, works as it does here among the packages of the tests."""
+    pins = lock(THIS_TAG, *groups)
+    pending = [(r.name, extra) for g in groups for r in asked(g) for extra in ["", *r.extras]]
+    seen = set()
+    while pending:
+        name, extra = pending.pop()
+        name = canonicalize_name(name)
+        if (name, extra) in seen:
+            continue
+        seen.add((name, extra))
+        assert name in pins, f"{name} is needed and not in {THIS_TAG}-{groups[-1]}.txt"
+        for line in importlib.metadata.requires(name) or []:
+            needed = Requirement(line)
+            environment = {**default_environment(), "extra": extra}
+            if needed.marker is None or needed.marker.evaluate(environment):
+                pending += [(needed.name, e) for e in ["", *needed.extras]]
+    assert {name for name, _ in seen} == set(pins)
+
+
+def test_what_is_installed_is_what_is_locked():
+    pins = lock(THIS_TAG, "run", "test")
+    assert {name: importlib.metadata.version(name) for name in pins} == pins

@@ -1,0 +1,103 @@
+"""The two commands: their environment, their errors, and that README names no other."""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.contracts.source_tree import ROOT, files, read
+
+COMMANDS = ("bash launch/quickstart.sh", "bash launch/test.sh")
+FAKES = {
+    "does not start": "exit 127",
+    "is python3.9": f'exec {sys.executable} -c "import sys; sys.version_info = (3, 9); '
+    'exec(sys.stdin.read())"',
+    "apt-get install python3.99-venv": f'exec {sys.executable} -c "import sys; '
+    "sys.version_info = (3, 99); sys.modules['ensurepip'] = None; exec(sys.stdin.read())\"",
+}
+
+
+def bash(script: str, **env) -> subprocess.CompletedProcess:
+    """Runs a script with launch/environment.sh sourced."""
+    script = f'set -euo pipefail\nsource "{ROOT}/launch/environment.sh"\n{script}'
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env={**os.environ, **env}
+    )
+
+
+def fake_python(path: pathlib.Path, body: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("reason", FAKES)
+def test_an_interpreter_that_does_not_do_is_named_with_the_reason(tmp_path, reason):
+    fake_python(tmp_path / "python3.99", FAKES[reason])
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = bash("find_python python3.99", PATH=path, PYENV_ROOT=str(tmp_path))
+    assert done.returncode == 2
+    assert f"{tmp_path}/python3.99" in done.stderr
+    assert reason in done.stderr
+
+
+def test_the_first_interpreter_that_works_is_taken(tmp_path):
+    fake_python(tmp_path / "shims" / "python3.99", FAKES["does not start"])
+    pyenv = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
+    fake_python(pyenv, f'exec {sys.executable} "$@"')
+    path = f"{tmp_path}/shims:{os.environ['PATH']}"
+    done = bash("find_python nosuch python3.99", PATH=path, PYENV_ROOT=str(tmp_path))
+    assert done.stdout.strip() == str(pyenv)
+
+
+@pytest.fixture
+def installed(tmp_path) -> pathlib.Path:
+    """A repository whose environment claims to hold the locks; its pip would fail."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    fake_python(tmp_path / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"')
+    for lock in (tmp_path / "launch" / "requirements").glob("*.txt"):
+        shutil.copy(lock, tmp_path / ".venv")
+    return tmp_path
+
+
+def set_up(repository: pathlib.Path) -> subprocess.CompletedProcess:
+    script = f'source "{repository}/launch/environment.sh"; pip_install() {{ echo pip; exit 7; }}\n'
+    return bash(f'{script}set_up test; echo "$VENV"')
+
+
+def test_a_second_start_installs_nothing(installed):
+    assert set_up(installed).stdout == f"{installed}/.venv\n"
+
+
+def test_a_changed_lock_is_installed(installed):
+    with open(installed / "launch" / "requirements" / "py311-run.txt", "a") as lock:
+        lock.write("more==1\n")
+    shutil.copy(lock.name, installed / "launch" / "requirements" / "py312-run.txt")
+    done = set_up(installed)
+    assert done.returncode == 7
+    assert re.search(r"Installing \d+ packages into \.venv", done.stdout)
+
+
+def test_test_script_explains_itself():
+    command = ["bash", str(ROOT / "launch" / "test.sh")]
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "--python=PYTHON" in done.stdout
+    done = subprocess.run([*command, "fast"], capture_output=True, text=True)
+    assert done.returncode == 2 and "unknown argument: fast" in done.stderr
+
+
+@pytest.mark.parametrize("path", [p for p in files() if p.suffix == ".sh" or p.parts[0] == ".ci"])
+def test_scripts_parse_and_can_be_executed(path):
+    assert os.access(ROOT / path, os.X_OK) or "Sourced by" in read(path)
+    subprocess.run(["bash", "-n", str(ROOT / path)], check=True)
+
+
+def test_readme_names_exactly_two_commands():
+    blocks = re.findall(r"(?ms)^```(?:bash|sh|shell|console)\n(.*?)^```", read(ROOT / "README.md"))
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    commands = [line.split("#")[0].strip() for line in lines]
+    assert sorted({command for command in commands if command}) == sorted(COMMANDS)
