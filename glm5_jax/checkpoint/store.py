@@ -78,8 +78,8 @@ class Store:
     def save(self, state: dict, data: dict, meta: dict) -> None:
         """Starts to write `state` under its own step and returns once its arrays are copied.
 
-        state: {"params", "optimizer", "step", "rng"}; the arrays may be donated to the next step at
-        once. data and meta: anything that JSON holds. A failure of this save is raised by the next
+        state: {"params", "optimizer", "step", ...}, of which the rest (random key, counters) becomes
+        `rng`; the arrays may be donated to the next step at once. data and meta: anything that JSON holds. A failure of this save is raised by the next
         `save`, `wait` or `close`. SaveError.
         """
         self.wait()
@@ -87,9 +87,7 @@ class Store:
         if step in self.steps:
             return
         parts = {
-            "model": state["params"],
-            "optimizer": _plain(state["optimizer"]),
-            "rng": {"key": state["rng"]},
+            **_parts(state),
             "data": data,
             "meta": {**meta, "step": step},
         }
@@ -112,20 +110,15 @@ class Store:
     def restore(self, abstract: dict, step: int | None = None) -> tuple[dict, dict, dict]:
         """(state, data, meta) of a step, the newest by default.
 
-        abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now, which may be those
-        of another mesh than the one that saved. ValueError if there is no such step, or if its
+        abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now (default: the first
+        device), which may be those of another mesh than the one that saved. ValueError if there is no such step, or if its
         arrays have other shapes.
         """
         step = self.latest if step is None else step
         if step not in self.steps:
             raise ValueError(f"no checkpoint {step} in {self.folder}; there are {self.steps}")
-        wanted = {
-            "model": abstract["params"],
-            "optimizer": _plain(abstract["optimizer"]),
-            "rng": {"key": abstract["rng"]},
-            "data": None,
-            "meta": None,
-        }
+        abstract = _placed(abstract)
+        wanted = {**_parts(abstract), "data": None, "meta": None}
         _check_shapes(wanted, self._orbax.checkpointables_metadata(step).metadata, step)
         got = self._orbax.load_checkpointables(step, wanted)
         moments = tree.flatten(got["optimizer"])
@@ -133,7 +126,7 @@ class Store:
             "params": got["model"],
             "optimizer": tree.map_with_path(lambda p, _: moments[p], abstract["optimizer"]),
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
-            "rng": got["rng"]["key"],
+            **got["rng"],
         }
         return state, got["data"], got["meta"]
 
@@ -179,7 +172,7 @@ def load_meta(workdir, step: int) -> dict:
 def load_params(path, abstract):
     """Parameters alone, from a workdir (its newest step) or from one step's folder.
 
-    abstract: tree of ShapeDtypeStruct with shardings. ValueError if the path holds no checkpoint or
+    abstract: tree of ShapeDtypeStruct with the shardings wanted. ValueError if the path holds no checkpoint or
     one of other shapes.
     """
     path = pathlib.Path(path).absolute()
@@ -187,7 +180,7 @@ def load_params(path, abstract):
         path = path / _FOLDER / str(step)
     if not (path / "model").is_dir():
         raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
-    wanted = {"model": abstract}
+    wanted = {"model": _placed(abstract)}
     _check_shapes(wanted, ocp.checkpointables_metadata(path).metadata, path.name)
     return ocp.load_checkpointables(path, wanted)["model"]
 
@@ -213,13 +206,23 @@ def check_space(workdir, abstract: dict, keep: int) -> None:
         )
 
 
-def _plain(state) -> dict:
-    """An optimiser state as nested dicts, so that what lies on disk does not depend on optax."""
-    return tree.unflatten(tree.flatten(state))
+def _parts(state: dict) -> dict:
+    """The folders of a checkpoint. All are nested dicts, so what lies on disk knows nothing of optax."""
+    rest = {k: v for k, v in state.items() if k not in ("params", "optimizer", "step")}
+    optimizer = tree.unflatten(tree.flatten(state["optimizer"]))
+    return {"model": state["params"], "optimizer": optimizer, "rng": rest}
+
+
+def _placed(abstract):
+    """The same tree with the first device where no sharding is given."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract
+    )
 
 
 def _check_shapes(wanted: dict, found: dict, step) -> None:
-    for part in ("model", "optimizer"):
+    for part in ("model", "optimizer", "rng"):
         if part not in wanted:
             continue
         want, have = tree.flatten(wanted[part]), tree.flatten(found[part])

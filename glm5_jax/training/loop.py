@@ -23,7 +23,7 @@ class TrainConfig:
     """Length and rhythm of a run, in steps. An interval of 0 means never; saves, evaluations and
     samples happen at the last step in any case."""
 
-    steps: int = 1000
+    steps: int | None = None  # None: as many as the learning-rate schedule
     log_interval: int = 1
     eval_interval: int = 100
     sample_interval: int = 100
@@ -34,12 +34,11 @@ class TrainConfig:
     max_skipped_in_a_row: int = 10  # ... and one after another
 
     def __post_init__(self):
-        for name in ("steps", "log_interval", "keep", "eval_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 0:
-                raise ValueError(f"{field.name} is {getattr(self, field.name)}; use 0 or more")
+            value = getattr(self, field.name)
+            least = 1 if field.name in ("steps", "log_interval", "keep", "eval_batches") else 0
+            if value is not None and value < least:
+                raise ValueError(f"{field.name} is {value}; it must be at least {least}")
 
 
 class StopSignal:
@@ -83,6 +82,7 @@ def resume(
 
 def train(
     config: TrainConfig,
+    steps: int,
     *,
     step: Callable[[dict, dict], tuple[dict, dict]],
     state: dict,
@@ -95,22 +95,24 @@ def train(
     sample: Callable[[dict, int], str] | None = None,
     stop: StopSignal | bool = False,
 ) -> dict:
-    """Trains up to `config.steps`, or until `stop` becomes true; returns the last state, saved.
+    """Trains up to step `steps`, or until `stop` becomes true; returns the last state, saved.
 
     step(state, batch) -> (state, metrics) may donate its state. loader.next(batch_size) gives this
-    host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(n) is the size
-    for the step after n steps. TrainingStopped if too many steps were skipped or the disk is full,
-    SaveError if a checkpoint cannot be written; both name the last good checkpoint.
+    host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(tokens_seen)
+    is its number of rows. evaluate(state, n) returns numbers to record and
+    sample(state, n) text to print, after n steps. TrainingStopped if too many steps were skipped or
+    the disk is full, SaveError if a checkpoint cannot be written; both name the last good checkpoint.
     """
-    done, stopping = int(state["step"]), False
+    done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:
-        while done < config.steps and not stopping:
-            batch = loader.next(batch_size(done))
+        while done < steps and not stopping:
+            batch = loader.next(batch_size(seen))
             state, metrics = step(state, place(batch))
-            done += 1
-            recorder.add(done, batch["token_ids"].size * jax.process_count(), metrics)
+            tokens = batch["token_ids"].size * jax.process_count()
+            done, seen = done + 1, seen + tokens
+            recorder.add(done, tokens, metrics)
             stopping = _agree(stop)
-            last = done == config.steps
+            last = done == steps
             evaluating = evaluate and (last or _is_due(done, config.eval_interval))
             sampling = sample and (last or _is_due(done, config.sample_interval))
             saving = last or stopping or _is_due(done, config.save_interval)

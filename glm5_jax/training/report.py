@@ -74,10 +74,11 @@ def write_page(workdir) -> pathlib.Path:
     summary, rows = summarise(workdir), read(workdir)
     config = json.loads((workdir / "config.json").read_text())
     title = html.escape(config.get("name", workdir.name))
+    model = config.get("model", {})
     body = [
-        f"<header><h1>{title}</h1><p>{html.escape(_model_line(config.get('model', {})))}</p></header>",
+        f"<header><h1>{title}</h1><p>{html.escape(_model_line(model))}</p></header>",
         _tiles(summary),
-        f'<section class="charts">{"".join(_charts(rows))}</section>',
+        f'<section class="charts">{"".join(_charts(rows, model))}</section>',
         _sample_section(_samples(workdir)),
         _config_section(config),
     ]
@@ -127,7 +128,7 @@ def _tiles(summary: Summary) -> str:
     return f'<section class="tiles">{"".join(cells)}</section>'
 
 
-def _charts(rows: list[dict]):
+def _charts(rows: list[dict], model: dict):
     """A figure for every group of metrics that the run has recorded."""
 
     def series(prefix, without=()):
@@ -150,21 +151,18 @@ def _charts(rows: list[dict]):
     if losses := series("loss/"):
         main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
         yield figure(charts.line_chart(main, y_label="Training loss, nats per token", smooth=True))
-    if rates := series("learning_rate/"):
+    if rates := series("learning_rate"):
         yield figure(charts.line_chart(rates, y_label="Learning rate"))
     if norms := series("grad_norm/"):
         yield figure(charts.line_chart(norms, y_label="Gradient norm", log=True, smooth=True))
-    for name, label, note in (
-        (
-            "router/max_load",
-            "Largest expert load",
-            "Tokens of the busiest expert over the mean: 1 is perfect balance.",
-        ),
-        ("attention/max_logit", "Largest attention logit", ""),
-    ):
-        steps, values = column(rows, name)
-        if steps and isinstance(values[-1], list):
-            yield figure(_layers(steps, values, label), note)
+    router, logits = "router/max_over_mean", "max_logit"
+    if column(rows, router)[0]:
+        names = _layer_names(model, model.get("first_k_dense_replace", 0))
+        drawing = _layers(*column(rows, router), "Largest expert load", names)
+        yield figure(drawing, "The busiest expert's tokens over the mean; 1 is perfect balance.")
+    if column(rows, logits)[0]:
+        names = _layer_names(model, 0)
+        yield figure(_layers(*column(rows, logits), "Largest attention logit", names))
     extra = [s for s in losses if s[0] in ("balance", "z") and any(s[2])]
     if extra:
         yield figure(charts.line_chart(extra, y_label="Auxiliary losses", smooth=True))
@@ -175,16 +173,19 @@ def _charts(rows: list[dict]):
         )
 
 
-def _layers(steps, values, label) -> str:
+def _layer_names(model: dict, first: int) -> list[str]:
+    return [f"layer {i}" for i in range(first, model.get("num_hidden_layers", first))] + ["mtp"]
+
+
+def _layers(steps, values, label, names) -> str:
     keep = range(0, len(steps), max(1, len(steps) // 150))
     table = np.array([values[i] for i in keep], float).T
     low, high = float(np.nanmin(table)), float(np.nanquantile(table, 0.99))
-    rows = [f"layer {i}" for i in range(len(table))]
     return charts.heat_map(
         table,
         [steps[i] for i in keep],
         y_label=label,
-        rows=rows,
+        rows=names[: len(table)],
         low=low,
         high=max(high, low + 1e-6),
     )

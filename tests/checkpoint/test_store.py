@@ -25,6 +25,7 @@ def state_of(step: int = 7) -> dict:
         "params": params,
         "optimizer": optax.partition(rules, labels).init(params),
         "step": jnp.asarray(step, jnp.int32),
+        "tokens": jnp.asarray(step * 100.0),
         "rng": jax.random.key_data(jax.random.key(step)),
     }
 
@@ -76,6 +77,13 @@ def test_the_layout_is_the_documented_one(workdir):
     assert parts == {"model", "optimizer", "data", "rng", "meta"}
     assert latest_step(workdir) == 7
     assert load_meta(workdir, 7) == {"tokens": 5, "step": 7}
+
+
+def test_without_shardings_everything_comes_to_the_first_device(workdir):
+    with Store(workdir) as store:
+        state, _, _ = store.restore(jax.eval_shape(state_of))
+    same(state, state_of())
+    assert {d for x in jax.tree.leaves(state) for d in x.devices()} == {jax.devices()[0]}
 
 
 def test_parameters_load_alone_from_a_workdir_or_a_step(workdir):

@@ -18,12 +18,6 @@ def initialise(seed: int = 0) -> dict:
     }
 
 
-def abstract() -> dict:
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.eval_shape(initialise)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), shapes)
-
-
 def loss_of(params, batch):
     logits = params["table"][batch["token_ids"][:, :-1]]
     targets = batch["token_ids"][:, 1:]
@@ -49,7 +43,7 @@ def step(state, batch):
     metrics = {
         "loss": {"total": loss},
         "grad_norm": {"adamw": optax.tree.norm(grads)},
-        "router": {"max_load": jnp.ones(3)},
+        "router": {"max_over_mean": jnp.ones(3)},
         "skipped": ~good,
     }
     return out, metrics

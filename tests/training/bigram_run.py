@@ -21,12 +21,12 @@ from tests.training import bigram
 
 def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n: 4, **settings):
     """Resumes, trains, returns the last state. stop_at: the step at which a stop signal comes."""
-    config = loop.TrainConfig(
-        steps=steps, save_interval=3, eval_interval=4, sample_interval=0, **settings
-    )
+    config = loop.TrainConfig(save_interval=3, eval_interval=4, sample_interval=0, **settings)
     loader = loader or bigram.Loader()
     with Store(workdir, config.keep) as store:
-        state, counters = loop.resume(store, bigram.abstract(), bigram.initialise, loader)
+        state, counters = loop.resume(
+            store, jax.eval_shape(bigram.initialise), bigram.initialise, loader
+        )
         done = int(state["step"])
         with (
             metrics_log.MetricsLog(workdir, done) as rows,
@@ -42,6 +42,7 @@ def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n
             )
             state = loop.train(
                 config,
+                steps,
                 step=jax.jit(bigram.step, donate_argnums=0),
                 state=state,
                 loader=loader,

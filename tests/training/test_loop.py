@@ -110,7 +110,7 @@ def test_a_run_that_never_was_finite_says_that_nothing_is_saved(tmp_path):
 
 
 def test_the_batch_may_grow_and_tokens_are_counted(tmp_path):
-    run(tmp_path, sizes=lambda n: 2 if n < 5 else 8)
+    run(tmp_path, sizes=lambda seen: 2 if seen < 5 * 18 else 8)
     rows = metrics_log.read(tmp_path)
     assert metrics_log.column(rows, "tokens")[1][-1] == 9 * (5 * 2 + 7 * 8)
 
@@ -125,7 +125,7 @@ def test_rarer_logging_leaves_out_rows_but_not_the_last_checkpoint(tmp_path):
 def test_settings_that_make_no_sense_are_refused(field):
     with pytest.raises(ValueError, match=f"{field} is 0"):
         loop.TrainConfig(**{field: 0})
-    with pytest.raises(ValueError, match="save_interval is -1"):
+    with pytest.raises(ValueError, match="save_interval is -1; it must be at least 0"):
         loop.TrainConfig(save_interval=-1)
 
 

@@ -27,9 +27,9 @@ def workdir(tmp_path):
                     "loss/balance": 0.02,
                     "loss/z": 0.0,
                     "grad_norm/muon": 1.0,
-                    "learning_rate/muon": 1e-4,
-                    "router/max_load": [1.0, 2.0, 3.0],
-                    "attention/max_logit": [5.0, 6.0, 7.0, 8.0],
+                    "learning_rate": 1e-4,
+                    "router/max_over_mean": [1.0, 2.0, 3.0, 2.0],
+                    "max_logit": [5.0, 6.0, 7.0, 8.0, 9.0],
                     "speed/tokens_per_second": 100.0 + step,
                     "tokens": step * 512,
                 }
@@ -97,6 +97,8 @@ def test_the_page_is_self_contained_and_shows_everything(workdir):
         "Tokens per second",
         "Auxiliary losses",
         "model.hidden_size",
+        "layer 0",
+        "mtp",
     ):
         assert part in words, part
     assert words.index("step 100") < words.index("step 40") < words.index("step 20")
