@@ -110,4 +110,7 @@ add_compilers() {
     cp "$lock" "$folder"
   fi
   export PYTHONPATH=$folder
+  # Libtpu would ask a cloud for its machine, and refuse a second process.
+  export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost
+  export ALLOW_MULTIPLE_LIBTPU_LOAD=1
 }
