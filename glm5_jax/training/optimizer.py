@@ -1,0 +1,157 @@
+"""The optimiser of a training run: Muon on the matrices, AdamW on everything else.
+
+A first-match pattern table gives every weight to one group:
+
+    muon     attention, feed-forward, expert, router and eh_proj matrices
+    adamw    embedding, output head, norms, biases
+    indexer  the lightning indexers, AdamW as well
+    frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
+
+The AdamW groups are clipped by their global norm, each on its own, so that the indexer's loss, which
+sends no gradient to the trunk, does not reach it through the clipping either. Muon needs no clipping:
+its update does not depend on the gradient's length. Frozen weights have no optimiser state.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax.core import tree
+from glm5_jax.training.muon import scale_by_muon
+
+GROUPS = (
+    (r"router/bias$", "frozen"),
+    (r"indexer/", "indexer"),
+    (r"^(embed|lm_head)/weight$", "adamw"),
+    (r"norm$", "adamw"),
+    (r"attn/\w+_bias$", "adamw"),
+    (r"attn/(q_a|q_b|kv_a|k_b|v_b|o)$", "muon"),
+    (r"(mlp|experts|shared)/(gate|up|down)$", "muon"),
+    (r"router/weight$", "muon"),
+    (r"^mtp/eh_proj$", "muon"),
+)
+
+
+@dataclasses.dataclass
+class OptimizerConfig:
+    """Constants of the optimiser; the learning rate, one for all groups, is a `ScheduleConfig`."""
+
+    muon_momentum: float = 0.95  # GLM-4.5 2.4
+    muon_nesterov: bool = True  # not printed; as public Muon
+    muon_rms: float = 0.2  # RMS of an update before the learning rate, GLM-4.5 2.4
+    split: str = "head"  # Muon Split, GLM-5 2.1; "whole": one block per up-projection
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)  # public Muon
+    ns_steps: int = 5  # GLM-4.5 2.4
+    # As public Muon: half the exchange and the fast matrix units, for singular values that move by
+    # 1.5%. Use "float32" where runs on different meshes are compared.
+    ns_dtype: str = "bfloat16"
+    weight_decay: float = 0.1  # GLM-4.5 2.4; of matrices, in every group. Norms and biases: none
+    adam_b1: float = 0.9  # AdamW is not printed; the usual values of large language models
+    adam_b2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_norm: float = 1.0  # of each AdamW group; not printed
+    frozen: tuple[str, ...] = ()  # patterns of weights that do not train, e.g. ("indexer/",)
+
+
+def groups_of(config: OptimizerConfig, letters):
+    """Tree of group names for a tree of axis letters.
+
+    ValueError names weights that no pattern covers, and frozen patterns that match nothing.
+    """
+    paths = tree.flatten(letters)
+    for pattern in config.frozen:
+        if not any(re.search(pattern, path) for path in paths):
+            raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
+    return tree.match([(pattern, "frozen") for pattern in config.frozen] + list(GROUPS), letters)
+
+
+def make_optimizer(
+    config: OptimizerConfig, letters, schedule: optax.Schedule, mesh=None
+) -> optax.GradientTransformation:
+    """The optimiser of a parameter tree whose axis letters are given.
+
+    schedule: step (from 0) -> learning rate. mesh: where parameters and gradients are sharded as
+    `core.sharding.spec_of` says; None for one device. Parameters are expected in float32.
+    """
+    _check(config)
+    groups = groups_of(config, letters)
+    names = tree.flatten(letters)
+
+    def decays(params):
+        return tree.map_with_path(lambda path, _: len(set(names[path].split()) - {"l"}) > 1, params)
+
+    # optax.contrib.muon would hand its own nesterov and eps to its Adam: NAdam with another eps.
+    adamw = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            b1=config.adam_b1,
+            b2=config.adam_b2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
+    muon = optax.chain(
+        scale_by_muon(
+            letters,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            mesh=mesh,
+            split=config.split,
+            coefficients=config.ns_coefficients,
+            steps=config.ns_steps,
+            dtype=config.ns_dtype,
+            rms=config.muon_rms,
+        ),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(schedule),
+    )
+    every = {"muon": muon, "adamw": adamw, "indexer": adamw, "frozen": optax.set_to_zero()}
+    used = set(jax.tree.leaves(groups))
+    return optax.partition({name: every[name] for name in every if name in used}, groups)
+
+
+def _check(config: OptimizerConfig):
+    for name in ("muon_momentum", "adam_b1", "adam_b2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be in [0, 1)")
+    for name in ("muon_rms", "adam_eps", "clip_norm", "ns_steps"):
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must be positive")
+    if config.weight_decay < 0:
+        raise ValueError(f"weight_decay is {config.weight_decay}; it must not be negative")
+    if len(config.ns_coefficients) != 3:
+        raise ValueError(f"ns_coefficients is {config.ns_coefficients}; it must be three numbers")
+    if config.ns_dtype not in ("bfloat16", "float32"):
+        raise ValueError(f"ns_dtype is {config.ns_dtype!r}; use 'bfloat16' or 'float32'")
+
+
+def gradient_norms(gradients, groups) -> dict[str, jax.Array]:
+    """{group: norm float32[]} of the gradients before clipping, for every group that trains."""
+    squares: dict[str, jax.Array] = {}
+    for gradient, group in zip(jax.tree.leaves(gradients), jax.tree.leaves(groups), strict=True):
+        if group != "frozen":
+            square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+            squares[group] = squares.get(group, 0.0) + square
+    return {group: jnp.sqrt(square) for group, square in sorted(squares.items())}
+
+
+def state_shardings(state, param_shardings):
+    """Shardings of an optimiser state (arrays or `jax.eval_shape` of `init`): like its parameters.
+
+    Momentum and moments lie like the parameter whose path their own ends with; counts are replicated.
+    """
+    shardings = tree.flatten(param_shardings)
+    whole = NamedSharding(next(iter(shardings.values())).mesh, P())
+
+    def sharding(path, _):
+        parts = path.split("/")
+        suffixes = ("/".join(parts[i:]) for i in range(len(parts)))
+        return next((shardings[s] for s in suffixes if s in shardings), whole)
+
+    return tree.map_with_path(sharding, state)

@@ -1,0 +1,179 @@
+"""Muon on 8 devices: the same update as on one, by exchange of blocks and never by a sum."""
+
+import collections
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from glm5_jax import presets
+from glm5_jax.core import tree
+from glm5_jax.core.mesh import AXES, make_mesh
+from glm5_jax.core.sharding import shardings_of
+from glm5_jax.model import glm5
+from glm5_jax.training import muon
+from glm5_jax.training.optimizer import OptimizerConfig, make_optimizer, state_shardings
+
+LEAVES = (  # one of every layout: batch, rows and columns sharded, together and alone
+    r"moe_layers/attn/(q_a|q_b|k_b|o)$|dense_layers/attn/o|dense_layers/mlp/down"
+    r"|moe_layers/experts/(gate|down)|router/weight|eh_proj"
+)
+MESHES = [
+    {"fsdp": 2, "expert": 4},
+    {"fsdp": 8},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"expert": 2, "context": 2, "tensor": 2},
+    {"data": 8},
+]
+
+
+def choose(values, pattern=LEAVES):
+    return tree.unflatten({p: v for p, v in tree.flatten(values).items() if re.search(pattern, p)})
+
+
+LETTERS = choose(glm5.letters(presets.tiny()))
+SHAPES = choose(glm5.abstract(presets.tiny()))
+
+
+def draw(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
+
+
+def orthogonalize(mesh=None):
+    tx = muon.orthogonalize(LETTERS, mesh=mesh, dtype="float32")
+    return lambda updates: tx.update(updates, optax.EmptyState())[0]
+
+
+@functools.cache
+def alone():
+    return jax.jit(orthogonalize())(draw(SHAPES))
+
+
+@functools.cache
+def on_mesh(axes):
+    """(compiled, update, {(r, c): number of blocks that one device iterates on})."""
+    mesh, exchange, blocks = make_mesh(dict(axes)), muon.on_whole_blocks, collections.Counter()
+
+    def recorded(function, *args):
+        def count(x):
+            blocks[tuple(sorted(x.shape[1:]))] += len(x)
+            return function(x)
+
+        return exchange(count, *args)
+
+    shardings = shardings_of(LETTERS, SHAPES, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "on_whole_blocks", recorded)
+        jitted = jax.jit(orthogonalize(mesh), in_shardings=(shardings,), out_shardings=shardings)
+        compiled = jitted.lower(SHAPES).compile()
+    return compiled, compiled(jax.device_put(draw(SHAPES), shardings)), blocks
+
+
+def keys(axes):
+    return tuple(axes.items())
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_every_mesh_gives_the_update_of_one_device(axes):
+    got = tree.flatten(on_mesh(keys(axes))[1])
+    for path, want in tree.flatten(alone()).items():
+        np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_blocks_are_exchanged_and_never_summed(axes):
+    text = on_mesh(keys(axes))[0].as_text()
+    found = {
+        op: len(re.findall(rf" {op}(?:-start)?\(", text)) for op in ("all-to-all", "all-gather")
+    }
+    assert "all-reduce" not in text and "reduce-scatter" not in text
+    assert (found["all-to-all"] > 0) == (axes != {"data": 8})
+    if axes == {"fsdp": 2, "expert": 4}:  # no device holds a copy: nothing is gathered
+        assert found["all-gather"] == 0
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_no_block_is_computed_twice(axes):
+    total = collections.Counter()
+    for path, letters in tree.flatten(LETTERS).items():
+        shape = tree.flatten(SHAPES)[path].shape
+        block = muon.layout_of(path, letters).size(shape)
+        total[tuple(sorted(block))] += math.prod(shape) // math.prod(block)
+    one_device = on_mesh(keys(axes))[2]
+    assert one_device.keys() == total.keys()
+    for block, num in total.items():
+        incomplete = 2  # shares: one for every set of weights that are exchanged together
+        assert num <= 8 * one_device[block] < num + 8 * incomplete, block
+
+
+def test_the_whole_optimizer_on_a_mesh():
+    cfg, pattern = (
+        presets.tiny(),
+        r"moe_layers/(attn/q_b|attn_norm|experts/up|router|indexer)|embed",
+    )
+    letters, shapes = choose(glm5.letters(cfg), pattern), choose(glm5.abstract(cfg), pattern)
+    config, mesh = OptimizerConfig(ns_dtype="float32"), make_mesh(fsdp=2, expert=4)
+    placed = shardings_of(letters, shapes, mesh)
+
+    def run(mesh, place):
+        tx = make_optimizer(config, letters, optax.constant_schedule(0.1), mesh)
+        moments = None
+        if mesh is not None:
+            moments = state_shardings(jax.eval_shape(tx.init, shapes), placed)
+
+        def step(params, state, gradients):
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        out = None if mesh is None else (placed, moments)
+        step, params = jax.jit(step, out_shardings=out), place(draw(shapes))
+        state = jax.jit(tx.init, out_shardings=moments)(params)
+        for seed in (1, 2):
+            params, state = step(params, state, place(draw(shapes, seed)))
+        assert step._cache_size() == 1
+        text = step.lower(params, state, params).compile().as_text()
+        sums = re.findall(r"= (\S+|\(.*?\)) all-reduce(?:-start)?\(", text)
+        assert not re.search(r"\[\d", "".join(sums))  # of numbers only: the norms that clip
+        assert mesh is None or sums
+        return tree.flatten(params), tree.flatten(state)
+
+    want, _ = run(None, lambda x: jax.tree.map(jnp.asarray, x))
+    got, state = run(mesh, lambda x: jax.device_put(x, placed))
+    for path in want:
+        np.testing.assert_allclose(got[path], want[path], atol=1e-5, err_msg=path)
+
+    scalars = [x for x in state.values() if x.ndim == 0]
+    assert len(scalars) >= 5 and all(x.sharding.is_fully_replicated for x in scalars)
+    for path, sharding in tree.flatten(placed).items():
+        kept = [x for p, x in state.items() if p.endswith("/" + path)]
+        muon_or_frozen = re.search(r"attn/q_b|experts/up|router/weight", path)
+        number = 0 if path.endswith("router/bias") else 1 if muon_or_frozen else 2
+        assert len(kept) == number, path
+        for x in kept:
+            assert x.sharding == sharding and x.shape == tree.flatten(shapes)[path].shape
+
+
+def test_the_largest_weights_lower_on_1024_devices():
+    cfg = presets.glm5()
+    letters = choose(glm5.letters(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    shapes = choose(glm5.abstract(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    mesh = jax.sharding.AbstractMesh((1, 16, 64, 1, 1), AXES, (AxisType.Auto,) * 5)
+    tx = muon.orthogonalize(letters, mesh=mesh)
+    args = jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        shardings_of(letters, shapes, mesh),
+    )
+    traced = jax.jit(lambda updates: tx.update(updates, optax.EmptyState())[0]).trace(args)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    exchanged = re.findall(r"all_to_all.*: \(tensor<(\w+)>\)", text)
+    assert len(exchanged) == 4  # each weight there and back
+    # 75 x 4 experts over the 16 devices that share them; 75 matrices o over all 1,024.
+    assert {x for x in exchanged} == {"304x384x2048xbf16", "1024x1x256x384xbf16"}

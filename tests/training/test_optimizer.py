@@ -1,0 +1,229 @@
+"""The optimiser: every weight in one group, and what each group does with its gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core import tree
+from glm5_jax.model import glm5
+from glm5_jax.training.muon import layout_of
+from glm5_jax.training.optimizer import (
+    OptimizerConfig,
+    gradient_norms,
+    groups_of,
+    make_optimizer,
+)
+from tests.oracles import muon as oracle
+
+RATE = 0.01
+SMALL = {  # one weight of every kind, under its real name
+    "embed/weight": ("v d", (12, 6)),
+    "final_norm": ("d", (6,)),
+    "moe_layers/attn_norm": ("l d", (2, 6)),
+    "moe_layers/attn/q_b": ("l q n hr", (2, 5, 3, 4)),
+    "moe_layers/indexer/k": ("l d j", (2, 6, 4)),
+    "moe_layers/indexer/k_norm_bias": ("l j", (2, 4)),
+    "moe_layers/router/bias": ("l e", (2, 8)),
+    "moe_layers/experts/down": ("l e f d", (2, 8, 3, 6)),
+}
+LETTERS = tree.unflatten({path: letters for path, (letters, _) in SMALL.items()})
+
+
+def draw(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    flat = {p: scale * rng.standard_normal(shape) for p, (_, shape) in SMALL.items()}
+    return tree.unflatten({p: jnp.asarray(x, jnp.float32) for p, x in flat.items()})
+
+
+def run(config, gradients, rate=RATE, params=None):
+    """Parameters (flat) after one step per tree of gradients."""
+    tx = make_optimizer(config, LETTERS, optax.constant_schedule(rate))
+    params = draw(0) if params is None else params
+    state = tx.init(params)
+    for g in gradients:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return tree.flatten(params)
+
+
+def exact(**changes):
+    return dataclasses.replace(OptimizerConfig(ns_dtype="float32"), **changes)
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_the_table_covers_every_weight_of_every_preset(name):
+    cfg = presets.get(name)
+    letters = glm5.letters(cfg)
+    groups = tree.flatten(groups_of(OptimizerConfig(), letters))
+    weights = tree.flatten(glm5.abstract(cfg))
+    assert groups.keys() == weights.keys()
+    for path, group in groups.items():
+        letter = tree.flatten(letters)[path]
+        if group == "muon":
+            layout_of(path, letter)
+        assert (group == "frozen") == path.endswith("router/bias")
+        assert (group == "indexer") == ("indexer/" in path)
+        if group == "adamw":
+            assert path in ("embed/weight", "lm_head/weight") or len(letter.split()) <= 2
+
+
+def test_biases_of_the_attention_are_covered():
+    cfg = dataclasses.replace(presets.tiny(), attention_bias=True)
+    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.letters(cfg)))
+    assert groups["moe_layers/attn/q_a_bias"] == groups["moe_layers/attn/o_bias"] == "adamw"
+
+
+def test_groups_of_the_house():
+    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.letters(presets.tiny())))
+    muon = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"
+    assert {groups[f"moe_layers/{path}"] for path in muon.split()} == {"muon"}
+    assert groups["mtp/eh_proj"] == groups["dense_layers/mlp/down"] == "muon"
+    adamw = "embed/weight lm_head/weight final_norm mtp/enorm moe_layers/attn/q_a_norm"
+    assert {groups[path] for path in adamw.split()} == {"adamw"}
+    assert groups["mtp/block/indexer/weights"] == "indexer"
+
+
+def test_a_weight_that_no_pattern_covers_is_named():
+    with pytest.raises(ValueError, match="no pattern covers moe_layers/attn/q_c"):
+        groups_of(OptimizerConfig(), {"moe_layers": {"attn": {"q_c": "l d q"}}})
+
+
+def test_a_frozen_pattern_without_a_weight_is_named():
+    with pytest.raises(ValueError, match="frozen pattern 'indxer/' matches no weight"):
+        groups_of(OptimizerConfig(frozen=("indxer/",)), LETTERS)
+
+
+def test_steps_follow_the_formulas():
+    """Every leaf against the oracle; the gradients make the clipping, the epsilon and decay count."""
+    config = exact(clip_norm=3.0, adam_eps=1e-2)
+    gradients = [draw(1, 10.0), draw(2, 0.01), draw(3, 1.0)]
+    got = run(config, gradients)
+
+    want = {p: np.asarray(x, np.float64) for p, x in tree.flatten(draw(0)).items()}
+    first = {p: np.zeros_like(x) for p, x in want.items()}
+    second = {p: np.zeros_like(x) for p, x in want.items()}
+    adamw = ["embed/weight", "final_norm", "moe_layers/attn_norm"]
+    indexer = ["moe_layers/indexer/k", "moe_layers/indexer/k_norm_bias"]
+    for count, g in enumerate(gradients, 1):
+        g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(g).items()}
+        for group in (adamw, indexer):
+            for path, clipped in zip(group, oracle.clip([g[p] for p in group], 3.0)):
+                decay = 0.1 if path in ("embed/weight", "moe_layers/indexer/k") else 0.0
+                want[path], first[path], second[path] = oracle.adamw_step(
+                    want[path], first[path], second[path], count, clipped, RATE, eps=1e-2,
+                    decay=decay,
+                )  # fmt: skip
+        for layer in range(2):
+            for path, at in [("attn/q_b", np.s_[layer, :, n]) for n in range(3)] + [
+                ("experts/down", np.s_[layer, e]) for e in range(8)
+            ]:
+                path = f"moe_layers/{path}"
+                want[path][at], first[path][at] = oracle.muon_step(
+                    want[path][at], first[path][at], g[path][at], RATE
+                )
+    assert want.keys() == got.keys()
+    for path, x in got.items():
+        np.testing.assert_allclose(x, want[path], atol=2e-6, err_msg=path)
+
+
+def test_the_defaults_are_the_papers():
+    default = OptimizerConfig()
+    assert (default.muon_momentum, default.muon_nesterov, default.muon_rms) == (0.95, True, 0.2)
+    assert (default.split, default.ns_steps, default.weight_decay) == ("head", 5, 0.1)
+    assert default.ns_coefficients == oracle.PUBLIC_COEFFICIENTS
+    assert (default.adam_b1, default.adam_b2, default.adam_eps) == (0.9, 0.95, 1e-8)
+    assert default.clip_norm == 1.0
+
+
+def test_the_split_reaches_the_up_projections_alone():
+    split, whole = (run(exact(split=s), [draw(1)]) for s in ("head", "whole"))
+    changed = {path for path in split if not np.array_equal(split[path], whole[path])}
+    assert changed == {"moe_layers/attn/q_b"}
+
+
+def test_the_indexers_gradient_does_not_move_the_trunk():
+    loud = draw(1)
+    loud["moe_layers"]["indexer"] = draw(7, 1e4)["moe_layers"]["indexer"]
+    quiet, loud = run(exact(), [draw(1), draw(2)]), run(exact(), [loud, draw(2)])
+    changed = {path for path in quiet if not np.array_equal(quiet[path], loud[path])}
+    assert changed == {"moe_layers/indexer/k", "moe_layers/indexer/k_norm_bias"}
+
+
+def test_muon_is_not_clipped():
+    """Clipped to any length, the first large gradient would weigh less against the second."""
+    loose, tight = (run(exact(clip_norm=c), [draw(1, 100.0), draw(2)]) for c in (1e9, 1e-3))
+    np.testing.assert_array_equal(loose["moe_layers/attn/q_b"], tight["moe_layers/attn/q_b"])
+    assert not np.array_equal(loose["embed/weight"], tight["embed/weight"])
+
+
+def test_all_groups_follow_the_schedule():
+    tx = make_optimizer(exact(), LETTERS, lambda step: jnp.where(step < 1, 0.0, 0.5))
+    params = draw(0)
+    updates, state = tx.update(draw(1), tx.init(params), params)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    updates, state = tx.update(draw(1), state, params)
+    moved = {p for p, u in tree.flatten(updates).items() if np.any(u)}
+    assert moved == SMALL.keys() - {"moe_layers/router/bias"}
+
+
+def test_frozen_weights_stay_bitwise_and_have_no_state():
+    config = exact(frozen=("^(?!.*indexer/)",))  # the indexer's warm-up: the trunk stands still
+    after, before = run(config, [draw(1), draw(2)]), tree.flatten(draw(0))
+    for path in SMALL:
+        assert np.array_equal(after[path], before[path]) == ("indexer/" not in path)
+    state = make_optimizer(config, LETTERS, lambda step: RATE).init(draw(0))
+    assert all("indexer" in path or path.endswith("count") for path in tree.flatten(state))
+
+
+def test_the_state_is_momentum_moments_and_counts_in_float32():
+    state = make_optimizer(OptimizerConfig(), LETTERS, lambda step: RATE).init(draw(0))
+    for path, x in tree.flatten(state).items():
+        assert x.size > 0 and "router/bias" not in path  # Orbax refuses arrays of size zero
+        if path.endswith("count"):
+            assert (x.shape, x.dtype) == ((), jnp.int32)
+        else:
+            assert x.dtype == jnp.float32
+    elements = {p: int(np.prod(shape)) for p, (_, shape) in SMALL.items()}
+    muon = sum(elements[p] for p in ("moe_layers/attn/q_b", "moe_layers/experts/down"))
+    rest = sum(elements.values()) - muon - elements["moe_layers/router/bias"]
+    assert sum(x.size for x in jax.tree.leaves(state) if x.ndim) == muon + 2 * rest
+
+
+def test_gradient_norms_by_group():
+    gradients = draw(1)
+    norms = gradient_norms(gradients, groups_of(OptimizerConfig(), LETTERS))
+    flat = tree.flatten(gradients)
+    want = {
+        "adamw": ["embed/weight", "final_norm", "moe_layers/attn_norm"],
+        "indexer": ["moe_layers/indexer/k", "moe_layers/indexer/k_norm_bias"],
+        "muon": ["moe_layers/attn/q_b", "moe_layers/experts/down"],
+    }
+    assert list(norms) == sorted(want)
+    for group, paths in want.items():
+        vector = np.concatenate([np.ravel(flat[p]) for p in paths])
+        assert norms[group] == pytest.approx(np.linalg.norm(vector), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("muon_momentum", 1.0),
+        ("adam_b1", -0.1),
+        ("adam_b2", 1.0),
+        ("muon_rms", 0.0),
+        ("adam_eps", 0.0),
+        ("clip_norm", 0.0),
+        ("ns_steps", 0),
+        ("weight_decay", -0.1),
+        ("ns_coefficients", (1.0, 2.0)),
+        ("ns_dtype", "int8"),
+    ],
+)
+def test_values_that_cannot_work_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} is"):
+        make_optimizer(exact(**{field: value}), LETTERS, lambda step: RATE)

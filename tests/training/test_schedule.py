@@ -1,0 +1,115 @@
+"""Learning rate, batch ramp and the values that switch after 15T tokens."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.training.schedule import (
+    BatchRampConfig,
+    ScheduleConfig,
+    batch_tokens,
+    bias_update_rate,
+    make_schedule,
+    mtp_weight,
+    num_steps,
+    switched,
+    tokens_before,
+)
+
+
+def rates(config, steps):
+    return np.asarray(jax.vmap(make_schedule(config))(jnp.asarray(steps)))
+
+
+def test_pretraining_warms_up_and_falls_along_a_cosine():
+    config = ScheduleConfig(warmup_steps=10, total_steps=111)
+    got = rates(config, np.arange(130))
+    warm = [2e-4 * (i + 1) / 11 for i in range(10)]
+    fall = [4e-5 + (2e-4 - 4e-5) * (1 + math.cos(math.pi * i / 100)) / 2 for i in range(101)]
+    np.testing.assert_allclose(got, warm + fall + [4e-5] * 19, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("peak", "end"), [(4e-5, 1e-5), (5e-3, 2e-4)])
+def test_linear_falls_from_peak_to_end(peak, end):
+    config = ScheduleConfig("linear", peak, end, warmup_steps=0, total_steps=51)
+    got = rates(config, np.arange(60))
+    want = [peak + (end - peak) * i / 50 for i in range(51)] + [end] * 9
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+def test_constant_stays_at_its_peak():
+    config = ScheduleConfig("constant", 1e-5, warmup_steps=0, total_steps=5)
+    np.testing.assert_allclose(rates(config, np.arange(9)), 1e-5, rtol=1e-6)
+
+
+def test_the_default_is_the_papers():
+    config = ScheduleConfig()
+    assert (config.kind, config.peak, config.end) == ("cosine", 2e-4, 4e-5)
+    assert config.total_steps == num_steps(BatchRampConfig(), int(27e12))
+    assert 0.004 < config.warmup_steps / config.total_steps < 0.01
+
+
+def test_a_run_of_one_step_has_a_rate():
+    one = ScheduleConfig(warmup_steps=0, total_steps=1)
+    np.testing.assert_allclose(rates(one, np.arange(3)), [2e-4, 4e-5, 4e-5], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"kind": "wsd"}, "kind is 'wsd'; use 'cosine', 'linear' or 'constant'"),
+        ({"warmup_steps": 10, "total_steps": 10}, r"warmup_steps 10 must be in 0 .. .*\(9\)"),
+        ({"warmup_steps": -1}, "warmup_steps -1"),
+        ({"peak": 0.0}, "peak 0.0 must be positive"),
+        ({"end": -1e-5}, "end -1e-05 not negative"),
+    ],
+)
+def test_values_that_cannot_work_are_named(changes, match):
+    with pytest.raises(ValueError, match=match):
+        make_schedule(ScheduleConfig(**changes))
+
+
+def test_batches_grow_from_16m_to_64m_tokens_over_500b():
+    ramp = BatchRampConfig()
+    assert batch_tokens(ramp, 0) == 16 * 2**20
+    assert batch_tokens(ramp, 250_000_000_000) == 40 * 2**20
+    assert batch_tokens(ramp, 249_000_000_000) == 36 * 2**20
+    assert batch_tokens(ramp, 499_999_999_999) == 60 * 2**20
+    assert batch_tokens(ramp, 500_000_000_000) == batch_tokens(ramp, 10**13) == 64 * 2**20
+
+
+def test_steps_and_tokens_agree_with_walking_the_ramp():
+    ramp = BatchRampConfig(start=8, end=32, ramp_tokens=300, multiple=4)
+    seen, sizes = 0, []
+    for step in range(60):
+        assert tokens_before(ramp, step) == seen
+        assert num_steps(ramp, seen) == step
+        assert num_steps(ramp, seen + 1) == step + 1
+        sizes.append(batch_tokens(ramp, seen))
+        seen += sizes[-1]
+    assert sizes == sorted(sizes) and set(sizes) == {8, 12, 16, 20, 24, 28, 32}
+
+
+def test_a_constant_batch_is_a_ramp_of_no_tokens():
+    flat = BatchRampConfig(start=12, end=12, ramp_tokens=0, multiple=4)
+    assert (batch_tokens(flat, 0), tokens_before(flat, 5), num_steps(flat, 61)) == (12, 60, 6)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "match"), [(10, 32, "multiples of 4"), (8, 4, "rise"), (0, 4, "rise")]
+)
+def test_a_ramp_that_cannot_work_is_named(start, end, match):
+    with pytest.raises(ValueError, match=match):
+        batch_tokens(BatchRampConfig(start, end, 300, 4), 0)
+
+
+def test_bias_and_mtp_switch_after_15t_tokens():
+    for config, before, after in ((bias_update_rate(), 1e-3, 0.0), (mtp_weight(), 0.3, 0.1)):
+        value = jax.jit(lambda tokens, config=config: switched(config, tokens))
+        for tokens, want in ((0.0, before), (14.9e12, before), (15e12, after), (27e12, after)):
+            got = value(jnp.float32(tokens))
+            assert got == np.float32(want) and got.dtype == jnp.float32
+            assert switched(config, int(tokens)) == got
