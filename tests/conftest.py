@@ -25,12 +25,11 @@ def _cache_folder() -> str:
     return str(folder)
 
 
-# These alone change what a program computes, prints or refuses; children of `plain_env` lack them.
+# These alone change what a program computes or prints; children of `plain_env` lack them.
 TEST_ONLY = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
     + os.environ.get("GLM5_JAX_TEST_XLA_FLAGS", FAST_COMPILE),
     "TF_CPP_MIN_LOG_LEVEL": "2",
-    "JAX_NUMPY_RANK_PROMOTION": "raise",
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
