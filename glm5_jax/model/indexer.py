@@ -61,8 +61,10 @@ def select(scores, visible, k: int):
     to the lower index.
     """
     k = min(k, scores.shape[-1])
-    # x + 0.0 turns -0.0 into 0.0, which `lax.top_k` would rank apart.
-    scores = jnp.where(visible & ~jnp.isnan(scores), scores + 0.0, -jnp.inf)
+    # `lax.top_k` ranks -0.0 below 0.0 (and XLA drops x + 0.0). A visible key outranks every other,
+    # even with a score of NaN or -inf.
+    scores = jnp.where(scores == 0, 0, jnp.fmax(scores, jnp.finfo(scores.dtype).min))
+    scores = jnp.where(visible, scores, -jnp.inf)
     values, index = lax.top_k(scores, k)
     last = jnp.int32(scores.shape[-1])
     ascending = jnp.sort(jnp.where(values > -jnp.inf, index.astype(jnp.int32), last), axis=-1)
