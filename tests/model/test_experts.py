@@ -1,0 +1,176 @@
+"""Grouped SwiGLU and token dispatch on one device against a loop over experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.core.mesh import Region
+from glm5_jax.model import experts
+from glm5_jax.model.dispatch import invert, permute, routed_experts, sort_by_expert
+from tests.oracles import experts as oracle
+
+D, F, E = 10, 6, 5
+
+
+@functools.cache
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (E, D, F), "up": (E, D, F), "down": (E, F, D)}
+    return {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+
+
+def gradients(x, dy, gate, up, down):
+    """(y, dx, dgate, dup, ddown) of one expert's SwiGLU, in float64 by the chain rule."""
+    x, dy = x.astype(np.float64), dy.astype(np.float64)
+    g, u = x @ gate, x @ up
+    s = oracle.sigmoid(g)
+    h, dh = g * s * u, dy @ down.T
+    dg, du = dh * u * s * (1 + g * (1 - s)), dh * g * s
+    return h @ down, dg @ gate.T + du @ up.T, x.T @ dg, x.T @ du, h.T @ dy
+
+
+def loop(x, dy, sizes):
+    """(y, dx, dw) of rows sorted by expert, one expert after the other; zeros behind the last."""
+    w, first = weights(), 0
+    y, dx = np.zeros(x.shape), np.zeros(x.shape)
+    dw = {k: np.zeros(v.shape) for k, v in w.items()}
+    for e, size in enumerate(sizes):
+        rows = slice(first, first + size)
+        y[rows], dx[rows], dw["gate"][e], dw["up"][e], dw["down"][e] = gradients(
+            x[rows], dy[rows], w["gate"][e], w["up"][e], w["down"][e]
+        )
+        first += size
+    return y, dx, dw
+
+
+ROWS = 140  # on one expert they are several rounds of a block's capacity
+SIZES = {
+    "uneven": (27, 1, 53, 12, 47),
+    "empty experts": (0, 70, 0, 70, 0),
+    "all on the first": (ROWS, 0, 0, 0, 0),
+    "all on the last": (0, 0, 0, 0, ROWS),
+    "rows without an owner": (3, 0, 4, 50, 1),
+    "no row at all": (0, 0, 0, 0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def x_dy():
+    return np.random.default_rng(1).standard_normal((2, ROWS, D)).astype(np.float32)
+
+
+@jax.jit
+def grouped(x, dy, sizes, w):
+    y, pull = jax.vjp(lambda x, w: experts.grouped_swiglu(x, sizes, w), x, w)
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_forward_and_gradients_are_those_of_the_loop(name, x_dy):
+    sizes = SIZES[name]
+    y, dx, dw = grouped(*x_dy, np.asarray(sizes, np.int32), weights())
+    expected = loop(*x_dy, sizes)
+    np.testing.assert_allclose(y, expected[0], atol=1e-4)
+    assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any()
+    np.testing.assert_allclose(dx, expected[1], atol=1e-4)
+    for key, value in expected[2].items():
+        np.testing.assert_allclose(dw[key], value, atol=1e-3)
+
+
+def test_the_loop_is_the_oracle(x_dy):
+    x = x_dy[0][:3]
+    w = {k: v[1] for k, v in weights().items()}
+    expected = oracle.swiglu(x, w["gate"].T, w["up"].T, w["down"].T)
+    np.testing.assert_allclose(loop(x, x, (0, 3, 0, 0, 0))[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("expected_rows", [1, 4000])
+def test_how_many_rows_are_expected_changes_nothing(expected_rows, x_dy):
+    sizes = SIZES["uneven"]
+    run = jax.jit(functools.partial(experts.grouped_swiglu, expected_rows=expected_rows))
+    got = run(x_dy[0], np.asarray(sizes, np.int32), weights())
+    np.testing.assert_allclose(got, loop(*x_dy, sizes)[0], atol=1e-4)
+
+
+def test_sort_by_expert():
+    ids = np.array([3, 1, 3, 0, 1, 1], np.int32)
+    order, inverse, counts = sort_by_expert(jnp.asarray(ids), E)
+    assert order.tolist() == [3, 1, 4, 5, 0, 2]  # stable
+    assert ids[order].tolist() == sorted(ids)
+    assert inverse.tolist() == np.argsort(order).tolist() == invert(order).tolist()
+    assert counts.tolist() == [1, 3, 0, 2, 0]
+
+
+def test_gradient_of_permute():
+    """Every source row is read twice; its gradient is the sum of both readers'."""
+    rng = np.random.default_rng(4)
+    x, dy = rng.standard_normal((3, 2)).astype(np.float32), rng.standard_normal((6, 2))
+    source = np.array([2, 0, 1, 1, 0, 2])
+    targets = np.array([[1, 4], [2, 3], [0, 5]])
+    y, pull = jax.vjp(lambda x: permute(x, jnp.asarray(source), jnp.asarray(targets)), x)
+    np.testing.assert_array_equal(y, x[source])
+    expected = np.zeros_like(x)
+    np.add.at(expected, source, dy.astype(np.float32))
+    np.testing.assert_allclose(pull(jnp.asarray(dy, jnp.float32))[0], expected, rtol=1e-6)
+
+
+def routed(rows, seed=5, a=2):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, D)).astype(np.float32)
+    ids = np.stack([rng.permutation(E)[:a] for _ in range(rows)]).astype(np.int32)
+    combine = rng.random((rows, a)).astype(np.float32)
+    return x, ids, combine
+
+
+def every_expert(w, x, ids, combine):
+    dense = oracle.scatter_weights(ids, combine, E)
+    outs = [oracle.swiglu(x, *(w[k][e].T for k in ("gate", "up", "down"))) for e in range(E)]
+    return sum(dense[:, e, None] * outs[e] for e in range(E))
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def dispatched(w, x, ids, combine, dy=None, chunk=None):
+    """y, and with dy the gradients of w, x and combine."""
+
+    def run(w, x, combine):
+        return routed_experts(w, x, ids, combine, Region(), chunk)
+
+    y, pull = jax.vjp(run, w, x, combine)
+    return y, *pull(jnp.ones_like(y) if dy is None else dy)
+
+
+@pytest.mark.parametrize("chunk", [None, 4, 500])
+def test_routed_experts_and_their_gradients(chunk):
+    x, ids, combine = routed(12)
+    dy = np.random.default_rng(6).standard_normal(x.shape).astype(np.float32)
+    y, dw, dx, dcombine = dispatched(weights(), x, ids, combine, dy, chunk)
+    np.testing.assert_allclose(y, every_expert(weights(), x, ids, combine), atol=1e-4)
+    expected = {k: np.zeros(v.shape) for k, v in weights().items()}
+    expected_dx, expected_dcombine = np.zeros(x.shape), np.zeros(combine.shape)
+    for (row, choice), e in np.ndenumerate(ids):
+        own = (weights()[k][e] for k in ("gate", "up", "down"))
+        out, back, *parts = gradients(x[[row]], combine[row, choice] * dy[[row]], *own)
+        expected_dx[row] += back[0]
+        expected_dcombine[row, choice] = np.sum(out * dy[row])
+        for key, part in zip(("gate", "up", "down"), parts):
+            expected[key][e] += part
+    np.testing.assert_allclose(dx, expected_dx, atol=1e-4)
+    np.testing.assert_allclose(dcombine, expected_dcombine, atol=1e-3)
+    for key, value in expected.items():
+        np.testing.assert_allclose(dw[key], value, atol=1e-3)
+
+
+def test_no_token_is_dropped_when_all_choose_one_expert():
+    x, ids, combine = routed(200, a=1)
+    ids = np.full_like(ids, 3)
+    y = dispatched(weights(), x, ids, combine)[0]
+    np.testing.assert_allclose(y, every_expert(weights(), x, ids, combine), atol=1e-4)
+
+
+def test_a_chunk_that_does_not_divide_is_refused():
+    x, ids, combine = (jnp.asarray(a) for a in routed(12))
+    with pytest.raises(ValueError, match="token_chunk 5 does not divide the 12 tokens"):
+        routed_experts(weights(), x, ids, combine, Region(), token_chunk=5)
