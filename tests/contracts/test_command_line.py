@@ -1,0 +1,44 @@
+"""The command line is frozen: these flags, of these types, and no others.
+
+    python -m tests.contracts.test_command_line
+
+writes the golden anew, when the command line is meant to change.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+
+from glm5_jax.core.editable import editable
+from launch import run
+from tests.contracts.source_tree import ROOT
+
+GOLDEN = ROOT / "tests" / "goldens" / "command_line.txt"
+
+
+def command_line() -> str:
+    """One line for each flag of a run of `pretrain.py`: its name and the type of its value."""
+    argv = ["run", f"--experiment={ROOT}/experiments/pretrain.py:tiny"]
+    twin = editable(run.load(argv[1].partition("=")[2])[1])
+    lines = [f"--{name}\n" for name in run.define(twin, argv) if not name.startswith("experiment.")]
+    return "".join(lines + list(fields(twin, "--experiment")))
+
+
+def fields(twin, path: str) -> Iterator[str]:
+    """The lines of an editable config's fields, in their order."""
+    hints = typing.get_type_hints(twin.twin_of)
+    for field in dataclasses.fields(twin):
+        value, name = getattr(twin, field.name), f"{path}.{field.name}"
+        if hasattr(value, "twin_of"):
+            yield from fields(value, name)
+        else:
+            hint = hints[field.name]
+            yield f"{name}={getattr(hint, '__name__', hint) if isinstance(hint, type) else hint}\n"
+
+
+def test_the_command_line_is_frozen():
+    assert command_line() == GOLDEN.read_text()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(command_line())
