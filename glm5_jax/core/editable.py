@@ -79,10 +79,23 @@ def _typed(value, hint, path):
         return None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if typing.get_origin(hint) is tuple and isinstance(value, (tuple, list)):
+        value = tuple(_built(item, typing.get_args(hint)[0]) for item in value)
     if not _fits(value, hint):
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         raise ValueError(f"{path} is {value!r}; it must be of type {name}")
-    return tuple(value) if isinstance(value, list) else value
+    return value
+
+
+def _built(item, hint):
+    """A dataclass written as a dict on the command line, as that dataclass; anything else as it is."""
+    if not (dataclasses.is_dataclass(hint) and isinstance(item, dict)):
+        return item
+    try:
+        return hint(**item)
+    except TypeError:
+        names = ", ".join(f.name for f in dataclasses.fields(hint))
+        raise ValueError(f"{item} is no {hint.__name__}; its fields are {names}") from None
 
 
 def _fits(value, hint) -> bool:
@@ -92,7 +105,7 @@ def _fits(value, hint) -> bool:
     if origin is typing.Literal:
         return value in args
     if origin is tuple:
-        if not isinstance(value, (tuple, list)):
+        if not isinstance(value, tuple):
             return False
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
         return len(kinds) == len(value) and all(map(_fits, value, kinds))

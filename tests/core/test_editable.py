@@ -75,3 +75,26 @@ def test_unknown_paths_name_what_is_near(path, message):
     with pytest.raises(ValueError, match=message):
         check_path(editable(presets.tiny()), path)
     check_path(editable(presets.tiny()), "rope_parameters.rope_theta")
+
+
+def test_dataclasses_in_a_tuple_may_be_written_as_dicts():
+    @dataclasses.dataclass(frozen=True)
+    class Source:
+        kind: str
+        weight: float = 1.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        sources: tuple[Source, ...] = ()
+
+    # A function's classes cannot be looked up by name, so the types are written out.
+    Config.__annotations__["sources"] = tuple[Source, ...]
+    twin = editable(Config())
+    twin.sources = [{"kind": "text", "weight": 2.0}]
+    assert freeze(twin) == Config((Source("text", 2.0),))
+    twin.sources = [{"sort": "text"}]
+    with pytest.raises(ValueError, match="is no Source; its fields are kind, weight"):
+        freeze(twin)
+    twin.sources = ["text"]
+    with pytest.raises(ValueError, match="sources is .'text',.; it must be of type tuple"):
+        freeze(twin)

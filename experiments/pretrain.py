@@ -1,0 +1,79 @@
+"""Pre-training: next-token and multi-token prediction on plain text, from random weights.
+
+    python -m launch.run --experiment=experiments/pretrain.py:tiny
+
+:tiny    for two CPU cores: Shakespeare and the running Python's standard library.
+:small   for one accelerator: 1.2B parameters. Bring text and a tokenizer of your own:
+         --experiment.tokenizer=FOLDER
+         --experiment.data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
+:glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens.
+"""
+
+import dataclasses
+
+from glm5_jax import presets
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.evals.perplexity import HeldOut
+from glm5_jax.training.experiment import ExperimentConfig, MeshConfig, SampleConfig, choose
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.step import StepConfig
+
+evaluator = HeldOut
+
+
+def get_config(variant: str = "tiny") -> ExperimentConfig:
+    """The variant's experiment; ValueError lists the variants."""
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
+
+
+def tiny() -> ExperimentConfig:
+    """2.9M parameters in minutes on a CPU; the learning rate is the best of those tried (LOG.md)."""
+    return ExperimentConfig(
+        name="pretrain:tiny",
+        model=dataclasses.replace(presets.tiny(), attention="dense"),
+        data=DataConfig(sequence_length=256),
+        batch=_constant(8 * 256),
+        schedule=ScheduleConfig(peak=1e-3, end=1e-4, warmup_steps=20, total_steps=300),
+        step=StepConfig(remat="none"),
+        train=TrainConfig(eval_interval=100, sample_interval=100, save_interval=100),
+        sample=SampleConfig(prompts=("ROMEO:\n", "def "), tokens=80),
+    )
+
+
+def small() -> ExperimentConfig:
+    """2.6B tokens for a 1.2B model on one accelerator."""
+    return ExperimentConfig(
+        name="pretrain:small",
+        model=dataclasses.replace(presets.small(), attention="dense"),
+        data=DataConfig(sequence_length=4096, num_threads=8),
+        batch=_constant(32 * 4096),
+        schedule=ScheduleConfig(warmup_steps=200, total_steps=20_000),
+        step=StepConfig(microbatches=4),
+        train=TrainConfig(log_interval=10, eval_interval=500, sample_interval=500),
+        sample=SampleConfig(prompts=("Once upon a time",)),
+    )
+
+
+def glm5() -> ExperimentConfig:
+    """27T tokens; dense attention, as DSA comes in mid-training (GLM-5 2.1.1)."""
+    rope = dataclasses.replace(presets.glm5().rope_parameters, rope_theta=10_000.0)  # GLM-4.5 2.3
+    return ExperimentConfig(
+        name="pretrain:glm5",
+        model=dataclasses.replace(presets.glm5(), attention="dense", rope_parameters=rope),
+        mesh=MeshConfig(fsdp=16, expert=64),
+        data=DataConfig(sequence_length=4096, num_threads=16),
+        step=StepConfig(token_chunk=4096),
+        train=TrainConfig(
+            log_interval=10, eval_interval=1000, sample_interval=0, save_interval=500, keep=3
+        ),
+    )
+
+
+def _constant(tokens: int) -> BatchRampConfig:
+    """The same batch from the first step on."""
+    return BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens)
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

@@ -1,0 +1,77 @@
+"""Held-out loss in bits per byte, beside what counting words achieves on the same tokens."""
+
+import jax
+import numpy as np
+
+from glm5_jax.data.loader import held_out_batches
+from glm5_jax.data.mixture import training_documents
+from glm5_jax.evals.base import (
+    KneserNeyBigram,
+    Unigram,
+    baseline_bits_per_byte,
+    bits_per_byte,
+    predicted_bytes,
+)
+from glm5_jax.training.stages import Setting
+
+
+class HeldOut:
+    """Evaluates parameters on rows that are the same at every call, of every source of the data."""
+
+    def __init__(self, setting: Setting):
+        """Reads `train.eval_batches` batches of each source; ValueError if one has none."""
+        self._setting = setting
+        self._token_bytes = setting.tokenizer.token_bytes()
+        data, rows = setting.config.data, setting.batch_rows * jax.process_count()
+        most = rows * setting.config.train.eval_batches
+        self._batches = {
+            source.name: list(
+                held_out_batches(data, source, setting.tokenizer, rows, max_rows=most)
+            )
+            for source in data.sources
+        }
+
+    def __call__(self, params) -> dict[str, float]:
+        """Loss in nats per token and bits per byte, over all sources, and bits per byte of each."""
+        out, total_nll, total_targets, total_bytes = {}, 0.0, 0.0, 0
+        for name, batches in self._batches.items():
+            nll, num_bytes = 0.0, 0
+            for batch in batches:
+                batch_nll, targets = self._setting.evaluate(
+                    params, self._setting.place(_own(batch))
+                )
+                nll, total_targets = nll + float(batch_nll), total_targets + float(targets)
+                num_bytes += predicted_bytes(batch, self._token_bytes)
+            if len(self._batches) > 1:
+                out[f"held_out/{name}/bits_per_byte"] = bits_per_byte(nll, num_bytes)
+            total_nll, total_bytes = total_nll + nll, total_bytes + num_bytes
+        overall = {
+            "held_out/loss": total_nll / total_targets,
+            "held_out/bits_per_byte": bits_per_byte(total_nll, total_bytes),
+        }
+        return overall | out
+
+    def baselines(self) -> dict[str, float]:
+        """Bits per byte of a unigram and a Kneser-Ney bigram on the same tokens.
+
+        Each source has its own, counted over all of its training documents, so they know of every
+        token which source it is from.
+        """
+        data, tokenizer = self._setting.config.data, self._setting.tokenizer
+        vocab_size = self._setting.config.model.vocab_size
+        bits, total_bytes = {"unigram": 0.0, "bigram": 0.0}, 0
+        for source in data.sources:
+            documents = list(training_documents(data, source, tokenizer))
+            batches = self._batches[source.name]
+            num_bytes = sum(predicted_bytes(batch, self._token_bytes) for batch in batches)
+            for name, kind in (("unigram", Unigram), ("bigram", KneserNeyBigram)):
+                fitted = kind.fit(documents, vocab_size)
+                bits[name] += num_bytes * baseline_bits_per_byte(fitted, batches, self._token_bytes)
+            total_bytes += num_bytes
+        return {name: value / total_bytes for name, value in bits.items()}
+
+
+def _own(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """This host's rows of a batch that all hosts hold."""
+    count, index = jax.process_count(), jax.process_index()
+    return {name: np.split(rows, count)[index] for name, rows in batch.items()}

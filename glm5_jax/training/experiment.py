@@ -1,0 +1,127 @@
+"""`ExperimentConfig`: everything that defines a run, as typed data; and its `config.json`.
+
+An experiment file (experiments/) builds one per variant; the command line may set any field before
+the run starts (core/editable.py); the workdir keeps the resolved values.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable
+
+from glm5_jax import presets
+from glm5_jax.config import ModelConfig
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.step import StepConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; one may be -1, for all the devices that the others leave."""
+
+    data: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """The text that a run writes from time to time, to be looked at."""
+
+    prompts: tuple[str, ...] = ()
+    tokens: int = 100
+    temperature: float = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig:
+    """A run. The defaults are GLM-5's pre-training (paper Appendix A, and GLM-4.5 2.4 for what it
+    inherits); each part's own file gives the sources of its numbers."""
+
+    name: str = "experiment"
+    model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
+    mesh: MeshConfig = MeshConfig()
+    tokenizer: str | None = None  # a tokenizer.json or its folder; None: the shipped one
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    step: StepConfig = dataclasses.field(default_factory=StepConfig)
+    train: TrainConfig = TrainConfig()
+    sample: SampleConfig = SampleConfig()
+    seed: int = 0
+    checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
+
+    @property
+    def steps(self) -> int:
+        """Where the run ends; by default with its learning-rate schedule."""
+        return self.train.steps or self.schedule.total_steps
+
+
+# Parts that a resumed run may change: they alter neither what is trained nor on what.
+_FREE = (
+    "name",
+    "mesh.",
+    "train.",
+    "sample.",
+    "data.num_threads",
+    "data.prefetch_documents",
+    "step.microbatches",
+    "step.loss_chunk",
+    "step.query_block",
+    "step.gather_block",
+    "step.token_chunk",
+    "step.remat",
+    "step.reduce_dtype",
+)
+
+
+def choose(variant: str, variants: dict[str, Callable[[], ExperimentConfig]]) -> ExperimentConfig:
+    """The variant's config; ValueError with the list of variants if there is none of that name."""
+    if variant not in variants:
+        raise ValueError(f"unknown variant {variant!r}; use one of {', '.join(variants)}")
+    return variants[variant]()
+
+
+def write_config(workdir, config) -> None:
+    """Writes `config.json` of a workdir, whole or not at all."""
+    path = pathlib.Path(workdir) / "config.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    os.replace(whole, path)
+
+
+def check_resume(workdir, config) -> None:
+    """ValueError if the run in the workdir was another one; it names every field that differs.
+
+    Steps, intervals, mesh and what only costs time or memory may differ.
+    """
+    path = pathlib.Path(workdir) / "config.json"
+    if not path.exists():
+        return
+    before = dict(_flat(json.loads(path.read_text())))
+    now = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
+    names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
+    changed = [n for n in names if not n.startswith(_FREE)]
+    if changed:
+        listed = "; ".join(f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed)
+        raise ValueError(
+            f"{workdir} holds a run of another configuration ({listed}); "
+            "use its values, or another --workdir"
+        )
+
+
+def _flat(config: dict, path: str = ""):
+    """(path, JSON value) of every leaf."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", json.dumps(value)

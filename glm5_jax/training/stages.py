@@ -1,0 +1,257 @@
+"""A stage of training, assembled from its parts: checked before it touches anything, then run."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax.checkpoint import hf_import, store
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh
+from glm5_jax.core.metrics_log import MetricsLog, column, read
+from glm5_jax.data.loader import Batch, Loader
+from glm5_jax.model import glm5
+from glm5_jax.model.generate import generate
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import flops, loop, report
+from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
+from glm5_jax.training.metrics import Recorder
+from glm5_jax.training.schedule import batch_tokens, make_schedule
+from glm5_jax.training.step import make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a stage hands to an evaluator: its config and tokenizer, and how to score a batch.
+
+    place puts a host's `batch_rows` rows onto the devices; evaluate(params, placed batch) is the
+    summed negative log-likelihood in nats and the number of targets.
+    """
+
+    config: ExperimentConfig
+    tokenizer: Tokenizer
+    batch_rows: int
+    place: Callable[[Batch], Batch]
+    evaluate: Callable
+
+
+class Evaluator(Protocol):
+    """Judges parameters while they train; `baselines` are computed once, for comparison."""
+
+    def __call__(self, params) -> dict[str, float]: ...
+
+    def baselines(self) -> dict[str, float]: ...
+
+
+class Pretraining:
+    """Next-token training of a model on a mixture of texts.
+
+    Construction checks everything a user can get wrong and raises ValueError, with nothing trained
+    or overwritten yet; `run` trains. evaluator(setting) makes what judges the model at intervals.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        workdir,
+        evaluator: Callable[[Setting], Evaluator] | None = None,
+    ):
+        self.config, self.workdir = config, pathlib.Path(workdir)
+        if store.latest_step(workdir) is not None:
+            check_resume(workdir, config)
+        mesh = make_mesh(dataclasses.asdict(config.mesh))
+        self._mesh = mesh if mesh.size > 1 else None
+        self._region = Region.of(mesh)
+        if self.finished:
+            return
+        self._check_sizes()
+        self._tokenizer = (
+            Tokenizer.load(config.tokenizer) if config.tokenizer else (Tokenizer.default())
+        )
+        if self._tokenizer.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"the tokenizer has {self._tokenizer.vocab_size} ids, model.vocab_size is "
+                f"{config.model.vocab_size}; use another tokenizer or a larger vocabulary"
+            )
+        if config.checkpoint is not None and not pathlib.Path(config.checkpoint).exists():
+            raise ValueError(f"checkpoint {config.checkpoint} does not exist")
+        self._step = make_step(
+            config.model, config.step, config.optimizer, make_schedule(config.schedule), self._mesh
+        )
+        store.check_space(workdir, self._step.abstract, config.train.keep)
+        self._loader = Loader(
+            config.data,
+            self._tokenizer,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        self._evaluator = None
+        if evaluator is not None and config.data.held_out_fraction:
+            rows = self._rows(0)
+            self._evaluator = evaluator(
+                Setting(config, self._tokenizer, rows, self._place, self._step.evaluate)
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the workdir's newest checkpoint is the last step."""
+        return (store.latest_step(self.workdir) or 0) >= self.config.steps
+
+    def run(self) -> report.Summary:
+        """Trains to the end, or to a signal (SIGTERM, Ctrl-C), and writes the report.
+
+        A finished run only returns its summary. TrainingStopped and SaveError as `loop.train`.
+        """
+        if not self.finished:
+            with loop.StopSignal() as stop:
+                self._train(stop)
+            report.write_page(self.workdir)
+        return report.summarise(self.workdir)
+
+    def _train(self, stop: loop.StopSignal) -> None:
+        config = self.config
+        write_config(self.workdir, config)
+        self._tokenizer.save(self.workdir / "tokenizer")
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._loader.close)
+            checkpoints = stack.enter_context(store.Store(self.workdir, config.train.keep))
+            state, counters = loop.resume(
+                checkpoints, self._step.abstract, self._initialise, self._loader
+            )
+            done = int(state["step"])
+            log = stack.enter_context(MetricsLog(self.workdir, done))
+            progress = stack.enter_context(ProgressBar(config.steps, done))
+            progress.print(self._headline(done))
+            self._record_baselines(log, progress)
+            recorder = Recorder(
+                log,
+                progress,
+                counters,
+                log_interval=config.train.log_interval,
+                max_skipped=config.train.max_skipped,
+                max_skipped_in_a_row=config.train.max_skipped_in_a_row,
+                flops_per_token=flops.train_flops(
+                    config.model,
+                    config.data.sequence_length,
+                    config.step.mtp_steps if config.model.num_nextn_predict_layers else 0,
+                ),
+                peak=_peak(),
+            )
+            loop.train(
+                config.train,
+                config.steps,
+                step=self._step.train,
+                state=state,
+                loader=self._loader,
+                place=self._place,
+                batch_size=self._rows,
+                store=checkpoints,
+                recorder=recorder,
+                evaluate=self._evaluator and (lambda state, _: self._evaluator(state["params"])),
+                sample=self._sample if config.sample.prompts else None,
+                stop=stop,
+            )
+
+    def _check_sizes(self) -> None:
+        config, length = self.config, self.config.data.sequence_length
+        glm5.check_length(config.model, length)
+        shards = self._region.size(BATCH_AXES)
+        whole = length * shards * config.step.microbatches
+        for name in ("start", "end", "multiple"):
+            tokens = getattr(config.batch, name)
+            if tokens % whole or tokens < whole:
+                raise ValueError(
+                    f"batch.{name} is {tokens} tokens; it must be a multiple of {whole} (sequence "
+                    f"length {length} * {shards} batch shards * {config.step.microbatches} "
+                    "microbatches)"
+                )
+        if self._mesh is not None:
+            glm5.check_batch(config.batch.start // length, length, self._mesh)
+
+    def _rows(self, tokens_seen: int) -> int:
+        """Rows of this host's batch after so many tokens."""
+        tokens = batch_tokens(self.config.batch, tokens_seen)
+        return tokens // self.config.data.sequence_length // jax.process_count()
+
+    def _place(self, batch: Batch) -> Batch:
+        if self._mesh is None:
+            return jax.device_put(batch)
+        where = NamedSharding(self._mesh, P(BATCH_AXES, SEQUENCE_AXES))
+        return {k: jax.make_array_from_process_local_data(where, v) for k, v in batch.items()}
+
+    def _initialise(self) -> dict:
+        config = self.config
+        key = jax.random.key(config.seed)
+        if config.checkpoint is None:
+            return self._step.initialise(key)
+        path = pathlib.Path(config.checkpoint)
+        if (path / "checkpoints").is_dir() or (path / "model").is_dir():
+            params = store.load_params(path, self._step.abstract["params"])
+        else:
+            shardings = self._mesh and glm5.param_shardings(config.model, self._mesh)
+            params = hf_import.load_params(path, config.model, shardings=shardings, dtype="float32")
+        return self._step.initialise(key, params)
+
+    def _record_baselines(self, log: MetricsLog, progress: ProgressBar) -> None:
+        if self._evaluator is None or column(read(self.workdir), "baseline/unigram")[0]:
+            return
+        progress.print("counting the training text for the baselines ...")
+        values = self._evaluator.baselines()
+        log.write({"step": 0, **{f"baseline/{name}": value for name, value in values.items()}})
+
+    def _sample(self, state: dict, step: int) -> str:
+        """Continues the prompts; the texts go to samples/STEP.txt and are returned."""
+        model, sample, tokenizer = self.config.model, self.config.sample, self._tokenizer
+        prompts = [tokenizer.encode(text) for text in sample.prompts]
+        longest = max(map(len, prompts))
+        pad = model.pad_token_id or 0
+        tokens = np.array([[pad] * (longest - len(p)) + p for p in prompts], np.int32)
+        mask = np.array([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], np.int32)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), step)
+        new = generate(
+            state["params"],
+            tokens,
+            model,
+            sample.tokens,
+            mask=mask,
+            temperature=sample.temperature,
+            key=key,
+        )[:, longest:]
+        ends = {*model.eos_token_id}
+        texts = []
+        for prompt, ids in zip(sample.prompts, new.tolist()):
+            cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+            texts.append(prompt + tokenizer.decode(ids[:cut]))
+        text = "\n\n".join(texts)
+        folder = self.workdir / "samples"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{step}.txt").write_text(text)
+        return f"--- sample at step {step} ---\n{text}\n---"
+
+    def _headline(self, done: int) -> str:
+        model, device = self.config.model, jax.devices()[0]
+        start = f"going on from step {done}" if done else "starting"
+        return (
+            f"{self.config.name}: {_short(model.num_stored_parameters)} parameters, "
+            f"{_short(model.num_active_parameters)} active, on {jax.device_count()} "
+            f"{device.device_kind} device(s), {batch_tokens(self.config.batch, 0):,} tokens per "
+            f"step; {start} in {self.workdir}"
+        )
+
+
+def _peak() -> float | None:
+    """bfloat16 FLOP/s of all devices together."""
+    one = flops.peak_flops(jax.devices()[0].device_kind)
+    return one and one * jax.device_count()
+
+
+def _short(count: int) -> str:
+    for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= limit:
+            return f"{count / limit:.3g}{suffix}"
+    return str(count)

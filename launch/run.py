@@ -1,0 +1,149 @@
+"""Runs an experiment file.
+
+    python -m launch.run --experiment=experiments/pretrain.py:tiny --workdir=DIR
+
+--experiment is FILE.py:VARIANT; any field of it can be set with --experiment.FIELD=VALUE (for example
+--experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
+same command goes on with a run that was stopped or killed. An error of the user is one line and
+exit code 2, before anything is trained; a run that had to stop says why and exits with 1.
+"""
+
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+from types import ModuleType
+
+from absl import flags
+from ml_collections import config_flags
+
+from glm5_jax.core.editable import check_path, editable, freeze
+
+EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
+
+
+def main(argv: list[str]) -> int:
+    """Exit code of the program with these arguments (the program's name first)."""
+    if {"-h", "--help"} & set(argv[1:]):
+        print(__doc__)
+        return 0
+    try:
+        module, config, workdir = parse(argv)
+    except (ValueError, flags.Error) as error:
+        return _fail(error, 2)
+    return _run(module, config, workdir)
+
+
+def parse(argv: list[str]) -> tuple[ModuleType, object, pathlib.Path]:
+    """(experiment module, its config with the flags applied, workdir).
+
+    ValueError or flags.Error, of which the first line says what to do.
+    """
+    spec = _spec(argv)
+    module, config = load(spec)
+    twin = editable(config)
+    for arg in argv[1:]:
+        if arg.lstrip("-").startswith("experiment."):
+            path = arg.lstrip("-").removeprefix("experiment.").split("=")[0]
+            try:
+                check_path(twin, path)
+            except ValueError as error:
+                raise ValueError(f"--experiment.{path}: {error}") from None
+    values = define(twin, argv)
+    rest = values(argv)
+    if len(rest) > 1:
+        raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
+    name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
+    workdir = values["workdir"].value or f"workdir/{pathlib.Path(name).name}"
+    try:
+        return module, freeze(values["experiment"].value), pathlib.Path(workdir)
+    except ValueError as error:
+        raise ValueError(f"--experiment.{error}") from None
+
+
+def define(twin, argv: list[str]) -> flags.FlagValues:
+    """The flags of the program for an experiment."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dataclass(
+        "experiment",
+        twin,
+        "the experiment, FILE.py:VARIANT",
+        flag_values=values,
+        sys_argv=argv,
+        parse_fn=lambda _: twin,
+    )
+    flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+    return values
+
+
+def load(spec: str) -> tuple[ModuleType, object]:
+    """The module of "FILE.py:VARIANT" and what its `get_config(VARIANT)` returns."""
+    file, _, variant = spec.partition(":")
+    path = pathlib.Path(file)
+    if not path.is_file():
+        there = sorted(str(p) for p in pathlib.Path("experiments").glob("*.py"))
+        hint = f"; there are {', '.join(there)}" if there else "; give the path of a Python file"
+        raise ValueError(f"no experiment file {file}{hint}")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise ValueError(f"{file} has no get_config(variant), so it is no experiment")
+    return module, module.get_config(variant) if variant else module.get_config()
+
+
+def _spec(argv: list[str]) -> str:
+    for i, arg in enumerate(argv):
+        name, _, value = arg.partition("=")
+        if name in ("--experiment", "-experiment"):
+            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            if value:
+                return value
+    raise ValueError(f"no experiment given; try {EXAMPLE}")
+
+
+def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
+    # Imported here so that a mistyped flag is answered at once.
+    from glm5_jax.checkpoint.store import SaveError
+    from glm5_jax.training.metrics import TrainingStopped
+    from glm5_jax.training.stages import Pretraining
+
+    for stage_config, folder in _stages(config, workdir):
+        try:
+            stage = Pretraining(stage_config, folder, getattr(module, "evaluator", None))
+        except (ValueError, OSError) as error:
+            return _fail(error, 2)
+        try:
+            summary = stage.run()
+        except (SaveError, TrainingStopped) as error:
+            return _fail(error, 1)
+        if not stage.finished:
+            print(f"stopped after step {summary.step}; the same command goes on from there")
+            return 0
+        print(f"\n{summary}")
+    return 0
+
+
+def _stages(config, workdir: pathlib.Path):
+    """(config, folder) of every stage in order; each starts from the weights of the one before."""
+    from glm5_jax.training.experiment import ExperimentConfig
+
+    if isinstance(config, ExperimentConfig):
+        yield config, workdir
+        return
+    before = None
+    for field in dataclasses.fields(config):
+        stage = getattr(config, field.name)
+        if before is not None and stage.checkpoint is None:
+            stage = dataclasses.replace(stage, checkpoint=str(before))
+        before = workdir / field.name
+        yield stage, before
+
+
+def _fail(error: Exception, code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,134 @@
+"""The command line: every error of a user is one line and exit code 2, with nothing touched."""
+
+import dataclasses
+import json
+import runpy
+
+import pytest
+
+from glm5_jax.checkpoint import store
+from glm5_jax.training.experiment import write_config
+from launch import run
+from tests.contracts.source_tree import ROOT
+
+TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+
+
+def refused(capsys, workdir, *argv) -> str:
+    """The error line of a command, which must have left the workdir as it was."""
+    before = sorted(workdir.rglob("*"))
+    code = run.main(["run", *argv, f"--workdir={workdir}"])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    [line] = err.splitlines()
+    assert line.startswith("error: ")
+    assert sorted(workdir.rglob("*")) == before
+    return line
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
+        (["--experiment=nowhere.py:tiny"], "no experiment file nowhere.py; "),
+        ([f"--experiment={ROOT}/launch/run.py"], "has no get_config(variant)"),
+        ([TINY + "y"], "unknown variant 'tinyy'; use one of tiny, small, glm5"),
+        ([TINY, "--workdri=x"], "Unknown command line flag 'workdri'"),
+        ([TINY, "train"], "unexpected argument 'train'"),
+        ([TINY, "--experiment.model.hiden_size=8"], "in model; did you mean hidden_size"),
+        ([TINY, "--experiment.data=x"], "--experiment.data: data is a group of fields; set one"),
+        ([TINY, "--experiment.model.hidden_size=wide"], "--experiment.model.hidden_size=wide"),
+        ([TINY, "--experiment.train.steps=x"], "--experiment.train.steps is 'x'; it must be"),
+        ([TINY, "--experiment.model.attention=x"], "attention is 'x'; use 'dense' or 'sparse'"),
+        ([TINY, "--experiment.mesh.fsdp=3"], "mesh fsdp=3 does not divide the 8 devices"),
+        ([TINY, "--experiment.data.sequence_length=2048"], "exceeds max_position_embeddings 1024"),
+        (
+            [TINY, "--experiment.batch.start=100"],
+            "batch.start is 100 tokens; it must be a multiple",
+        ),
+        ([TINY, "--experiment.tokenizer=none.json"], "no tokenizer at none.json"),
+        ([TINY, "--experiment.model.vocab_size=2000"], "the tokenizer has 2048 ids"),
+        ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),
+        ([TINY, "--experiment.optimizer.clip_norm=0.0"], "clip_norm is 0.0; it must be positive"),
+        ([TINY, "--experiment.schedule.warmup_steps=900000"], "warmup_steps 900000 must be in"),
+        (
+            [TINY, "--experiment.data.sources=[{'kind': 'jsonl', 'path': 'no/*.jsonl'}]"],
+            "source 'jsonl:no/*.jsonl': no file matches",
+        ),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_do(capsys, tmp_path, argv, message):
+    assert message in refused(capsys, tmp_path, *argv)
+
+
+def test_empty_data_is_refused(capsys, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    sources = [{"kind": "jsonl", "path": str(tmp_path / "*.jsonl")}]
+    line = refused(capsys, tmp_path, TINY, f"--experiment.data.sources={sources}")
+    assert "1 file(s), but no document in them" in line
+
+
+def test_a_workdir_of_another_configuration_is_refused_by_field(capsys, tmp_path):
+    config = run.parse(["run", TINY])[1]
+    other = dataclasses.replace(
+        config,
+        seed=7,
+        model=dataclasses.replace(config.model, hidden_size=64),
+        train=dataclasses.replace(config.train, keep=5, log_interval=3),
+        mesh=dataclasses.replace(config.mesh, data=4),
+    )
+    write_config(tmp_path, other)
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    line = refused(capsys, tmp_path, TINY)
+    assert "model.hidden_size was 64, is 128; seed was 7, is 0); use its values" in line
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+
+
+def test_too_little_disk_is_refused(capsys, tmp_path, monkeypatch):
+    usage = store.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=50_000_000))
+    assert "3 checkpoints of " in refused(capsys, tmp_path, TINY)
+
+
+def test_flags_reach_the_config_and_the_workdir_has_a_default():
+    argv = ["run", TINY, "--experiment.optimizer.ns_coefficients=(1.0,2.0,3.0)"]
+    argv += ["--experiment.train.steps=9", "--experiment.model.norm_topk_prob=false"]
+    argv += ["--experiment.schedule.peak=3e-4", "--experiment.sample.prompts=('a b',)"]
+    _, config, workdir = run.parse(argv)
+    assert config.optimizer.ns_coefficients == (1.0, 2.0, 3.0)
+    assert (config.steps, config.model.norm_topk_prob) == (9, False)
+    assert (config.schedule.peak, config.sample.prompts) == (3e-4, ("a b",))
+    assert str(workdir) == "workdir/pretrain_tiny"
+
+
+def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
+    spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
+    _, config, _ = run.parse(["run", spec, "--experiment.pretrain.train.steps=9"])
+    [(stage, folder)] = run._stages(config, tmp_path)
+    assert (stage.steps, folder) == (9, tmp_path / "pretrain")
+
+
+def test_a_later_stage_starts_from_the_one_before(tmp_path):
+    config = run.parse(["run", TINY])[1]
+    two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
+    stages = list(run._stages(two, tmp_path))
+    assert [s.checkpoint for s, _ in stages] == [None, str(tmp_path / "first")]
+
+
+@pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
+@pytest.mark.parametrize("file", ["pretrain", "lifecycle"])
+def test_every_variant_of_every_experiment_loads(file, variant):
+    run.load(f"{ROOT}/experiments/{file}.py:{variant}")
+
+
+@pytest.mark.parametrize("file", ["pretrain", "lifecycle"])
+def test_running_the_file_itself_prints_the_command(file, capsys):
+    runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")
+    command = f"python -m launch.run --experiment=experiments/{file}.py:tiny\n"
+    assert capsys.readouterr().out == command
+
+
+def test_help_is_printed(capsys):
+    assert run.main(["run", "--help"]) == 0
+    assert "--experiment.FIELD=VALUE" in capsys.readouterr().out
