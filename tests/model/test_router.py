@@ -78,9 +78,7 @@ def test_weights_of_vanishing_scores_are_finite():
 def test_the_router_is_wide_in_a_bfloat16_model():
     x, weight = jnp.asarray(X, jnp.bfloat16), jnp.asarray(WEIGHT, jnp.bfloat16)
     ours = route({"weight": weight, "bias": BIAS}, x, BASE)
-    wide = route(
-        {"weight": weight.astype(jnp.float32), "bias": BIAS}, x.astype(jnp.float32), BASE
-    )
+    wide = route({"weight": weight.astype(jnp.float32), "bias": BIAS}, x.astype(jnp.float32), BASE)
     assert ours.combine_weights.dtype == ours.probs.dtype == jnp.float32
     jax.tree.map(np.testing.assert_array_equal, ours, wide)
 
