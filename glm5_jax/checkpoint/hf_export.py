@@ -1,0 +1,174 @@
+"""The parameter tree as a HuggingFace checkpoint that transformers and the serving engines read.
+
+Tensor names are the released ones (one tensor per expert, MTP layer after the last decoder layer).
+Host memory peaks at one shard file; the folder appears under its name only when it is complete.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from glm5_jax.checkpoint import hf_config, hf_names
+from glm5_jax.config import ModelConfig
+from glm5_jax.core import tree
+from glm5_jax.model import glm5
+
+_SPARE = 2**20  # bytes of disk beside the tensors: headers and json files
+
+
+def save_hf(
+    model,
+    out,
+    *,
+    cfg: ModelConfig | None = None,
+    tokenizer=None,
+    dtype=None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Writes config.json, generation_config.json and safetensors files (with an index if several).
+
+    model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
+    `save(folder)`. dtype: of every tensor but the router bias; by default as the leaves are. A tensor
+    larger than max_shard_bytes gets a file of its own. ValueError, before anything is written, if out
+    is not empty, the disk too small or the tree not that of cfg; OSError if writing fails, and then
+    nothing is left behind.
+    """
+    if cfg is None:
+        if not isinstance(model, glm5.Glm5):
+            raise ValueError("save_hf of a parameter tree needs its config: pass cfg=")
+        cfg = model.cfg
+    if dtype is not None:
+        cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
+    config = hf_config.to_hf(cfg)
+    params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
+    leaves = _checked(params, cfg)
+    table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))
+    kinds = {name: _dtype(pieces[0], leaves, dtype) for name, pieces in table.items()}
+    sizes = {n: int(np.prod(p[0].view.shape)) * kinds[n].itemsize for n, p in table.items()}
+    out = pathlib.Path(out).absolute()
+    _check_target(out, sum(sizes.values()) + _SPARE)
+
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        files = _divide(sizes, max_shard_bytes)
+        for file, names in files.items():
+            # Not kept under a name: the next file's tensors would be gathered beside them.
+            save_file(
+                {name: _tensor(table[name], leaves, kinds[name]) for name in names},
+                partial / file,
+                metadata={"format": "pt"},
+            )
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(sizes.values())},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            _write(partial / "model.safetensors.index.json", index)
+        _write(partial / "config.json", config)
+        _write(partial / "generation_config.json", _generation(cfg))
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        os.rename(partial, out)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _checked(params, cfg: ModelConfig) -> dict[str, jax.Array]:
+    """{path: leaf}; ValueError that lists leaves which cfg does not have, or has otherwise."""
+    leaves, expected = tree.flatten(params), tree.flatten(glm5.abstract(cfg))
+    lines = [f"missing: {p} {list(x.shape)}" for p, x in expected.items() if p not in leaves]
+    lines += [f"unexpected: {p} {list(x.shape)}" for p, x in leaves.items() if p not in expected]
+    for path in sorted(set(leaves) & set(expected)):
+        if leaves[path].shape != expected[path].shape:
+            shape = list(expected[path].shape)
+            lines.append(f"wrong shape: {path} is {list(leaves[path].shape)}, expected {shape}")
+        elif isinstance(leaves[path], jax.Array) and not leaves[path].is_fully_addressable:
+            lines.append(
+                f"on other hosts too: {path}; restore it onto the devices of one host first"
+            )
+    if lines:
+        raise ValueError("the parameters cannot be exported:\n  " + "\n  ".join(lines))
+    return leaves
+
+
+def _check_target(out: pathlib.Path, needed: int) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not an empty folder; choose another or remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise ValueError(
+            f"the checkpoint needs {needed / 1e9:.3f} GB and {out.parent} has {free / 1e9:.3f} GB free; "
+            "free some or choose another disk"
+        )
+
+
+def _divide(sizes: dict[str, int], limit: float) -> dict[str, list[str]]:
+    """{file name: tensor names}, in order, each file at most `limit` bytes or one tensor."""
+    groups, filled = [[]], 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, 1)}
+
+
+def _dtype(piece: hf_names.Piece, leaves, dtype) -> np.dtype:
+    if piece.path.endswith(hf_names.FLOAT32):
+        return np.dtype(np.float32)
+    return jnp.dtype(leaves[piece.path].dtype if dtype is None else dtype)
+
+
+def _tensor(pieces: list[hf_names.Piece], leaves, dtype) -> np.ndarray:
+    """One HF tensor on the host, from all leaves that have a part of it."""
+    tensor = np.empty(pieces[0].view.shape, dtype)
+    for piece in pieces:
+        piece.view.of(tensor)[...] = _on_host(leaves[piece.path], piece.at)
+    return tensor
+
+
+def _on_host(leaf, at: tuple[int, ...]) -> np.ndarray:
+    """`leaf[at]` from the shards that hold it; each is sliced where it lives."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)[at]
+    part = np.empty(leaf.shape[len(at) :], leaf.dtype)
+    for shard in leaf.addressable_shards:
+        bounds = [s.indices(n) for s, n in zip(shard.index, leaf.shape)]
+        if shard.replica_id == 0 and all(b[0] <= i < b[1] for i, b in zip(at, bounds)):
+            inside = tuple(i - b[0] for i, b in zip(at, bounds))
+            # On CPU the shard is host memory already, and slicing it there compiles nothing.
+            data = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
+            part[shard.index[len(at) :]] = data[inside]
+    return part
+
+
+def _generation(cfg: ModelConfig) -> dict:
+    """Sampling defaults of the released models (their generation_config.json)."""
+    return {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 0.95,
+        "eos_token_id": list(cfg.eos_token_id) or None,
+        "pad_token_id": cfg.pad_token_id,
+    }
+
+
+def _write(path: pathlib.Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

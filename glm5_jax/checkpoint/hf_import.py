@@ -1,0 +1,248 @@
+"""HuggingFace checkpoints into the parameter tree, streamed onto the devices that own the weights.
+
+Host memory beyond the arrays themselves peaks at one device's shard of the largest leaf plus one HF
+tensor: a shard is filled from slices of the files (only the rows and columns it holds are read),
+handed to its devices and dropped before the next one is begun.
+"""
+
+import collections
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from glm5_jax.checkpoint import hf_config, hf_names
+from glm5_jax.config import ModelConfig
+from glm5_jax.core import tree
+from glm5_jax.model import glm5
+
+_DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+_LISTED = 50  # lines per kind of problem in an error
+_COMPARED_BYTES = 2**24  # at a time, where a tensor repeats another
+_log = logging.getLogger(__name__)
+
+
+def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
+    """The model of a HuggingFace folder (or of one .safetensors file with its config.json beside it).
+
+    Any glm_moe_dsa or glm4_moe_lite checkpoint: one file or shards with an index, experts one by one
+    or fused, MTP layer in the files, in `mtp.safetensors` beside them, or absent (then the model has
+    none). dtype: of weights and computation; by default as the files and config.json say. mesh: the
+    weights arrive sharded by core/sharding.py. ValueError that lists everything wrong with the files.
+    """
+    cfg = read_config(path)
+    if dtype is not None:
+        cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
+    shardings = None if mesh is None else glm5.param_shardings(cfg, mesh)
+    params = load_params(path, cfg, shardings=shardings, dtype=dtype)
+    return glm5.Glm5(cfg, params=params, mesh=mesh)
+
+
+def read_config(path) -> ModelConfig:
+    """The config of a HuggingFace folder, with as many MTP layers as its files really hold."""
+    file = _folder(path) / "config.json"
+    try:
+        cfg = hf_config.from_hf(json.loads(file.read_text()))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{file} does not exist; give the folder of a HuggingFace checkpoint"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error}); fetch it again") from None
+    stored = int(bool(hf_names.mtp_names(cfg, _open(path))))
+    if stored < cfg.num_nextn_predict_layers:
+        _log.warning("%s holds no MTP layer; the model is loaded without one", path)
+    return dataclasses.replace(cfg, num_nextn_predict_layers=stored)
+
+
+def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
+    """The parameter tree of a HuggingFace checkpoint.
+
+    shardings: tree of shardings (`glm5.param_shardings`), or None for the default device. dtype: of
+    every leaf but the router bias, which stays float32; by default each leaf's in the files. An MTP
+    layer that cfg does not have is left unread. ValueError that lists missing, unexpected, misshapen
+    and unreadable tensors, before anything is loaded.
+    """
+    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+        raise ValueError(
+            f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
+        )
+    stored = _open(path)
+    unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
+    if unread:
+        _log.info("%s holds an MTP layer; the config has none, so it is not loaded", path)
+        stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    shapes = glm5.abstract(cfg)
+    table = hf_names.pieces(cfg, glm5.letters(cfg), shapes, hf_names.fused_layers(stored))
+    _check(path, cfg, stored, table)
+    by_leaf = collections.defaultdict(list)
+    for piece in table:
+        by_leaf[piece.path].append(piece)
+
+    def load(leaf_path, leaf, sharding=None):
+        pieces = by_leaf[leaf_path]
+        if leaf_path.endswith(hf_names.FLOAT32):
+            to = jnp.float32
+        elif dtype is not None:
+            to = dtype
+        else:
+            to = functools.reduce(jnp.promote_types, {stored[p.name].dtype for p in pieces})
+        read = functools.partial(_read_shard, pieces, stored, jnp.dtype(to))
+        return _place(leaf.shape, sharding, read)
+
+    trees = (shapes,) if shardings is None else (shapes, shardings)
+    return tree.map_with_path(load, *trees)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file; indexing it with slices reads those of its numbers."""
+
+    file: pathlib.Path
+    handle: safetensors.safe_open
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # safetensors' name of the dtype
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(_DTYPES[self.kind])
+
+    def __getitem__(self, index) -> np.ndarray:
+        return self.handle.get_slice(self.name)[index]
+
+
+def _folder(path) -> pathlib.Path:
+    path = pathlib.Path(path)
+    return path.parent if path.suffix == ".safetensors" else path
+
+
+def _files(path) -> tuple[list[pathlib.Path], set[str]]:
+    """The files of a checkpoint, and the tensor names that its index promises."""
+    path, folder = pathlib.Path(path), _folder(path)
+    if path.suffix == ".safetensors":
+        return [path], set()
+    index, promised = folder / "model.safetensors.index.json", {}
+    files = [folder / "model.safetensors"]
+    if not files[0].exists():
+        if not index.exists():
+            raise ValueError(
+                f"{path} holds neither model.safetensors nor model.safetensors.index.json; "
+                "give the folder of a HuggingFace checkpoint"
+            )
+        try:
+            promised = json.loads(index.read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(
+                f"{index} is not a safetensors index ({error!r}); fetch it again"
+            ) from None
+        files = [folder / name for name in sorted(set(promised.values()))]
+    beside = folder / "mtp.safetensors"
+    return files + [f for f in [beside] if f.exists() and f not in files], set(promised)
+
+
+def _open(path) -> dict[str, _Stored]:
+    """{name: tensor} over all files. ValueError that lists unreadable files and double names."""
+    files, promised = _files(path)
+    stored, problems = {}, []
+    for file in files:
+        try:
+            handle = safetensors.safe_open(file, framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            problems.append(f"{file.name} cannot be read ({error}); fetch it again")
+            continue
+        for name in handle.keys():
+            if name in stored:
+                problems.append(f"{name} is both in {stored[name].file.name} and in {file.name}")
+            one = handle.get_slice(name)
+            stored[name] = _Stored(file, handle, name, tuple(one.get_shape()), one.get_dtype())
+    if not problems:
+        problems = [f"{n} is in the index but in no file" for n in sorted(promised - set(stored))]
+    _refuse(path, problems)
+    return stored
+
+
+def _check(path, cfg: ModelConfig, stored: dict[str, _Stored], table) -> None:
+    expected = {piece.name: piece.view.shape for piece in table}
+    copies = {n: o for n, o in hf_names.copies(cfg).items() if n in stored and n not in expected}
+    missing = [f"missing: {n} {list(s)}" for n, s in expected.items() if n not in stored]
+    unexpected = [
+        f"unexpected: {n} {list(t.shape)}"
+        for n, t in stored.items()
+        if n not in expected and n not in copies
+    ]
+    misshapen = [
+        f"wrong shape: {n} is {list(stored[n].shape)}, expected {list(shape)}"
+        for n, shape in expected.items()
+        if n in stored and stored[n].shape != shape
+    ]
+    unreadable = [
+        f"dtype {t.kind}: {n}; convert it to {', '.join(_DTYPES)} first"
+        for n, t in stored.items()
+        if t.kind not in _DTYPES
+    ]
+    differing = [
+        f"{n} should repeat {original} and does not"
+        for n, original in copies.items()
+        if original in stored and not _same(stored[n], stored[original])
+    ]
+    _refuse(path, missing, unexpected, misshapen, unreadable, differing)
+
+
+def _refuse(path, *kinds: list[str]) -> None:
+    """ValueError with the lines of all kinds of problems, if there are any."""
+    lines = []
+    for kind in kinds:
+        lines += kind[:_LISTED]
+        if len(kind) > _LISTED:
+            lines.append(f"... and {len(kind) - _LISTED} more of these")
+    if lines:
+        raise ValueError(f"{path} cannot be loaded:\n  " + "\n  ".join(lines))
+
+
+def _same(a: _Stored, b: _Stored) -> bool:
+    """Whether two stored tensors are bitwise equal, read in blocks of rows."""
+    if (a.shape, a.kind) != (b.shape, b.kind):
+        return False
+    step = max(1, _COMPARED_BYTES // (4 * math.prod(a.shape[1:])))
+    blocks = [slice(i, min(i + step, a.shape[0])) for i in range(0, a.shape[0], step)]
+    return all(a[rows].tobytes() == b[rows].tobytes() for rows in blocks)
+
+
+def _read_shard(pieces, stored, dtype, ranges) -> np.ndarray:
+    """The part of a leaf within the ranges, one slice(start, stop) per dimension."""
+    shard = np.empty([r.stop - r.start for r in ranges], dtype)
+    for piece in pieces:
+        depth = len(piece.at)
+        if all(r.start <= i < r.stop for i, r in zip(piece.at, ranges)):
+            inside = tuple(i - r.start for i, r in zip(piece.at, ranges))
+            shard[inside] = piece.view.of(stored[piece.name], ranges[depth:])
+    return shard
+
+
+def _place(shape, sharding, read) -> jax.Array:
+    """A jax.Array from its shards, read once per distinct shard and put on every device that has it."""
+    if sharding is None:
+        return jax.device_put(read([slice(0, n) for n in shape]))
+    owners = collections.defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        owners[tuple(s.indices(n)[:2] for s, n in zip(index, shape))].append(device)
+    arrays = []
+    for bounds, devices in owners.items():
+        shard = read([slice(*b) for b in bounds])
+        placed = [jax.device_put(shard, device) for device in devices]
+        # The shard must be gone before the next is read: not in transfer, not under this name, not
+        # in jax's list of host buffers to release, which Python's garbage collector empties.
+        jax.block_until_ready(placed)
+        del shard
+        gc.collect(0)
+        arrays += placed
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)

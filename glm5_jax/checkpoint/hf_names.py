@@ -1,0 +1,226 @@
+"""The one table between HuggingFace tensor names and the leaves of the parameter tree.
+
+A row is (path of the leaf, HF name, axis letters of the HF tensor, one token per dimension). The leaf's
+own letters come from the model, so a row says the whole transformation, both ways:
+
+    n*hr      one dimension that joins two, outer first
+    n*[h]u    the leaf is the bracketed part of a concatenation (h, then u)
+    {e}       one tensor per expert; otherwise the letters say where the experts are
+
+Names are those of the released checkpoints and of transformers 5.23; no RoPE dimension is permuted.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core import axes, tree
+
+_MODEL = (
+    ("embed/weight", "model.embed_tokens.weight", "v d"),
+    ("final_norm", "model.norm.weight", "d"),
+    ("lm_head/weight", "lm_head.weight", "v d"),
+)
+# Under model.layers.N, for every layer that has the leaf.
+_LAYER = (
+    ("attn_norm", "input_layernorm.weight", "d"),
+    ("mlp_norm", "post_attention_layernorm.weight", "d"),
+    ("attn/q_a", "self_attn.q_a_proj.weight", "q d"),
+    ("attn/q_a_bias", "self_attn.q_a_proj.bias", "q"),
+    ("attn/q_a_norm", "self_attn.q_a_layernorm.weight", "q"),
+    ("attn/q_b", "self_attn.q_b_proj.weight", "n*hr q"),
+    ("attn/kv_a", "self_attn.kv_a_proj_with_mqa.weight", "cr d"),
+    ("attn/kv_a_bias", "self_attn.kv_a_proj_with_mqa.bias", "cr"),
+    ("attn/kv_a_norm", "self_attn.kv_a_layernorm.weight", "c"),
+    ("attn/k_b", "self_attn.kv_b_proj.weight", "n*[h]u c"),
+    ("attn/v_b", "self_attn.kv_b_proj.weight", "n*h[u] c"),
+    ("attn/o", "self_attn.o_proj.weight", "d n*u"),
+    ("attn/o_bias", "self_attn.o_proj.bias", "d"),
+    ("indexer/q_b", "self_attn.indexer.wq_b.weight", "i*j q"),
+    ("indexer/k", "self_attn.indexer.wk.weight", "j d"),
+    ("indexer/k_norm", "self_attn.indexer.k_norm.weight", "j"),
+    ("indexer/k_norm_bias", "self_attn.indexer.k_norm.bias", "j"),
+    ("indexer/weights", "self_attn.indexer.weights_proj.weight", "i d"),
+    ("mlp/gate", "mlp.gate_proj.weight", "f d"),
+    ("mlp/up", "mlp.up_proj.weight", "f d"),
+    ("mlp/down", "mlp.down_proj.weight", "d f"),
+    ("router/weight", "mlp.gate.weight", "e d"),
+    ("router/bias", "mlp.gate.e_score_correction_bias", "e"),
+    ("experts/gate", "mlp.experts.{e}.gate_proj.weight", "f d"),
+    ("experts/up", "mlp.experts.{e}.up_proj.weight", "f d"),
+    ("experts/down", "mlp.experts.{e}.down_proj.weight", "d f"),
+    ("shared/gate", "mlp.shared_experts.gate_proj.weight", "f d"),
+    ("shared/up", "mlp.shared_experts.up_proj.weight", "f d"),
+    ("shared/down", "mlp.shared_experts.down_proj.weight", "d f"),
+)
+# The MTP layer has, beside one whole MoE layer, these.
+_MTP = (
+    ("enorm", "enorm.weight", "d"),
+    ("hnorm", "hnorm.weight", "d"),
+    ("eh_proj", "eh_proj.weight", "d dd"),
+    ("norm", "shared_head.norm.weight", "d"),
+)
+# How transformers holds a layer's experts in memory; files may have it too.
+_FUSED = (
+    ("experts/gate", "mlp.experts.gate_up_proj", "e [f]f d"),
+    ("experts/up", "mlp.experts.gate_up_proj", "e f[f] d"),
+    ("experts/down", "mlp.experts.down_proj", "e d f"),
+)
+FLOAT32 = "router/bias"  # the leaf that is float32 in every checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """A leaf's letter inside an HF dimension: `size` entries from `offset` on, of `total`."""
+
+    letter: str
+    size: int
+    offset: int
+    total: int
+
+    def bounds(self, wanted: dict[str, slice]) -> tuple[int, int]:
+        """Start and stop in the HF dimension of the wanted part of the letter, by default all."""
+        part = wanted.get(self.letter, slice(0, self.size))
+        return self.offset + part.start, self.offset + part.stop
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Where a leaf's (or one layer's, one expert's) numbers stand in an HF tensor.
+
+    dims: the factors of each HF dimension, outer first. letters: the order of the leaf's dimensions.
+    """
+
+    dims: tuple[tuple[Factor, ...], ...]
+    letters: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the HF tensor."""
+        return tuple(math.prod(f.total for f in factors) for factors in self.dims)
+
+    def of(self, tensor, ranges=None):
+        """The numbers in the leaf's layout: a NumPy view if `tensor` is a contiguous array.
+
+        tensor: array, or anything that gives one when it is indexed with slices (one safetensors
+        slice; only the rows and columns in need are read). ranges: slice(start, stop) of each of the
+        leaf's dimensions, all of it by default.
+        """
+        wanted = dict(zip(self.letters, ranges)) if ranges else {}
+        cut, shape, parts, order = [], [], [], []
+        for outer, *inner in self.dims:
+            width = math.prod(f.total for f in inner)
+            start, stop = outer.bounds(wanted)
+            cut.append(slice(start * width, stop * width))
+            shape += [stop - start, *(f.total for f in inner)]
+            parts += [slice(None), *(slice(*f.bounds(wanted)) for f in inner)]
+            order += [outer.letter, *(f.letter for f in inner)]
+        block = tensor[tuple(cut)].reshape(shape)[tuple(parts)]
+        return block.transpose([order.index(letter) for letter in self.letters])
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One HF tensor's share of one leaf: `leaf[at] = view.of(tensor)`."""
+
+    path: str
+    at: tuple[int, ...]  # position in the stack and expert, as far as the tensor is one of many
+    name: str
+    view: View
+
+
+def pieces(cfg: ModelConfig, letters, shapes, fused: frozenset[int] = frozenset()) -> list[Piece]:
+    """Every (leaf, HF tensor) pair of a model, leaf by leaf.
+
+    letters, shapes: trees of the model's axis letters and of things with `.shape`. fused: layers whose
+    experts stand in fused tensors. Each number of each leaf is in exactly one piece, and each number
+    of each HF tensor too. ValueError for a leaf that the table does not know.
+    """
+    out = []
+    shapes = tree.flatten(shapes)
+    for path, names in tree.flatten(letters).items():
+        sizes = axes.sizes(cfg) | dict(zip(names.split(), shapes[path].shape, strict=True))
+        for position, layer, row_path, rows in _layers(cfg, path):
+            if layer in fused and any(row_path == r[0] for r in _FUSED):
+                rows = _FUSED
+            for name, hf in [row[1:] for row in rows if row[0] == row_path]:
+                prefix = "" if layer is None else f"model.layers.{layer}."
+                per_expert = "{e}" in name
+                inner = [x for x in names.split() if x != "l" and not (per_expert and x == "e")]
+                view = View(tuple(_factors(dim, sizes) for dim in hf.split()), tuple(inner))
+                for expert in range(sizes["e"]) if per_expert else [None]:
+                    at = tuple(i for i in (position, expert) if i is not None)
+                    out.append(Piece(path, at, prefix + name.format(e=expert), view))
+    unknown = sorted(set(shapes) - {p.path for p in out})
+    if unknown:
+        raise ValueError(f"no HF name for the leaves {', '.join(unknown)}")
+    return out
+
+
+def by_name(table: list[Piece]) -> dict[str, list[Piece]]:
+    """{HF name: its pieces}, embedding first, then layer by layer, then final norm and head."""
+    named = collections.defaultdict(list)
+    for piece in table:
+        named[piece.name].append(piece)
+
+    def rank(name):
+        numbers = [int(n) for n in re.findall(r"\d+", name)]
+        place = 0 if "embed_tokens" in name else 1 if name.startswith("model.layers.") else 2
+        return place, numbers[:1], len(numbers), numbers, name
+
+    return {name: named[name] for name in sorted(named, key=rank)}
+
+
+def fused_layers(names) -> frozenset[int]:
+    """Layers whose experts are fused in a file with these tensor names."""
+    pattern = r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)"
+    found = (re.fullmatch(pattern, name) for name in names)
+    return frozenset(int(m[1]) for m in found if m)
+
+
+def mtp_names(cfg: ModelConfig, names) -> list[str]:
+    """Those of the names that belong to the MTP layer, numbered after the last decoder layer."""
+    prefix = f"model.layers.{cfg.num_hidden_layers}."
+    return [name for name in names if name.startswith(prefix)]
+
+
+def copies(cfg: ModelConfig) -> dict[str, str]:
+    """{tensor that a file may repeat: its original}: embedding and head, in the MTP layer or tied."""
+    embed, head = "model.embed_tokens.weight", "lm_head.weight"
+    mtp = f"model.layers.{cfg.num_hidden_layers}"
+    tied = {head: embed} if cfg.tie_word_embeddings else {}
+    repeated = {
+        f"{mtp}.embed_tokens.weight": embed,
+        f"{mtp}.shared_head.head.weight": tied.get(head, head),
+    }
+    return tied | repeated
+
+
+def _layers(cfg: ModelConfig, path: str):
+    """(position in the stack, HF layer number, path in the rows, rows) of every layer of a leaf."""
+    first, last = cfg.first_k_dense_replace, cfg.num_hidden_layers
+    stack, _, rest = path.partition("/")
+    if stack == "mtp":
+        inner = rest.removeprefix("block/")
+        return [(None, last, inner, _LAYER if inner != rest else _MTP)]
+    if stack not in ("dense_layers", "moe_layers"):
+        return [(None, None, path, _MODEL)]
+    layers = range(first) if stack == "dense_layers" else range(first, last)
+    if rest.startswith("indexer/"):
+        layers = [i for i in layers if i in cfg.full_layers]
+    return [(position, layer, rest, _LAYER) for position, layer in enumerate(layers)]
+
+
+def _factors(dim: str, sizes: dict[str, int]) -> tuple[Factor, ...]:
+    """Factors of one HF dimension as a row writes it, e.g. "n*[h]u"."""
+    out = []
+    for part in dim.split("*"):
+        if "[" not in part:
+            out.append(Factor(part, sizes[part], 0, sizes[part]))
+            continue
+        before, letter, after = re.fullmatch(r"(\w*)\[(\w)\](\w*)", part).groups()
+        total = sum(sizes[x] for x in before + letter + after)
+        out.append(Factor(letter, sizes[letter], sum(sizes[x] for x in before), total))
+    return tuple(out)

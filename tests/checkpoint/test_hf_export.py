@@ -1,0 +1,203 @@
+"""The parameter tree as a HuggingFace checkpoint: bitwise what came in, complete or not there."""
+
+import dataclasses
+import functools
+import gc
+import json
+import pathlib
+import shutil
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+from safetensors.numpy import load_file
+
+from glm5_jax import presets
+from glm5_jax.checkpoint import hf_export
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.checkpoint.hf_import import load_hf, load_params, read_config
+from glm5_jax.core import tree
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.model import glm5
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+A = GOLDENS / "hf_tiny_a"
+NAMES = sorted(p.name for p in GOLDENS.glob("hf_*"))
+COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+    files = sorted(pathlib.Path(folder).glob("*.safetensors"))
+    return functools.reduce(lambda x, file: x | load_file(file), files, {})
+
+
+def assert_bitwise(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape), name
+        assert one[name].tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 2e5], ids=["one file", "shards"])
+@pytest.mark.parametrize("name", NAMES)
+def test_export_of_import_is_bitwise_the_original(tmp_path, name, max_shard_bytes):
+    model = load_hf(GOLDENS / name)
+    save_hf(model, tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    original = tensors(GOLDENS / name)
+    if name == "hf_tiny_d":  # repeats embedding and head in the MTP layer
+        original = {n: x for n, x in original.items() if n not in COPIES}
+    assert_bitwise(tensors(tmp_path / "out"), original)
+    assert read_config(tmp_path / "out") == model.cfg
+
+
+def test_fused_and_repeated_tensors_come_out_in_the_released_naming(tmp_path):
+    d = GOLDENS / "hf_tiny_d"
+    assert set(COPIES) <= set(tensors(d))
+    save_hf(load_hf(d), tmp_path / "out")
+    assert not set(COPIES) & set(tensors(tmp_path / "out"))
+    assert "model.layers.2.mlp.experts.5.up_proj.weight" in tensors(tmp_path / "out")
+
+
+def test_shards_are_small_and_the_index_names_each_tensor_once(tmp_path):
+    save_hf(load_hf(A), tmp_path / "out", max_shard_bytes=1e5)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    held = {}
+    for file in files:
+        inside = load_file(tmp_path / "out" / file)
+        held |= dict.fromkeys(inside, file)
+        assert len(inside) == 1 or sum(x.nbytes for x in inside.values()) <= 1e5
+        with safetensors.safe_open(tmp_path / "out" / file, framework="numpy") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers asks for it
+    assert index["weight_map"] == held
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(A).values())
+
+
+@pytest.mark.parametrize("axes", [dict(fsdp=8), dict(data=2, fsdp=2, expert=2)], ids=str)
+def test_a_sharded_model_writes_the_same_bytes(tmp_path, axes):
+    save_hf(load_hf(A, mesh=make_mesh(axes)), tmp_path / "out")
+    assert_bitwise(tensors(tmp_path / "out"), tensors(A))
+
+
+def test_half_precision_keeps_the_router_bias_in_float32(tmp_path):
+    save_hf(load_hf(A), tmp_path / "half", dtype="bfloat16")
+    for name, x in tensors(tmp_path / "half").items():
+        exact = tensors(A)[name]
+        if name.endswith("e_score_correction_bias"):
+            assert x.tobytes() == exact.tobytes()
+        else:
+            np.testing.assert_array_equal(x, exact.astype(jnp.bfloat16))
+    assert read_config(tmp_path / "half").dtype == "bfloat16"
+    save_hf(load_hf(tmp_path / "half"), tmp_path / "again")
+    assert_bitwise(tensors(tmp_path / "again"), tensors(tmp_path / "half"))
+
+
+def test_our_own_models_come_back(tmp_path):
+    cfg = presets.tiny()
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), glm5.abstract(cfg)
+    )
+    save_hf(params, tmp_path / "out", cfg=cfg)
+    model = load_hf(tmp_path / "out")
+    assert model.cfg == cfg
+    jax.tree.map(np.testing.assert_array_equal, glm5.params_of(model), params)
+
+
+def test_json_files_say_what_transformers_needs(tmp_path):
+    class Words:
+        """A tokenizer that saves itself."""
+
+        def save(self, folder):
+            (folder / "tokenizer.json").write_text("{}")
+
+    save_hf(load_hf(A), tmp_path / "out", tokenizer=Words())
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"
+    }  # fmt: skip
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {
+        "do_sample": True, "temperature": 1.0, "top_p": 0.95, "eos_token_id": [1, 2], "pad_token_id": 0
+    }  # fmt: skip
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["GlmMoeDsaForCausalLM"]
+    assert config["num_nextn_predict_layers"] == 1
+
+
+def test_a_full_folder_is_refused_and_an_empty_one_is_used(tmp_path):
+    model = load_hf(A)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="full is not an empty folder"):
+        save_hf(model, tmp_path / "full")
+    with pytest.raises(ValueError, match="notes.txt is not an empty folder"):
+        save_hf(model, tmp_path / "full" / "notes.txt")
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    save_hf(model, tmp_path / "empty")
+    save_hf(model, tmp_path / "deep" / "er")
+    assert_bitwise(tensors(tmp_path / "empty"), tensors(tmp_path / "deep" / "er"))
+
+
+def test_too_small_a_disk_is_noticed_before_writing(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    needed = sum(x.nbytes for x in tensors(A).values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    with pytest.raises(ValueError, match=r"needs 0\.003 GB .* has 0\.002 GB free"):
+        save_hf(load_hf(A), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_leaves_nothing_behind(tmp_path, monkeypatch):
+    written = []
+
+    def filling(arrays, file, metadata):
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(file)
+        original(arrays, file, metadata)
+
+    original = hf_export.save_file
+    monkeypatch.setattr(hf_export, "save_file", filling)
+    with pytest.raises(OSError, match="No space left on device.*nothing was left there"):
+        save_hf(load_hf(A), tmp_path / "out", max_shard_bytes=1e5)
+    assert written and not list(tmp_path.iterdir())
+
+
+def test_a_tree_of_another_config_is_refused_with_every_difference(tmp_path):
+    cfg = read_config(A)
+    flat = tree.flatten(load_params(A, cfg))
+    flat["extra/weight"] = flat["final_norm"]
+    flat["lm_head/weight"] = flat["lm_head/weight"].T
+    del flat["moe_layers/router/bias"]
+    with pytest.raises(ValueError) as error:
+        save_hf(tree.unflatten(flat), tmp_path / "out", cfg=cfg)
+    for line in (
+        "missing: moe_layers/router/bias [3, 8]",
+        "unexpected: extra/weight [64]",
+        "wrong shape: lm_head/weight is [256, 64], expected [64, 256]",
+    ):
+        assert line in str(error.value)
+    with pytest.raises(ValueError, match="pass cfg="):
+        save_hf(load_params(A, cfg), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_host_memory_peaks_at_one_shard_file(tmp_path):
+    cfg = dataclasses.replace(presets.tiny(), hidden_size=256, moe_intermediate_size=256)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), glm5.abstract(cfg))
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    save_hf(params, tmp_path / "first", cfg=cfg, max_shard_bytes=4e6)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        save_hf(params, tmp_path / "out", cfg=cfg, max_shard_bytes=4e6)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    tensor = 4 * cfg.vocab_size * cfg.hidden_size
+    assert peak < 4e6 + tensor + 5e5 < size / 3

@@ -1,0 +1,380 @@
+"""HuggingFace files into the parameter tree: every form they come in, and every way they can be wrong."""
+
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import math
+import pathlib
+import shutil
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from glm5_jax import presets
+from glm5_jax.checkpoint import hf_config, hf_import
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.checkpoint.hf_import import load_hf, load_params, read_config
+from glm5_jax.core import tree
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.model import glm5
+
+GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
+A, D = GOLDENS / "hf_tiny_a", GOLDENS / "hf_tiny_d"
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    """All tensors of a golden checkpoint."""
+    return functools.reduce(
+        lambda x, file: x | load_file(file), sorted((GOLDENS / name).glob("*.safetensors")), {}
+    )
+
+
+def write(folder, tensors, source=A, **fields) -> pathlib.Path:
+    """A checkpoint with these tensors and the config of a golden."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def leaves(model) -> dict[str, np.ndarray]:
+    params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
+    return {path: np.asarray(leaf) for path, leaf in tree.flatten(params).items()}
+
+
+def assert_same(one, other):
+    one, other = leaves(one), leaves(other)
+    assert one.keys() == other.keys()
+    for path in one:
+        assert one[path].dtype == other[path].dtype, path
+        np.testing.assert_array_equal(one[path], other[path], err_msg=path)
+
+
+def error_of(path) -> str:
+    with pytest.raises(ValueError) as error:
+        load_hf(path)
+    return str(error.value)
+
+
+def test_leaves_hold_the_numbers_of_the_files():
+    x, w = golden("hf_tiny_a"), leaves(load_hf(A))
+    cfg = load_hf(A).cfg
+    n, h, u = cfg.num_attention_heads, cfg.qk_nope_head_dim, cfg.v_head_dim
+    for i in range(3):
+        name = f"model.layers.{i + 1}."
+        kv = x[name + "self_attn.kv_b_proj.weight"].reshape(n, h + u, -1)
+        np.testing.assert_array_equal(w["moe_layers/attn/k_b"][i], kv[:, :h].transpose(2, 0, 1))
+        np.testing.assert_array_equal(w["moe_layers/attn/v_b"][i], kv[:, h:].transpose(2, 0, 1))
+        for e in range(8):
+            gate = x[f"{name}mlp.experts.{e}.gate_proj.weight"]
+            np.testing.assert_array_equal(w["moe_layers/experts/gate"][i, e], gate.T)
+        bias = x[name + "mlp.gate.e_score_correction_bias"]
+        np.testing.assert_array_equal(w["moe_layers/router/bias"][i], bias)
+    np.testing.assert_array_equal(w["mtp/norm"], x["model.layers.4.shared_head.norm.weight"])
+
+
+def fuse(tensors: dict, layers) -> dict:
+    """The same tensors with the experts of some layers stacked, gate rows before up rows."""
+    out = dict(tensors)
+    for layer in layers:
+        name = f"model.layers.{layer}.mlp.experts."
+        count = len({n for n in out if n.startswith(name) and n.endswith("down_proj.weight")})
+        gate, up, down = (
+            np.stack([out.pop(f"{name}{e}.{kind}_proj.weight") for e in range(count)])
+            for kind in ("gate", "up", "down")
+        )
+        out |= {name + "gate_up_proj": np.concatenate([gate, up], 1), name + "down_proj": down}
+    return out
+
+
+@pytest.mark.parametrize("layers", [(1, 2, 3, 4), (2,)], ids=["every layer", "one layer"])
+def test_fused_experts_are_the_same_model(tmp_path, layers):
+    assert_same(load_hf(write(tmp_path / "x", fuse(golden("hf_tiny_a"), layers))), load_hf(A))
+
+
+def test_one_file_a_file_by_name_and_shards_are_the_same_model(tmp_path):
+    one = write(tmp_path / "one", golden("hf_tiny_a"))
+    assert_same(load_hf(one), load_hf(A))
+    assert_same(load_hf(one / "model.safetensors"), load_hf(A))
+    save_hf(load_hf(A), tmp_path / "shards", max_shard_bytes=1e5)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 10
+    assert_same(load_hf(str(tmp_path / "shards")), load_hf(A))
+
+
+def test_the_files_decide_whether_there_is_an_mtp_layer(tmp_path, caplog):
+    assert load_hf(A).cfg.num_nextn_predict_layers == 1  # mtp.safetensors beside the model
+    without = {n: x for n, x in golden("hf_tiny_a").items() if not n.startswith("model.layers.4.")}
+    folder = write(tmp_path / "without", without, num_nextn_predict_layers=1)
+    with caplog.at_level(logging.INFO):
+        model = load_hf(folder)
+    assert model.cfg.num_nextn_predict_layers == 0 and "mtp" not in glm5.params_of(model)
+    assert len(caplog.records) == 1 and "no MTP layer" in caplog.text
+    within = write(tmp_path / "within", golden("hf_tiny_a"), num_nextn_predict_layers=0)
+    assert read_config(within).num_nextn_predict_layers == 1
+    # Whoever asks for a model without MTP gets it.
+    cfg = dataclasses.replace(read_config(A), num_nextn_predict_layers=0)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert_same(load_params(A, cfg), model)
+    assert len(caplog.records) == 1 and "not loaded" in caplog.text
+
+
+def test_copies_of_embedding_and_head_in_the_mtp_layer(tmp_path):
+    x = golden("hf_tiny_a")
+    copies = {
+        "model.layers.4.embed_tokens.weight": x["model.embed_tokens.weight"],
+        "model.layers.4.shared_head.head.weight": x["lm_head.weight"],
+    }
+    assert_same(load_hf(write(tmp_path / "same", x | copies)), load_hf(A))
+    copies["model.layers.4.shared_head.head.weight"] = x["lm_head.weight"] + 1
+    message = error_of(write(tmp_path / "other", x | copies))
+    assert "model.layers.4.shared_head.head.weight should repeat lm_head.weight" in message
+    assert "embed_tokens" not in message
+
+
+def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(tmp_path):
+    x = {n: t for n, t in golden("hf_tiny_a").items() if n != "lm_head.weight"}
+    tied = write(tmp_path / "tied", x, tie_word_embeddings=True)
+    assert "lm_head" not in glm5.params_of(load_hf(tied))
+    embed = x["model.embed_tokens.weight"]
+    again = write(tmp_path / "again", x | {"lm_head.weight": embed}, tie_word_embeddings=True)
+    assert_same(load_hf(again), load_hf(tied))
+    other = write(tmp_path / "other", x | {"lm_head.weight": -embed}, tie_word_embeddings=True)
+    assert "lm_head.weight should repeat model.embed_tokens.weight" in error_of(other)
+    mtp = {"model.layers.4.shared_head.head.weight": embed}
+    assert_same(load_hf(write(tmp_path / "mtp", x | mtp, tie_word_embeddings=True)), load_hf(tied))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_half_precision_files(tmp_path, dtype):
+    name = jnp.dtype(dtype).name
+    x = {
+        n: t if n.endswith("e_score_correction_bias") else t.astype(dtype)
+        for n, t in golden("hf_tiny_a").items()
+    }
+    model = load_hf(write(tmp_path / "half", x, dtype=name))
+    assert model.cfg.dtype == name
+    for path, leaf in leaves(model).items():
+        assert leaf.dtype == (np.float32 if path.endswith("router/bias") else dtype), path
+    np.testing.assert_array_equal(
+        leaves(model)["moe_layers/attn/q_a"][0], x["model.layers.1.self_attn.q_a_proj.weight"].T
+    )
+    wide = load_hf(tmp_path / "half", dtype=jnp.float32)
+    assert wide.cfg.dtype == "float32"
+    for path, leaf in leaves(wide).items():
+        assert leaf.dtype == np.float32
+        np.testing.assert_array_equal(leaf, leaves(model)[path].astype(np.float32))
+
+
+def test_a_requested_dtype_rounds_to_nearest_and_spares_the_router_bias():
+    exact, rounded = leaves(load_hf(A)), leaves(load_hf(A, dtype="bfloat16"))
+    for path in exact:
+        if path.endswith("router/bias"):
+            np.testing.assert_array_equal(rounded[path], exact[path])
+        else:
+            np.testing.assert_array_equal(rounded[path], exact[path].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):
+        load_hf(A, dtype="float64")
+
+
+def test_layers_of_different_dtypes_are_stacked_without_loss(tmp_path):
+    name = "model.layers.1.self_attn.q_a_proj.weight"
+    x = golden("hf_tiny_a")
+    x = x | {name: x[name].astype(np.float16)}
+    stack = leaves(load_hf(write(tmp_path / "mixed", x)))["moe_layers/attn/q_a"]
+    assert stack.dtype == np.float32
+    np.testing.assert_array_equal(stack[0], x[name].T.astype(np.float32))
+
+
+def test_every_problem_of_the_tensors_is_in_one_error(tmp_path):
+    x = dict(golden("hf_tiny_a"))
+    del x["model.norm.weight"], x["model.layers.3.mlp.experts.7.up_proj.weight"]
+    x["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    x["model.layers.0.self_attn.o_proj.weight"] = np.zeros((96, 64), np.float32)
+    x["lm_head.weight"] = np.zeros((256, 64), np.int8)
+    message = error_of(write(tmp_path / "bad", x))
+    for line in (
+        "missing: model.norm.weight [64]",
+        "missing: model.layers.3.mlp.experts.7.up_proj.weight [32, 64]",
+        "unexpected: model.layers.0.self_attn.rotary_emb.inv_freq [4]",
+        "wrong shape: model.layers.0.self_attn.o_proj.weight is [96, 64], expected [64, 96]",
+        "dtype I8: lm_head.weight",
+    ):
+        assert line in message
+    assert len(message.splitlines()) == 6
+
+
+def test_half_of_a_fused_pair_and_both_forms_at_once_are_errors(tmp_path):
+    fused = fuse(golden("hf_tiny_a"), [2])
+    down = fused.pop("model.layers.2.mlp.experts.down_proj")
+    assert "missing: model.layers.2.mlp.experts.down_proj" in error_of(
+        write(tmp_path / "half", fused)
+    )
+    both = golden("hf_tiny_a") | fused | {"model.layers.2.mlp.experts.down_proj": down}
+    message = error_of(write(tmp_path / "both", both))
+    assert "unexpected: model.layers.2.mlp.experts.0.gate_proj.weight" in message
+
+
+def test_a_shared_layer_with_indexer_weights_is_an_error(tmp_path):
+    kinds = ["full", "full", "shared", "full"]
+    message = error_of(write(tmp_path / "x", golden("hf_tiny_a"), indexer_types=kinds))
+    assert message.count("unexpected: model.layers.2.self_attn.indexer.") == 5
+
+
+def test_a_long_list_ends_in_a_count(tmp_path):
+    x = {n: t for n, t in golden("hf_tiny_a").items() if ".experts." not in n}
+    message = error_of(write(tmp_path / "x", x))
+    assert message.count("missing: ") == 50 and "and 46 more" in message
+
+
+@pytest.mark.parametrize("keep", [3, 200, -1], ids=["no header", "half a header", "a byte short"])
+def test_truncated_files_are_named(tmp_path, keep):
+    folder = write(tmp_path / "x", golden("hf_tiny_a"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = error_of(folder)
+    assert "model.safetensors cannot be read" in message and "fetch it again" in message
+
+
+def test_missing_and_broken_shards_are_all_named(tmp_path):
+    save_hf(load_hf(A), tmp_path / "x", max_shard_bytes=1e5)
+    first, second, third, *_ = sorted((tmp_path / "x").glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(b"not safetensors")
+    message = error_of(tmp_path / "x")
+    assert f"{first.name} cannot be read" in message and f"{second.name} cannot be read" in message
+    assert third.name not in message
+
+
+def test_an_index_that_promises_more_than_the_files_hold(tmp_path):
+    save_hf(load_hf(A), tmp_path / "x", max_shard_bytes=1e5)
+    index = tmp_path / "x" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.9.norm"] = content["weight_map"]["lm_head.weight"]
+    index.write_text(json.dumps(content))
+    assert "model.layers.9.norm is in the index but in no file" in error_of(tmp_path / "x")
+    index.write_text("{}")
+    assert "not a safetensors index" in error_of(tmp_path / "x")
+
+
+def test_a_tensor_in_two_files_is_an_error(tmp_path):
+    folder = write(tmp_path / "x", golden("hf_tiny_a"))
+    shutil.copy(A / "mtp.safetensors", folder / "mtp.safetensors")
+    assert "model.layers.4.enorm.weight is both in model.safetensors and in" in error_of(folder)
+
+
+def test_what_is_not_a_checkpoint_is_said_so(tmp_path):
+    assert "config.json does not exist" in error_of(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    assert "is not JSON" in error_of(tmp_path)
+    shutil.copy(A / "config.json", tmp_path / "config.json")
+    assert "holds neither model.safetensors nor" in error_of(tmp_path)
+
+
+MESHES = [dict(fsdp=8), dict(data=2, expert=4), dict(fsdp=2, expert=2, context=2), dict(tensor=8)]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_mesh_gets_each_device_its_shard(axes):
+    mesh = make_mesh(axes)
+    cfg = read_config(A)
+    shardings = glm5.param_shardings(cfg, mesh)
+    params = load_params(A, cfg, shardings=shardings)
+    assert_same(params, load_hf(A))
+    flat, wanted = tree.flatten(params), tree.flatten(shardings)
+    divided = 0
+    for path, leaf in flat.items():
+        assert leaf.sharding == wanted[path], path
+        parts = math.prod(
+            mesh.shape[a] for entry in wanted[path].spec if entry for a in np.atleast_1d(entry)
+        )
+        divided += parts > 1
+        for shard in leaf.addressable_shards:
+            assert shard.data.size == leaf.size // parts, path
+    assert divided > 10
+
+
+def test_a_model_on_a_mesh_is_one_call():
+    mesh = make_mesh(fsdp=4, expert=2)
+    model = load_hf(D, mesh=mesh)
+    assert model.mesh is mesh
+    assert_same(model, load_hf(D))
+
+
+@functools.cache
+def _large() -> tuple[glm5.Glm5, int]:
+    """A model with 9 MB of experts in a leaf, and the size of its largest HF tensor."""
+    cfg = dataclasses.replace(
+        presets.tiny(), num_hidden_layers=3, hidden_size=256, moe_intermediate_size=256,
+        n_routed_experts=16, vocab_size=512, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+
+    def random(leaf):
+        return rng.normal(size=leaf.shape).astype(leaf.dtype)
+
+    params = jax.tree.map(random, glm5.abstract(cfg))
+    return params, cfg
+
+
+@pytest.mark.parametrize("axes", [dict(expert=8), dict(fsdp=2, expert=4)], ids=str)
+def test_host_memory_peaks_at_one_shard_and_one_tensor(tmp_path, axes):
+    params, cfg = _large()
+    save_hf(params, tmp_path / "x", cfg=cfg)
+    mesh = make_mesh(axes)
+    shardings = glm5.param_shardings(cfg, mesh)
+    largest_leaf = max(leaf.nbytes for leaf in leaves(params).values())
+    largest_tensor = 4 * cfg.vocab_size * cfg.hidden_size
+    shard = max(
+        4 * math.prod(s.shard_shape(leaf.shape))
+        for s, leaf in zip(jax.tree.leaves(shardings), jax.tree.leaves(params), strict=True)
+    )
+    load_params(tmp_path / "x", cfg, shardings=shardings)  # imports and caches
+    gc.collect()
+    tracemalloc.start()
+    try:
+        loaded = load_params(tmp_path / "x", cfg, shardings=shardings)
+        arrays, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Arrays on CPU may be the very memory that was filled: what counts is what came and went.
+    overhead = 3e5  # the table of names
+    assert peak - arrays < shard + largest_tensor + overhead < largest_leaf / 2
+    assert_same(loaded, params)
+
+
+def test_a_shard_reads_no_more_than_it_holds(tmp_path, monkeypatch):
+    params, cfg = _large()
+    save_hf(params, tmp_path / "x", cfg=cfg)
+    shardings = glm5.param_shardings(cfg, make_mesh(data=2, fsdp=2, expert=2))
+    read = 0
+    original = hf_import._Stored.__getitem__
+
+    def counted(self, index):
+        nonlocal read
+        block = original(self, index)
+        read += block.size
+        return block
+
+    monkeypatch.setattr(hf_import._Stored, "__getitem__", counted)
+    load_params(tmp_path / "x", cfg, shardings=shardings)
+    # Two copies along `data`, read once; the parts of kv_b that another leaf needs are read twice.
+    twice = cfg.num_hidden_layers * cfg.num_attention_heads * cfg.kv_lora_rank
+    twice *= cfg.qk_nope_head_dim + cfg.v_head_dim
+    assert read <= sum(leaf.size for leaf in leaves(params).values()) + twice
+
+
+def test_the_config_of_the_folder_is_the_models(tmp_path):
+    assert load_hf(D).cfg == read_config(D)
+    source = json.loads((D / "config.json").read_text())
+    assert dataclasses.replace(read_config(D), num_nextn_predict_layers=1) == dataclasses.replace(
+        hf_config.from_hf(source), num_nextn_predict_layers=1
+    )
