@@ -14,6 +14,10 @@ from glm5_jax.core.numerics import wide
 from glm5_jax.model.blocks import join, query_runs, split
 from glm5_jax.model.mask import visible
 
+# Added to the logit of a key that a query must not see: far below any logit and finite, so that no
+# NaN can come of it. Adding is twice as fast as selecting on CPU.
+HIDDEN = -1e30
+
 
 def flash_attention(q, k, v, start, q_segments, k_segments, topk, scale: float, block: int):
     """Attention of q [b t n x] over k [b s m x], v [b s m y] -> ([b t n y], largest logit).
@@ -56,15 +60,16 @@ def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
         def one(args, run=run, keys=keys, values=values):
             q, mask_args, offset = args
             logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run)
-            top = jnp.max(logits, axis=-1, keepdims=True)
-            top = jnp.where(jnp.isfinite(top), top, 0)
+            # Without the barrier XLA:CPU computes the maximum again for every element.
+            top = lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
             p = jnp.exp(logits - top)
             total = jnp.sum(p, axis=-1, keepdims=True)
             out = jnp.einsum(
                 "bmgts,bmsy->bmgty", p.astype(v.dtype), values, preferred_element_type=p.dtype
             )
-            out = out / jnp.where(total == 0, 1, total)
-            lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
+            seen = top > HIDDEN / 2
+            out = out * jnp.where(seen, 1 / total, 0)
+            lse = jnp.where(seen, top + jnp.log(total), jnp.inf)
             return out.astype(q.dtype), lse[..., 0], jnp.max(top)
 
         out, lse, top = _map(one, _blocks(run, q, q_segments, topk))
@@ -128,14 +133,17 @@ def _blocks(run, q, q_segments, topk):
 def _logits(q, keys, scale, first, mask_args, k_segments, run):
     """Masked wide logits [b m g t s] of one block whose query 0 has key index `first`."""
     q_segments, topk = mask_args
-    logits = scale * jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=wide(q.dtype))
+    inner = wide(q.dtype)
+    logits = scale * jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=inner)
     query_index = first + jnp.arange(run.size, dtype=jnp.int32)
     key_index = jnp.arange(run.keys, dtype=jnp.int32)
     segments = None if k_segments is None else k_segments[:, : run.keys]
     mask = visible(query_index, key_index, q_segments, segments)
     if topk is not None:
         mask = mask & chosen(topk, run.keys)
-    return jnp.where(mask[:, None, None], logits, -jnp.inf)
+    # The barrier keeps the comparisons out of the loop over heads.
+    bias = lax.optimization_barrier(jnp.where(mask, 0, HIDDEN).astype(inner))
+    return logits + bias[:, None, None]
 
 
 def chosen(topk, s: int):
