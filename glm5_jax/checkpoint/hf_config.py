@@ -40,7 +40,7 @@ _ALIASES = {
     "rope_scaling": "rope_parameters",
 }
 
-# Fields whose value is part of the architecture: the only one computed here, and what else to do.
+# Fields that are part of the architecture, with the only value computed here and what it means.
 _REQUIRED = {
     "hidden_act": ("silu", "the feed-forwards are SwiGLU"),
     "attention_dropout": (0.0, "there is no dropout"),
@@ -49,10 +49,7 @@ _REQUIRED = {
     "scoring_func": ("sigmoid", "the router scores with sigmoid"),
     "topk_method": ("noaux_tc", "experts are chosen by score plus bias within groups"),
     "moe_router_dtype": ("float32", "the router runs in float32"),
-    "rope_interleave": (
-        True,
-        "RoPE rotates pairs (2i, 2i+1); permute the weights first",
-    ),
+    "rope_interleave": (True, "RoPE rotates pairs (2i, 2i+1); permute the weights first"),
     "indexer_rope_interleave": (True, "GLM's indexer rotates pairs (2i, 2i+1)"),
     "partial_rotary_factor": (1.0, "all of qk_rope_head_dim is rotated"),
 }
@@ -79,6 +76,14 @@ _SPECIAL = (
     "model_type dtype eos_token_id rope_parameters indexer_types first_k_dense_replace".split()
 )
 _DERIVED = "architectures mlp_layer_types num_key_value_heads qk_head_dim".split()
+_CONTAINERS = {
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "mlp_layer_types": list,
+    "indexer_types": list,
+    "layer_types": list,
+    _OURS: dict,
+}
 _ROTARY = "rope_parameters.partial_rotary_factor"
 _POSITIONS = "original_max_position_embeddings"
 
@@ -92,7 +97,7 @@ def _plain(model_type: str) -> dict[str, type]:
 
 
 def from_hf(source: dict) -> ModelConfig:
-    """`ModelConfig` of a parsed config.json.
+    """`ModelConfig` of a parsed config.json, as the dict that it holds.
 
     Fields that change nothing are kept in `hf_extra`. ValueError that lists every unknown field and
     every field whose value contradicts the others or the architecture. Absent fields have
@@ -179,6 +184,9 @@ class _Reader:
         kept = {k: v for k, v in self.given.items() if k in _HARMLESS}
         # Null stands for absent, but an explicit null size is wrong (q_lora_rank: no q latent).
         self.given = {k: v for k, v in self.given.items() if v is not None or k in plain}
+        for name, kind in _CONTAINERS.items():
+            if not isinstance(self.given.get(name, kind()), kind):
+                self._wrong(name, self.given.pop(name), f"it must be of type {kind.__name__}")
         for old, new in _ALIASES.items():
             if old in self.given:
                 stated = self.given.setdefault(new, self.given[old])

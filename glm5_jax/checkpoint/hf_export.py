@@ -6,6 +6,7 @@ Host memory peaks at one shard file; the folder appears under its name only when
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -21,6 +22,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.core import tree
 from glm5_jax.model import glm5
 
+_log = logging.getLogger(__name__)
 _SPARE = 2**20  # bytes of disk beside the tensors: headers and json files
 
 
@@ -48,6 +50,12 @@ def save_hf(
     if dtype is not None:
         cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
     config = hf_config.to_hf(cfg)
+    if (cfg.latent_norm_eps, cfg.index_norm_eps) != (1e-6, 1e-6):
+        _log.warning(
+            "latent_norm_eps %g and index_norm_eps %g: transformers computes with 1e-6 for both",
+            cfg.latent_norm_eps,
+            cfg.index_norm_eps,
+        )
     params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
     leaves = _checked(params, cfg)
     table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))

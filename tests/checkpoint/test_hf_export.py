@@ -108,6 +108,16 @@ def test_our_own_models_come_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, glm5.params_of(model), params)
 
 
+def test_a_model_that_transformers_computes_otherwise_is_written_with_a_warning(tmp_path, caplog):
+    model = load_hf(A)
+    save_hf(model, tmp_path / "same")
+    assert not caplog.records
+    cfg = dataclasses.replace(model.cfg, latent_norm_eps=1e-5)
+    save_hf(glm5.params_of(model), tmp_path / "other", cfg=cfg)
+    assert "latent_norm_eps 1e-05" in caplog.text
+    assert read_config(tmp_path / "other") == cfg
+
+
 def test_json_files_say_what_transformers_needs(tmp_path):
     class Words:
         """A tokenizer that saves itself."""
