@@ -244,6 +244,15 @@ class Pretraining:
         )
 
 
+def train(
+    config: ExperimentConfig,
+    workdir,
+    evaluator: Callable[[Setting], Evaluator] | None = None,
+) -> report.Summary:
+    """Pre-trains as config says, in workdir, or goes on with what is there; see `Pretraining`."""
+    return Pretraining(config, workdir, evaluator).run()
+
+
 def _peak() -> float | None:
     """bfloat16 FLOP/s of all devices together."""
     one = flops.peak_flops(jax.devices()[0].device_kind)

@@ -1,0 +1,88 @@
+"""config.json: written whole, and a resumed run is held to it field by field."""
+
+import dataclasses
+import json
+
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.training import experiment
+from glm5_jax.training.experiment import ExperimentConfig, check_resume, choose, write_config
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.schedule import ScheduleConfig
+
+CONFIG = ExperimentConfig(model=presets.tiny())
+
+
+def changed(**parts) -> ExperimentConfig:
+    """CONFIG with fields of its parts changed: optimizer={"split": "whole"}."""
+    new = {
+        name: dataclasses.replace(getattr(CONFIG, name), **value)
+        if isinstance(value, dict)
+        else value
+        for name, value in parts.items()
+    }
+    return dataclasses.replace(CONFIG, **new)
+
+
+def test_the_config_comes_back_as_json(tmp_path):
+    write_config(tmp_path / "new", CONFIG)
+    [file] = (tmp_path / "new").iterdir()
+    assert json.loads(file.read_text())["optimizer"]["muon_momentum"] == 0.95
+    check_resume(tmp_path / "new", CONFIG)
+    check_resume(tmp_path / "nowhere", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "parts,named",
+    [
+        ({"model": {"hidden_size": 64}}, "model.hidden_size was 128, is 64"),
+        ({"data": {"seed": 3}}, "data.seed was 0, is 3"),
+        ({"data": {"sources": CONFIG.data.sources[:1]}}, "data.sources was "),
+        ({"optimizer": {"split": "whole"}}, 'optimizer.split was "head", is "whole"'),
+        ({"schedule": {"peak": 1.0}}, "schedule.peak was 0.0002, is 1.0"),
+        ({"batch": {"end": 32 << 20}}, "batch.end was 67108864, is 33554432"),
+        ({"step": {"z_weight": 0.1}}, "step.z_weight was 0.0, is 0.1"),
+        ({"seed": 1}, "seed was 0, is 1"),
+        ({"checkpoint": "x"}, 'checkpoint was null, is "x"'),
+        ({"seed": 1, "data": {"seed": 3}}, "data.seed was 0, is 3; seed was 0, is 1"),
+    ],
+)
+def test_what_is_trained_must_not_change_and_is_named(tmp_path, parts, named):
+    write_config(tmp_path, CONFIG)
+    with pytest.raises(ValueError, match="holds a run of another configuration") as error:
+        check_resume(tmp_path, changed(**parts))
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"train": {"steps": 7, "save_interval": 1, "keep": 9}},
+        {"mesh": {"fsdp": 2, "expert": 4}},
+        {"sample": {"tokens": 3}},
+        {"name": "other"},
+        {"data": {"num_threads": 0, "prefetch_documents": 1}},
+        {"step": {"microbatches": 2, "remat": "none", "loss_chunk": 8, "reduce_dtype": "float32"}},
+    ],
+)
+def test_what_only_costs_time_or_memory_may_change(tmp_path, parts):
+    write_config(tmp_path, CONFIG)
+    check_resume(tmp_path, changed(**parts))
+
+
+def test_every_field_that_may_change_exists():
+    paths = [name for name, _ in experiment._flat(dataclasses.asdict(CONFIG))]
+    for free in experiment._FREE:
+        assert any(path.startswith(free) for path in paths), free
+
+
+def test_a_run_is_as_long_as_its_schedule_unless_it_says_otherwise():
+    schedule = ScheduleConfig(total_steps=30, warmup_steps=1)
+    assert dataclasses.replace(CONFIG, schedule=schedule).steps == 30
+    assert dataclasses.replace(CONFIG, schedule=schedule, train=TrainConfig(steps=4)).steps == 4
+
+
+def test_an_unknown_variant_lists_the_known_ones():
+    with pytest.raises(ValueError, match="unknown variant 'x'; use one of a, b"):
+        choose("x", {"a": lambda: CONFIG, "b": lambda: CONFIG})
