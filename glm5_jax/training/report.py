@@ -30,6 +30,7 @@ class Summary:
     bits_per_byte: float | None  # held out
     baselines: dict[str, float]  # bits per byte on the same tokens
     tokens_per_second: float | None  # median
+    mfu: float | None  # median
     sample: str
 
     def __str__(self) -> str:
@@ -43,7 +44,8 @@ class Summary:
             against = f"  (baselines: {others})" if others else ""
             lines.append(f"held-out            {self.bits_per_byte:.3f} bits per byte{against}")
         if self.tokens_per_second is not None:
-            rate = f"{self.tokens_per_second:,.0f} tokens/s"
+            used = f", {self.mfu:.1%} of the peak" if self.mfu is not None else ""
+            rate = f"{self.tokens_per_second:,.0f} tokens/s{used}"
             lines.append(f"throughput          {rate}, {self.tokens:,} tokens in all")
         lines.append(f"report              {self.workdir / PAGE}")
         return "\n".join(lines)
@@ -54,7 +56,7 @@ def summarise(workdir) -> Summary:
     workdir = pathlib.Path(workdir)
     rows = read(workdir)
     steps, losses = column(rows, "loss/ce")
-    rates = column(rows, "speed/tokens_per_second")[1]
+    rates, mfu = (column(rows, f"speed/{name}")[1] for name in ("tokens_per_second", "mfu"))
     samples = _samples(workdir)
     return Summary(
         workdir=workdir,
@@ -64,6 +66,7 @@ def summarise(workdir) -> Summary:
         bits_per_byte=(column(rows, HELD_OUT)[1] or [None])[-1],
         baselines=_baselines(rows),
         tokens_per_second=statistics.median(rates) if rates else None,
+        mfu=statistics.median(mfu) if mfu else None,
         sample=samples[-1][1] if samples else "",
     )
 
@@ -121,6 +124,8 @@ def _tiles(summary: Summary) -> str:
         tiles.append((f"{summary.loss:.3f}", "training loss, nats per token", ""))
     if summary.tokens_per_second is not None:
         tiles.append((f"{summary.tokens_per_second:,.0f}", "tokens per second", ""))
+    if summary.mfu is not None:
+        tiles.append((f"{summary.mfu:.1%}", "model FLOPs utilisation", ""))
     tiles.append((f"{summary.step:,}", f"steps, {summary.tokens:,} tokens", ""))
     cells = (
         f'<div class="tile {c}"><b>{v}</b><span>{html.escape(t)}</span></div>' for v, t, c in tiles

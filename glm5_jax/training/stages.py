@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -110,24 +112,32 @@ class Pretraining:
         if not self.finished:
             with loop.StopSignal() as stop:
                 self._train(stop)
-            report.write_page(self.workdir)
+            if jax.process_index() == 0:
+                report.write_page(self.workdir)
         return report.summarise(self.workdir)
 
     def _train(self, stop: loop.StopSignal) -> None:
-        config = self.config
-        write_config(self.workdir, config)
-        self._tokenizer.save(self.workdir / "tokenizer")
+        config, first = self.config, jax.process_index() == 0
+        if first:
+            write_config(self.workdir, config)
+            self._tokenizer.save(self.workdir / "tokenizer")
+        own = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
         with contextlib.ExitStack() as stack:
             stack.callback(self._loader.close)
+            screen = sys.stdout if first else stack.enter_context(open(os.devnull, "w"))
             checkpoints = stack.enter_context(store.Store(self.workdir, config.train.keep))
             state, counters = loop.resume(
                 checkpoints, self._step.abstract, self._initialise, self._loader
             )
             done = int(state["step"])
-            log = stack.enter_context(MetricsLog(self.workdir, done))
-            progress = stack.enter_context(ProgressBar(config.steps, done))
+            log = stack.enter_context(MetricsLog(own, done))
+            progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
-            self._record_baselines(log, progress)
+            if self._evaluator is not None and not column(read(own), "baseline/unigram")[0]:
+                progress.print("counting the training text for the baselines ...")
+                found = self._evaluator.baselines()
+                log.write({"step": 0, **{f"baseline/{name}": x for name, x in found.items()}})
+            progress.print("compiling the train step ...")
             recorder = Recorder(
                 log,
                 progress,
@@ -153,7 +163,8 @@ class Pretraining:
                 store=checkpoints,
                 recorder=recorder,
                 evaluate=self._evaluator and (lambda state, _: self._evaluator(state["params"])),
-                sample=self._sample if config.sample.prompts else None,
+                # Decoding reads its tokens back, which only one process can.
+                sample=self._sample if config.sample.prompts and jax.process_count() == 1 else None,
                 stop=stop,
             )
 
@@ -196,13 +207,6 @@ class Pretraining:
             shardings = self._mesh and glm5.param_shardings(config.model, self._mesh)
             params = hf_import.load_params(path, config.model, shardings=shardings, dtype="float32")
         return self._step.initialise(key, params)
-
-    def _record_baselines(self, log: MetricsLog, progress: ProgressBar) -> None:
-        if self._evaluator is None or column(read(self.workdir), "baseline/unigram")[0]:
-            return
-        progress.print("counting the training text for the baselines ...")
-        values = self._evaluator.baselines()
-        log.write({"step": 0, **{f"baseline/{name}": value for name, value in values.items()}})
 
     def _sample(self, state: dict, step: int) -> str:
         """Continues the prompts; the texts go to samples/STEP.txt and are returned."""

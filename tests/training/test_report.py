@@ -31,6 +31,7 @@ def workdir(tmp_path):
                     "router/max_over_mean": [1.0, 2.0, 3.0, 2.0],
                     "max_logit": [5.0, 6.0, 7.0, 8.0, 9.0],
                     "speed/tokens_per_second": 100.0 + step,
+                    "speed/mfu": 0.3,
                     "tokens": step * 512,
                 }
             )
@@ -52,7 +53,13 @@ def test_the_summary_holds_the_final_numbers(workdir):
     assert summary.baselines == {"unigram": 3.4, "bigram": 2.5}
     assert summary.tokens_per_second == pytest.approx(120.5)
     text = str(summary)
-    for part in (f"{NASTY} 100", "1.900 bits per byte", "unigram 3.400, bigram 2.500", "tokens/s"):
+    for part in (
+        "30.0% of the peak",
+        f"{NASTY} 100",
+        "1.900 bits per byte",
+        "unigram 3.400, bigram 2.500",
+        "tokens/s",
+    ):
         assert part in text
     assert text.endswith(str(workdir / "report" / "index.html"))
 
@@ -87,6 +94,7 @@ def test_the_page_is_self_contained_and_shows_everything(workdir):
         "4 layers (3 with experts)",
         "1.900",
         "bigram baseline",
+        "30.0%",
         f"{NASTY} 20",
         "Held-out bits per byte",
         "Training loss, nats per token",

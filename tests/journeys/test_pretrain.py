@@ -1,0 +1,138 @@
+"""A run from the command line to its report: on a mesh, finished, resumed elsewhere, killed."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from glm5_jax.checkpoint import store
+from glm5_jax.core import metrics_log
+from launch import run
+from tests.contracts.source_tree import ROOT
+
+MODEL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+}
+OTHERS = {
+    "data.sequence_length": 32,
+    "data.sources": [{"kind": "shakespeare"}],
+    "batch.start": 256,
+    "batch.end": 256,
+    "batch.multiple": 256,
+    "optimizer.ns_dtype": "float32",
+    "schedule.peak": 0.01,
+    "schedule.warmup_steps": 2,
+    "schedule.total_steps": 12,
+    "step.mtp_steps": 1,
+    "train.eval_interval": 4,
+    "train.eval_batches": 2,
+    "train.save_interval": 4,
+    "train.sample_interval": 8,
+    "sample.tokens": 4,
+}
+
+
+def command(workdir, **more) -> list[str]:
+    """Arguments of a run of a very small model on Shakespeare."""
+    fields = {f"model.{k}": v for k, v in MODEL.items()} | OTHERS | more
+    spec = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+    return [
+        "run",
+        spec,
+        f"--workdir={workdir}",
+        *[f"--experiment.{k}={v}" for k, v in fields.items()],
+    ]
+
+
+def losses(workdir) -> list:
+    names = ("loss/total", "loss/ce", "loss/mtp", "held_out/loss", "grad_norm/muon")
+    rows = metrics_log.read(workdir)
+    return [(row["step"], n, row[n]) for row in rows for n in names if n in row]
+
+
+def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, capsys):
+    here = {"mesh.fsdp": 2, "mesh.expert": 4}
+    assert run.main(command(tmp_path, **here)) == 0
+    out = capsys.readouterr().out
+    rows = metrics_log.read(tmp_path)
+    steps, loss = metrics_log.column(rows, "loss/ce")
+    assert steps == list(range(1, 13))
+    assert loss[-1] < loss[0] - 0.2
+    assert metrics_log.column(rows, "held_out/bits_per_byte")[0] == [4, 8, 12]
+    assert metrics_log.column(rows, "tokens")[1][-1] == 12 * 256
+    assert len(rows[-2]["router/max_over_mean"]) == 2  # one layer with experts, and the MTP block
+    for name in ("unigram", "bigram"):
+        assert 1 < metrics_log.column(rows, f"baseline/{name}")[1][0] < 4
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["12.txt", "8.txt"]
+    assert (tmp_path / "tokenizer" / "tokenizer.json").exists()
+    assert any((tmp_path / "tensorboard").iterdir())
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["hidden_size"] == 32
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "bigram baseline" in page
+    for part in ("step 12/12", "ROMEO:", "bits per byte  (baselines: unigram", "tokens/s"):
+        assert part in out
+    summary = out[out.index("\n\n") :]
+
+    began = time.monotonic()
+    assert run.main(command(tmp_path, **here)) == 0  # finished: shown again, at once
+    assert time.monotonic() - began < 10
+    assert summary.strip().endswith(capsys.readouterr().out.strip())
+    assert metrics_log.read(tmp_path) == rows
+
+    other = {"mesh.fsdp": 4, "mesh.expert": 2, "train.steps": 14}
+    assert run.main(command(tmp_path, **other)) == 0
+    assert "going on from step 12" in capsys.readouterr().out
+    assert metrics_log.read(tmp_path)[: len(rows)] == rows
+    assert store.latest_step(tmp_path) == 14
+
+    assert run.main(command(tmp_path, **{**here, "model.q_lora_rank": 20})) == 2
+    assert "model.q_lora_rank was 24, is 20" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_a_run_equals_the_unbroken_one(tmp_path, plain_env):
+    def start(workdir):
+        return subprocess.Popen(
+            [sys.executable, "-m", "launch.run", *command(workdir)[1:]],
+            cwd=ROOT,
+            env=plain_env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    process = start(whole)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    kills = 0
+    for step, delay in ((1, 0.0), (4, 0.0), (4, 0.02), (8, 0.1), (11, 0.0)):
+        process = start(broken)
+        end = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < end:
+            if step in metrics_log.column(metrics_log.read(broken), "loss/ce")[0]:
+                time.sleep(delay)
+                process.send_signal(signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.001)
+        output, _ = process.communicate(timeout=60)
+        if process.returncode == 0:  # it was faster than the kill
+            break
+        assert process.returncode == -signal.SIGKILL, output
+    assert kills >= 3
+    process = start(broken)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    assert losses(broken) == losses(whole)
+    assert (broken / "samples" / "12.txt").read_text() == (whole / "samples" / "12.txt").read_text()
