@@ -1,0 +1,112 @@
+"""The goldens of transformers as our model sees them, and a forward that shows its inside."""
+
+import collections
+import dataclasses
+import functools
+import json
+import pathlib
+from unittest import mock
+
+import jax
+import numpy as np
+
+from glm5_jax.checkpoint import hf_import, hf_names
+from glm5_jax.config import ModelConfig
+from glm5_jax.model import block, glm5
+from glm5_jax.model.indexer import index_scores
+
+FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/arrays.npz"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    """One folder: config and float32 parameters as we load them, arrays as transformers gave them."""
+
+    name: str
+    cfg: ModelConfig
+    params: dict
+    arrays: dict[str, np.ndarray]
+    meta: dict
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.arrays["input_ids"].astype(np.int32)
+
+    def prompt_of(self, continuation: str) -> np.ndarray:
+        """The prompt of gen_long_ids, gen_short_ids or pad_gen_ids."""
+        new = self.arrays["gen_long_logits"].shape[1]
+        return self.arrays[continuation][:, :-new].astype(np.int32)
+
+    def as_float64(self):
+        """(config, params) for float64; call it where x64 is enabled."""
+        cfg = dataclasses.replace(self.cfg, dtype="float64")
+        return cfg, jax.tree.map(lambda x: np.asarray(x, np.float64), self.params)
+
+
+@functools.cache
+def load(name: str) -> Golden:
+    folder = FOLDER / name
+    cfg = hf_import.read_config(folder)
+    params = hf_import.load_params(folder, cfg)
+    meta = json.loads((folder / "meta.json").read_text())
+    return Golden(name, cfg, params, dict(np.load(folder / "arrays.npz")), meta)
+
+
+def under_hf_names(cfg, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Arrays by leaf path, as transformers holds them in memory: its names, experts fused."""
+    out, every_layer = {}, frozenset(range(cfg.num_hidden_layers))
+    for piece in hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg), every_layer):
+        tensor = out.setdefault(piece.name, np.full(piece.view.shape, np.nan, np.float32))
+        piece.view.of(tensor)[...] = leaves[piece.path][piece.at]
+    assert not any(np.isnan(tensor).any() for tensor in out.values())
+    return out
+
+
+@functools.cache
+def traced_forward(cfg):
+    """A compiled f(params, tokens, segments, positions) -> (Output, what the layers computed).
+
+    The layers run one by one instead of in a scan. The dict holds lists in layer order:
+    hidden_states, attn_out, mlp_out, topk (int32[b t k] or None), index_scores (of full layers),
+    routing (of MoE layers).
+    """
+
+    def run(params, tokens, segments, positions):
+        seen = collections.defaultdict(list)
+        feed_forwards = []
+
+        def spy(module, name, look):
+            plain = getattr(module, name)
+
+            def spied(*args, **kwargs):
+                out = plain(*args, **kwargs)
+                look(args, out)
+                return out
+
+            return mock.patch.object(module, name, spied)
+
+        def look_at_layer(args, out):
+            seen["hidden_states"].append(out[0])
+            # A mixture ends after the shared expert inside it.
+            seen["mlp_out"].append(feed_forwards[-1])
+
+        with (
+            spy(glm5, "block", look_at_layer),
+            spy(glm5, "embed", lambda args, out: seen["hidden_states"].append(out)),
+            spy(block, "attention", lambda args, out: seen["attn_out"].append(out[0])),
+            spy(block, "mla", lambda args, out: seen["topk"].append(args[5])),
+            spy(block, "select_keys", lambda args, _: seen["index_scores"].append(_scores(*args))),
+            spy(block, "mlp", lambda args, out: feed_forwards.append(out)),
+            spy(block, "mixture", lambda args, out: feed_forwards.append(out[0])),
+            spy(block, "route", lambda args, out: seen["routing"].append(out)),
+        ):
+            out = glm5.forward(params, tokens, cfg, positions=positions, segment_ids=segments)
+        return out, dict(seen)
+
+    compiled = jax.jit(run)
+    return lambda params, *args: jax.device_get(compiled(glm5.unstack(params, cfg), *args))
+
+
+def _scores(idx_q, idx_w, idx_k, *_):
+    return index_scores(idx_q, idx_w, idx_k)

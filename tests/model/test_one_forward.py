@@ -1,0 +1,79 @@
+"""Every stage runs the same attention: without `mla` nothing works."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.model import block, glm5
+from glm5_jax.model.cache import init_cache
+from glm5_jax.model.generate import generate
+from glm5_jax.training.step import Rates, StepConfig, gradient_function, loss_function
+
+CFG = dataclasses.replace(presets.tiny(), max_position_embeddings=999)
+PARAMS = glm5.abstract(CFG)
+TOKENS = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+ONE = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+HIDDEN = jax.ShapeDtypeStruct((2, 64, CFG.hidden_size), jnp.float32)
+BATCH = {k: TOKENS for k in ("token_ids", "segment_ids", "positions")}
+BATCH |= {k: jax.ShapeDtypeStruct((2, 64), jnp.float32) for k in ("loss_mask", "ce_weight")}
+RATES = Rates(*(jax.ShapeDtypeStruct((), jnp.float32),) * 2)
+
+
+def cache(**kwargs):
+    return jax.eval_shape(lambda: init_cache(CFG, 2, 70, **kwargs))
+
+
+def forward(params, tokens, cache=None):
+    return glm5.forward(params, tokens, CFG, cache=cache)
+
+
+def draft(params, hidden, following, cache=None):
+    return glm5.forward_mtp(params, hidden, following, CFG, cache=cache)
+
+
+STAGES = {
+    "log-probs": (forward, PARAMS, TOKENS),
+    "training loss": (loss_function(CFG, StepConfig()), PARAMS, BATCH, RATES),
+    "training gradients": (gradient_function(CFG, StepConfig()), PARAMS, BATCH, RATES),
+    "prefill": (forward, PARAMS, TOKENS, cache()),
+    "decoding": (forward, PARAMS, ONE, cache()),
+    "drafting": (draft, PARAMS, HIDDEN, TOKENS),
+    "drafting with a cache": (draft, PARAMS, HIDDEN, TOKENS, cache(num_layers=1)),
+}
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.fixture
+def broken_mla(monkeypatch):
+    def mla(*args):
+        raise Broken
+
+    monkeypatch.setattr(block, "mla", mla)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_runs(stage):
+    function, *args = STAGES[stage]
+    jax.eval_shape(lambda *a: function(*a), *args)
+
+
+@pytest.mark.usefixtures("broken_mla")
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_mla_nothing_runs(stage):
+    function, *args = STAGES[stage]
+    with pytest.raises(Broken):
+        jax.eval_shape(lambda *a: function(*a), *args)
+
+
+@pytest.mark.usefixtures("broken_mla")
+def test_without_mla_nothing_is_generated():
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), PARAMS)
+    with pytest.raises(Broken):
+        generate(params, np.ones((1, 3), np.int32), CFG, 1)
