@@ -131,6 +131,7 @@ _normal = jax.jit(lambda key, n: jax.random.normal(key, (n,), jnp.float32), stat
 
 
 def shapes_only(weight: Weight) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a weight; no memory is touched."""
     return jax.ShapeDtypeStruct(weight.shape, weight.dtype)
 
 

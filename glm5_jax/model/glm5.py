@@ -233,7 +233,7 @@ def trunk(
 
 def _scan(name, stack, layers, x, topk, carries_topk, weights, context):
     """The layers of one stack under `lax.scan`, so that 75 layers compile like one."""
-    cfg, full = context.cfg, set(context.cfg.full_layers)
+    full = set(context.cfg.full_layers)
     flags = [i in full for i in layers]
     body = {k: v for k, v in stack.items() if k != "indexer"}
     indexers, mixed = None, not all(flags)

@@ -18,6 +18,8 @@ from glm5_jax.model.rope import rotate
 
 
 class Indexer(nnx.Module):
+    """Weights of the lightning indexer of a full layer."""
+
     def __init__(self, declare):
         self.q_b = declare.normal("q_b", "q i j")
         self.k = declare.normal("k", "d j")

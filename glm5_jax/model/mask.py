@@ -1,6 +1,5 @@
 """Who sees whom: causal order by index, and documents by segment id."""
 
-import jax.numpy as jnp
 
 
 def visible(query_index, key_index, query_segments=None, key_segments=None):

@@ -23,6 +23,8 @@ from glm5_jax.model.rope import rotate
 
 
 class Mla(nnx.Module):
+    """Weights of one attention: query and key/value latents, per-head up-projections, output."""
+
     def __init__(self, declare, cfg):
         self.q_a = declare.normal("q_a", "d q")
         self.q_a_norm = declare.ones("q_a_norm", "q")

@@ -8,6 +8,8 @@ from glm5_jax.core.mesh import Region
 
 
 class Mlp(nnx.Module):
+    """Gate, up and down matrices of a feed-forward."""
+
     def __init__(self, declare):
         self.gate = declare.normal("gate", "d f")
         self.up = declare.normal("up", "d f")

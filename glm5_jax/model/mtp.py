@@ -13,6 +13,8 @@ from glm5_jax.model.norm import rms_norm
 
 
 class Mtp(nnx.Module):
+    """Weights of the multi-token-prediction layer; embedding and head are the trunk's."""
+
     def __init__(self, declare, cfg):
         self.enorm = declare.ones("enorm", "d")
         self.hnorm = declare.ones("hnorm", "d")

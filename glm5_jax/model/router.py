@@ -15,6 +15,8 @@ from glm5_jax.core.numerics import wide
 
 
 class Router(nnx.Module):
+    """Router matrix and the loss-free balancing bias."""
+
     def __init__(self, declare):
         self.weight = declare.normal("weight", "d e")
         self.bias = declare.buffer("bias", "e", jnp.float32)
