@@ -1,7 +1,9 @@
 """Weighted mixture of sources: the endless stream of training rows, and the held-out rows.
 
 The weights are shares of rows, so of tokens: every source is shuffled and packed by itself, and the
-rows are interleaved in fixed proportions. All of it follows from the seed alone.
+rows are interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once
+more over a window, since the rows of one long document follow each other and would fill a batch.
+All of it follows from the seed alone.
 """
 
 import dataclasses
@@ -23,7 +25,9 @@ class DataConfig:
     Attributes:
       sources: the mixture; names (kind and path) must differ.
       sequence_length: tokens of a row (4096 in pre-training: GLM-4.5 report, section 2.3).
-      seed: of the order of documents.
+      seed: of the order of documents and rows.
+      shuffle_window: tokens of each source over which rows are shuffled; held in memory, and read
+        again on resuming (a second or so at 2**18).
       packing: "concat" or "best_fit" (packing.py).
       open_rows: rows that best-fit packing fills at a time; more pad less. 64 at 4096 tokens left
         4% padding on the shipped texts, 16 left 7%.
@@ -35,6 +39,7 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = (SourceConfig("shakespeare"), SourceConfig("stdlib"))
     sequence_length: int = 4096
     seed: int = 0
+    shuffle_window: int = 2**18
     packing: str = "concat"
     open_rows: int = 64
     held_out_fraction: float = 0.05
@@ -53,7 +58,8 @@ class DataConfig:
             raise ValueError(f"packing is {self.packing!r}; use one of {', '.join(PACKINGS)}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction is {self.held_out_fraction}; it must be in [0, 1)")
-        for name, least in (("open_rows", 1), ("num_threads", 0), ("prefetch_documents", 0)):
+        minima = {"shuffle_window": 0, "open_rows": 1, "num_threads": 0, "prefetch_documents": 0}
+        for name, least in minima.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
@@ -80,14 +86,19 @@ def training_rows(
         raise ValueError(f"process_index is {process_index} of process_count {process_count}")
     rows = {}
     for name, source in sources.items():
+        seed = zlib.crc32(f"{config.seed} {name}".encode())
         documents = (
             grain.MapDataset.source(source)
-            .seed(zlib.crc32(f"{config.seed} {name}".encode()))
+            .seed(seed)
             .shuffle()
             .repeat()[process_index::process_count]
             .filter(lambda text: text and not held_out(text, config.held_out_fraction))
         )
-        rows[name] = _pack(config, documents, tokenizer)
+        rows[name] = grain.experimental.WindowShuffleIterDataset(
+            _pack(config, documents, tokenizer),
+            window_size=max(1, config.shuffle_window // config.sequence_length),
+            seed=seed,
+        )
     weights = {source.name: source.weight for source in config.sources}
     return grain.IterDataset.mix(rows, weights)
 

@@ -11,7 +11,7 @@ from glm5_jax.data.sources import SourceConfig
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
-SIZES = [2, 2, 4, 1, 8, 8, 3, 5, 8, 8]
+SIZES = [2, 1, 4, 8, 3, 9]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,8 @@ def sources(tmp_path_factory):
 
 
 def _config(sources, **arguments):
-    return DataConfig(sources, **{"sequence_length": 24, "held_out_fraction": 0.2} | arguments)
+    defaults = {"sequence_length": 24, "held_out_fraction": 0.2, "shuffle_window": 24 * 9}
+    return DataConfig(sources, **defaults | arguments)
 
 
 def _assert_same(a, b):

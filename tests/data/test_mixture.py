@@ -28,6 +28,7 @@ def _source(folder, name, documents, weight=1.0):
 
 def _config(*sources, **arguments):
     defaults = {"sequence_length": 16, "num_threads": 0, "held_out_fraction": 0.0}
+    defaults["shuffle_window"] = 0  # so that a document's rows follow each other
     return DataConfig(sources, **defaults | arguments)
 
 
@@ -72,6 +73,19 @@ def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
     rows = _rows(_config(long, short), 80)
     is_short = ["short" in TOKENIZER.decode(row["token_ids"]) for row in rows]
     assert all(sum(is_short[start : start + 8]) == 6 for start in range(0, 80, 8))
+
+
+def test_rows_are_shuffled_over_a_window_and_none_is_lost(tmp_path):
+    texts = [f"document {number} " + "word " * 200 for number in range(10)]
+    source = _source(tmp_path, "a", texts)
+    plain, shuffled = (
+        [tuple(row["token_ids"].tolist()) for row in _rows(config, 128)]
+        for config in (_config(source), _config(source, shuffle_window=64 * 16))
+    )
+    for start in (0, 64):
+        window = slice(start, start + 64)
+        assert sorted(plain[window]) == sorted(shuffled[window])
+        assert plain[window] != shuffled[window]
 
 
 def test_held_out_documents_are_never_trained_on_and_nothing_is_lost(tmp_path):

@@ -84,7 +84,8 @@ def test_the_standard_library_is_sorted_python_without_tests():
     assert not any("/test/" in name or "site-packages" in name for name in names)
     source = open_source(SourceConfig("stdlib"))
     assert len(source) == len(paths)
-    assert sum(len(source[index]) for index in range(len(source))) > 5_000_000
+    assert sum(path.stat().st_size for path in paths) > 5_000_000
+    assert source[0] == paths[0].read_text("utf-8")
 
 
 def test_no_files_and_no_documents_are_named(tmp_path):
