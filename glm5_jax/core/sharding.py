@@ -3,7 +3,8 @@
 A rule claims its mesh axis for a dimension if no other dimension of the weight has claimed that axis
 and the dimension divides; the table's order is the priority. So each mesh axis shards a tensor
 dimension of its own, which is what makes XLA emit an all-gather forward and a reduce-scatter backward
-(one dimension sharded by two batch axes became full all-reduces). `data` replicates.
+(one dimension sharded by two batch axes became full all-reduces). `data` replicates. "e f" is the f
+behind an e: the last dimension of an expert's down projection would be summed in full, see `gather`.
 """
 
 import math
@@ -18,8 +19,9 @@ RULES = (
     ("v", "expert"),
     ("n", "expert"),
     ("i", "expert"),
+    ("f", "tensor"),  # before the others on f: what stays sharded must be the outer cut
+    ("e f", "fsdp"),
     ("d", "fsdp"),
-    ("f", "tensor"),
     ("f", "context"),
     ("f", "expert"),
     ("dd", "expert"),
@@ -47,15 +49,21 @@ def spec_of(letters: str, shape, axis_sizes) -> P:
     claimed: list[list[str]] = [[] for _ in names]
     if len([n for n in names if n != "l"]) > 1:
         taken = set()
-        for letter, axis in RULES:
-            if letter not in names or axis in taken or axis_sizes[axis] == 1:
+        for pattern, axis in RULES:
+            dim = _dim_of(pattern, names)
+            if dim is None or axis in taken or axis_sizes[axis] == 1:
                 continue
-            dim = names.index(letter)
             parts = math.prod(axis_sizes[a] for a in claimed[dim]) * axis_sizes[axis]
             if shape[dim] % parts == 0:
                 claimed[dim].append(axis)
                 taken.add(axis)
     return P(*(tuple(c) if len(c) > 1 else (c[0] if c else None) for c in claimed))
+
+
+def _dim_of(pattern: str, names: list[str]) -> int | None:
+    wanted = pattern.split()
+    ends = range(len(wanted), len(names) + 1)
+    return next((i - 1 for i in ends if names[i - len(wanted) : i] == wanted), None)
 
 
 def specs_of(letters, shapes, axis_sizes):
@@ -86,10 +94,13 @@ def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
 
     Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
     in reduce_dtype (default: dtype) and returned in the weight's own dtype.
+
+    The last dimension goes first, so that the gradient is scattered along the leading ones while it
+    is large: XLA:TPU makes a full all-reduce of a scatter along the last dimension.
     """
     keep = stationary(letters)
     plan = []
-    for dim, (letter, entry) in enumerate(zip(letters.split(), spec)):
+    for dim, (letter, entry) in reversed(list(enumerate(zip(letters.split(), spec)))):
         axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
         axes = tuple(a for a in axes if a not in keep.get(letter, ()))
         if region.live(axes):

@@ -1,8 +1,8 @@
 """Tokens to experts and back: sort by expert, exchange over `expert`, compute, exchange back.
 
 One path for every mesh. The exchange is `lax.ragged_all_to_all`; where the platform lacks it (CPU) a
-twin with the same arguments gathers instead. Receive buffers hold the worst case, so no token is
-ever dropped; `token_chunk` bounds them.
+twin with the same arguments pads its chunks to one size. Receive buffers hold the worst case, so no
+token is ever dropped; `token_chunk` bounds them.
 """
 
 import functools
@@ -138,15 +138,14 @@ def _exchange(x, out_rows: int, plan):
 def dense_exchange(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """`lax.ragged_all_to_all` for platforms without it: same arguments, same result."""
-    me = lax.axis_index(axis_name)
-    operands = lax.all_gather(operand, axis_name)  # [from, row, d]
-    starts = lax.all_gather(output_offsets, axis_name)[:, me]
-    sources = lax.all_gather(input_offsets, axis_name)[:, me]
-    row = jnp.arange(output.shape[0])[:, None]
-    holds = (row >= starts) & (row < starts + recv_sizes)  # [row, from]
-    sender = jnp.argmax(holds, axis=1)
-    index = sources[sender] + row[:, 0] - starts[sender]
-    flat = operands.reshape(-1, operand.shape[1])
-    taken = jnp.take(flat, sender * operand.shape[0] + index, axis=0, mode="clip")
-    return jnp.where(holds.any(1)[:, None], taken, output)
+    """`lax.ragged_all_to_all` for platforms without it: same arguments, same result.
+
+    Every chunk travels in as many rows as the longest possible one has.
+    """
+    del send_sizes  # what is sent beyond them, the receiver drops
+    row = jnp.arange(min(operand.shape[0], output.shape[0]))[None]
+    chunks = jnp.take(operand, input_offsets[:, None] + row, axis=0, mode="clip")  # [to, row, d]
+    chunks = lax.all_to_all(chunks, axis_name, 0, 0)  # [from, row, d]
+    starts = lax.all_to_all(output_offsets, axis_name, 0, 0)
+    target = jnp.where(row < recv_sizes[:, None], starts[:, None] + row, output.shape[0])
+    return output.at[target].set(chunks, mode="drop")

@@ -141,13 +141,14 @@ def local_objective(
     mtp_steps = shifted.targets.shape[0] - 1
     if mtp_steps:
 
-        def step(hidden, following):
+        def step(hidden, embedded):
             w = weights("mtp", params["mtp"])
-            embedded = glm5.embed(params, weights, following)
             hidden, _, stats = mtp_step(w, hidden, embedded, None, out.context)
             return hidden, (hidden, stats)
 
-        _, (more, mtp_stats) = lax.scan(plan.checkpoint(step), out.hidden, shifted.targets[:-1])
+        # One lookup for all steps: the table is gathered once, and its gradient reduced once.
+        embedded = glm5.embed(params, weights, shifted.targets[:-1])
+        _, (more, mtp_stats) = lax.scan(plan.checkpoint(step), out.hidden, embedded)
         hiddens = jnp.concatenate([hiddens, more])
         # The MTP block counts as one more layer: its three runs are summed.
         stats = glm5.LayerStats(

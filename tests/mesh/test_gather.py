@@ -1,0 +1,120 @@
+"""How a weight is cut, brought together where it is used, and its gradient summed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from glm5_jax import presets
+from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
+from glm5_jax.core.sharding import gather, spec_of, stationary
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+
+POD = dict(zip(AXES, resolve({"fsdp": 16, "expert": 64}, 1024)))
+LONG = dict(zip(AXES, resolve({"fsdp": 2, "expert": 64, "context": 8}, 1024)))
+
+
+@pytest.mark.parametrize(
+    ("letters", "shape", "spec"),
+    [
+        ("d", (6144,), P(None)),
+        ("l d", (75, 6144), P(None, None)),
+        ("v d", (154880, 6144), P("expert", "fsdp")),
+        ("d v", (6144, 154880), P("fsdp", "expert")),
+        ("l q n hr", (75, 2048, 64, 256), P(None, "fsdp", "expert", None)),
+        ("l n u d", (75, 64, 256, 6144), P(None, "expert", None, "fsdp")),
+        ("l e d f", (75, 256, 6144, 2048), P(None, "expert", "fsdp", None)),
+        ("l e f d", (75, 256, 2048, 6144), P(None, "expert", "fsdp", None)),
+        ("e f d", (256, 2048, 6144), P("expert", "fsdp", None)),
+        ("l f d", (3, 12288, 6144), P(None, "expert", "fsdp")),
+    ],
+)
+def test_each_axis_of_a_pod_cuts_a_dimension_of_its_own(letters, shape, spec):
+    assert spec_of(letters, shape, POD) == spec
+
+
+def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
+    sizes = dict(POD, expert=5)
+    assert spec_of("l q n hr", (75, 2048, 64, 256), sizes) == P(None, "fsdp", None, None)
+
+
+@pytest.mark.parametrize("sizes", [POD, LONG], ids=["4K", "128K"])
+def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes):
+    cfg = presets.glm5()
+    letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
+    for path, x in shapes.items():
+        spec = spec_of(letters[path], x.shape, sizes)
+        used = {a for entry in spec if entry for a in np.atleast_1d(entry)}
+        if x.size > 1e8:
+            assert used >= {a for a in ("fsdp", "expert") if sizes[a] > 1}, (path, spec)
+
+
+def test_letters_must_fit_the_shape():
+    with pytest.raises(ValueError, match="letters 'd f' do not fit the shape"):
+        spec_of("d f", (2, 3, 4), POD)
+
+
+CUTS = [
+    ("d q", (32, 24), {"fsdp": 2, "expert": 4}),
+    ("n u d", (8, 6, 32), {"expert": 2, "context": 2, "fsdp": 2}),
+    ("f d", (48, 32), {"context": 2, "expert": 2, "fsdp": 2}),
+    ("f d", (48, 32), {"tensor": 2, "expert": 2, "fsdp": 2}),
+    ("e f d", (8, 16, 32), {"tensor": 2, "expert": 2, "fsdp": 2}),
+    ("e d f", (8, 32, 16), {"tensor": 2, "expert": 2, "context": 2}),
+]
+
+
+@pytest.mark.parametrize(("letters", "shape", "axes"), CUTS)
+@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
+def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(letters, shape, axes, reduce_dtype):
+    """And its gradient is the sum of what every device asks for."""
+    mesh = make_mesh(axes)
+    region, spec = Region.of(mesh), spec_of(letters, shape, mesh.shape)
+    w = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    keep = stationary(letters)
+    whole = P(
+        *(keep.get(letter) and region.live(keep[letter]) or None for letter in letters.split())
+    )
+    rest = tuple(a for a in region.live(AXES) if not any(a in (e or ()) for e in whole))
+
+    def local(w):
+        out, pull = jax.vjp(
+            lambda w: gather(w, letters, spec, region, jnp.float32, reduce_dtype), w
+        )
+        weight = 1.0 + region.index(rest)
+        (asked,) = pull(jnp.full(out.shape, weight, jnp.float32))
+        # What is not gathered is replicated, and its gradient is left to the region's own sum.
+        left = tuple(a for a in rest if not any(a in np.atleast_1d(e) for e in spec if e))
+        return out[None], region.psum(asked, left)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=(P(rest, *whole), spec), check_vma=False
+    )
+    copies, gradient = jax.jit(run)(w)
+    for copy in np.asarray(copies):
+        np.testing.assert_array_equal(copy, w)
+    num = region.size(rest)
+    np.testing.assert_array_equal(gradient, np.full(shape, num * (num + 1) / 2))
+
+
+def test_gradient_sums_can_be_wider_than_the_computation():
+    """256 + 1 is lost in bfloat16 and kept in float32."""
+    mesh = make_mesh(fsdp=8)
+    region, spec = Region.of(mesh), P("fsdp", None)
+
+    def gradient(reduce_dtype):
+        def local(w):
+            _, pull = jax.vjp(
+                lambda w: gather(w, "d q", spec, region, jnp.bfloat16, reduce_dtype), w
+            )
+            size = jnp.where(region.index(("fsdp",)) == 0, 256, 1).astype(jnp.bfloat16)
+            return pull(jnp.full((8, 3), size))[0]
+
+        run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return jax.jit(run)(jnp.zeros((8, 3), jnp.float32))
+
+    assert gradient("float32").dtype == jnp.float32
+    np.testing.assert_array_equal(gradient("float32"), 263.0)
+    assert np.all(np.abs(np.asarray(gradient(None)) - 263.0) > 0)
