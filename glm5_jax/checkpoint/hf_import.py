@@ -71,7 +71,7 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
     layer that cfg does not have is left unread. ValueError that lists missing, unexpected, misshapen
     and unreadable tensors, before anything is loaded.
     """
-    if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
+    if dtype is not None and jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
         raise ValueError(
             f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
         )

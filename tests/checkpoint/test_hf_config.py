@@ -320,8 +320,10 @@ def test_unknown_and_contradictory_fields_are_all_in_one_error():
 
 
 def test_a_model_without_indexer_refuses_indexer_fields():
-    with pytest.raises(ValueError, match="unknown fields: index_topk"):
-        from_hf(GLM4_7_FLASH | {"index_topk": 2048})
+    with pytest.raises(
+        ValueError, match="unknown fields: index_topk, index_topk_freq, indexer_types"
+    ):
+        from_hf(GLM4_7_FLASH | {"index_topk": 8, "indexer_types": ["full"], "index_topk_freq": 1})
     with pytest.raises(ValueError, match="head_dim is 192; qk_rope_head_dim is 64"):
         from_hf(GLM4_7_FLASH | {"head_dim": 192})
 

@@ -73,8 +73,16 @@ def test_shards_are_small_and_the_index_names_each_tensor_once(tmp_path):
         assert len(inside) == 1 or sum(x.nbytes for x in inside.values()) <= 1e5
         with safetensors.safe_open(tmp_path / "out" / file, framework="numpy") as opened:
             assert opened.metadata() == {"format": "pt"}  # transformers asks for it
+    total = sum(x.nbytes for x in tensors(A).values())
+    assert total / 1e5 < len(files) < 2 * total / 1e5  # and no smaller than they need be
     assert index["weight_map"] == held
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors(A).values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_a_limit_below_every_tensor_gives_each_its_own_file(tmp_path):
+    save_hf(load_hf(GOLDENS / "hf_tiny_b"), tmp_path / "out", max_shard_bytes=1)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert [len(load_file(file)) for file in files] == [1] * len(tensors(GOLDENS / "hf_tiny_b"))
 
 
 @pytest.mark.parametrize("axes", [dict(fsdp=8), dict(data=2, fsdp=2, expert=2)], ids=str)

@@ -138,6 +138,8 @@ def test_copies_of_embedding_and_head_in_the_mtp_layer(tmp_path):
     message = error_of(write(tmp_path / "other", x | copies))
     assert "model.layers.4.shared_head.head.weight should repeat lm_head.weight" in message
     assert "embed_tokens" not in message
+    alone = {n: t for n, t in (x | copies).items() if n != "lm_head.weight"}
+    assert "missing: lm_head.weight" in error_of(write(tmp_path / "alone", alone))
 
 
 def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(tmp_path):
@@ -151,6 +153,9 @@ def test_a_tied_head_may_be_in_the_file_if_it_is_the_embedding(tmp_path):
     assert "lm_head.weight should repeat model.embed_tokens.weight" in error_of(other)
     mtp = {"model.layers.4.shared_head.head.weight": embed}
     assert_same(load_hf(write(tmp_path / "mtp", x | mtp, tie_word_embeddings=True)), load_hf(tied))
+    mtp = {"model.layers.4.shared_head.head.weight": -embed}
+    message = error_of(write(tmp_path / "bad", x | mtp, tie_word_embeddings=True))
+    assert "shared_head.head.weight should repeat model.embed_tokens.weight" in message
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
