@@ -42,7 +42,7 @@ def glm4_7_flash() -> ModelConfig:
 
 
 def small() -> ModelConfig:
-    """For one accelerator: GLM-5's proportions at 1.2B stored weights, 0.3B of them active."""
+    """For one accelerator: GLM-5's proportions at 1.27B parameters, 0.27B of them active."""
     return dataclasses.replace(
         ModelConfig(),
         vocab_size=32768,

@@ -39,7 +39,7 @@ class Golden:
         return self.arrays[continuation][:, :-new].astype(np.int32)
 
     def as_float64(self):
-        """(config, params) for float64; call it where x64 is enabled."""
+        """(config, params) for float64, as NumPy arrays."""
         cfg = dataclasses.replace(self.cfg, dtype="float64")
         return cfg, jax.tree.map(lambda x: np.asarray(x, np.float64), self.params)
 

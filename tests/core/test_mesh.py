@@ -1,0 +1,57 @@
+"""Meshes always have five axes and use every device; regions skip axes of one device."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
+
+
+def test_axes_that_are_not_named_have_size_one():
+    mesh = make_mesh(fsdp=2, expert=4)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
+    assert make_mesh({"fsdp": 2, "expert": 4}) == mesh
+    one = make_mesh(devices=jax.devices()[:1])
+    assert tuple(one.shape) == AXES and one.size == 1
+
+
+def test_minus_one_is_what_is_left():
+    assert resolve({"expert": 4, "fsdp": -1}, 64) == (1, 16, 4, 1, 1)
+    assert resolve({"data": -1}, 1) == (1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "axes,message",
+    [
+        (dict(fsdp=3), "mesh fsdp=3 does not divide the 8 devices; the axes must multiply to 8"),
+        (dict(), "mesh all 1 does not divide the 8 devices"),
+        (dict(fsdp=16), "multiply to 8"),
+        (dict(fsdp=-1, data=-1), "at most one may be -1"),
+        (dict(fsdp=0), "sizes must be >= 1"),
+        (dict(fsdp=-1, expert=3), "does not divide the 8 devices"),
+        (dict(model=8), "unknown mesh axis .'model'.; the axes are data, fsdp"),
+    ],
+)
+def test_meshes_that_cannot_be_are_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(axes, devices=jax.devices()[:8])
+
+
+def test_a_region_of_one_device_does_nothing():
+    region, x = Region(), jnp.arange(6.0).reshape(2, 3)
+    assert region.live(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
+    for y in (
+        region.all_gather(x, AXES, 0),
+        region.psum_scatter(x, AXES, 1),
+        region.psum(x, AXES),
+        region.pmax(x, AXES),
+    ):
+        assert y is x
+
+
+def test_a_region_knows_which_axes_split_tokens():
+    region = Region.of(make_mesh(data=2, context=2, tensor=2))
+    assert region.token_axes == ("data", "context", "tensor")
+    assert region.sequence_axes == ("context", "tensor")
+    whole = Region.of(make_mesh(data=2, context=2, tensor=2), shard_sequence=False)
+    assert whole.token_axes == ("data",) and whole.sequence_axes == ()

@@ -1,0 +1,147 @@
+"""Cached decoding continues every golden as transformers does, and keeps its promises to callers."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.model import generate as decoding, glm5
+from glm5_jax.model.generate import generate
+from tests.model import golden as goldens
+from tests.oracles import glm5 as oracle
+
+
+@pytest.fixture
+def advanced(monkeypatch):
+    """Logits [b v] of every call that moved the cache on, in order."""
+    seen, plain = [], decoding._advance
+
+    def spied(*args):
+        logits, cache = plain(*args)
+        seen.append(np.asarray(logits))
+        return logits, cache
+
+    monkeypatch.setattr(decoding, "_advance", spied)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["long", "short", "pad"])
+@pytest.mark.parametrize("name", goldens.NAMES)
+def test_prefill_and_decoding_are_the_full_forward(name, kind, advanced):
+    """Prefill in two halves; short prompts token by token, across index_topk; left padding.
+
+    transformers checked its cached logits against its full forward when the goldens were made.
+    """
+    golden = goldens.load(name)
+    ids = "pad_gen_ids" if kind == "pad" else f"gen_{kind}_ids"
+    if ids not in golden.arrays:
+        pytest.skip("this golden has no padded batch")
+    expected, length = golden.arrays[ids], golden.tokens.shape[1]
+    new = golden.arrays["gen_long_logits"].shape[1]
+    got = generate(
+        golden.params,
+        expected[:, :-new].astype(np.int32),
+        dataclasses.replace(golden.cfg, pad_token_id=None),  # transformers went on after an end
+        new,
+        mask=golden.arrays["pad_attention_mask"] if kind == "pad" else None,
+        prefill_chunk=1 if kind == "short" else length // 2,
+        capacity=length + new,
+    )
+    np.testing.assert_array_equal(got, expected)
+    if kind != "pad":
+        logits = np.stack(advanced[-new:], axis=1)
+        np.testing.assert_allclose(logits, golden.arrays[f"gen_{kind}_logits"], atol=2e-4)
+
+
+def test_dense_attention_decodes_as_it_prefills(advanced):
+    """The model of transformers' fixture with its indexer left out, as in pre-training."""
+    golden = goldens.load("hf_tiny_a")
+    cfg = dataclasses.replace(golden.cfg, attention="dense", pad_token_id=None)
+    got = generate(golden.params, golden.tokens, cfg, 4, prefill_chunk=20)
+    config, weights = oracle.load(goldens.FOLDER / golden.name)
+    full = oracle.forward(weights, config, got[:, :-1], attention_kind="dense")["logits"]
+    np.testing.assert_allclose(np.stack(advanced[-4:], axis=1), full[:, -4:], atol=2e-4)
+    np.testing.assert_array_equal(got[:, -4:], full[:, -4:].argmax(-1))
+
+
+CFG = dataclasses.replace(
+    presets.tiny(),
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=1,
+    first_k_dense_replace=1,
+    num_nextn_predict_layers=0,
+    intermediate_size=24,
+    index_topk=None,
+    attention="dense",
+    max_position_embeddings=20,
+    eos_token_id=(),
+    pad_token_id=None,
+)
+PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 2, 6]])
+
+
+@functools.cache
+def params():
+    return jax.tree.map(lambda x: 9 * x, glm5.init_params(CFG, jax.random.key(1)))
+
+
+@functools.cache
+def greedy():
+    return generate(params(), PROMPTS, CFG, 8)
+
+
+def test_an_ended_row_goes_on_with_padding():
+    ends = {int(greedy()[0, 6])}
+    cfg = dataclasses.replace(CFG, eos_token_id=tuple(ends), pad_token_id=31)
+    got = generate(params(), PROMPTS, cfg, 8)
+    for row, plain in zip(got, greedy()):
+        new = plain[4:].tolist()
+        first = next((i for i, token in enumerate(new) if token in ends), len(new))
+        assert row[4:].tolist() == new[: first + 1] + [31] * (7 - first)
+    assert (got[0, 7:] == 31).all()
+
+
+def test_an_end_in_the_prompt_ends_nothing():
+    cfg = dataclasses.replace(CFG, eos_token_id=(int(PROMPTS[0, -1]),), pad_token_id=31)
+    assert generate(params(), PROMPTS, cfg, 1)[0, -1] == greedy()[0, 4]
+
+
+def test_temperature_draws_the_same_with_the_same_key():
+    draw = functools.partial(generate, params(), PROMPTS, CFG, 8, temperature=3.0)
+    one, again, other = (draw(key=jax.random.key(seed)) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+    assert one.shape == (2, 12) and (one[:, :4] == PROMPTS).all()
+    cold = generate(params(), PROMPTS, CFG, 8, temperature=1e-6, key=jax.random.key(2))
+    np.testing.assert_array_equal(cold, greedy())
+
+
+def test_capacity_and_chunks_change_nothing():
+    got = generate(params(), PROMPTS, CFG, 8, capacity=20, prefill_chunk=3)
+    np.testing.assert_array_equal(got, greedy())
+
+
+def test_a_padded_row_is_the_row_alone():
+    padded = np.array([[0, 0, 3, 1], [5, 9, 2, 6]])
+    mask = np.array([[0, 0, 1, 1], [1, 1, 1, 1]])
+    got = generate(params(), padded, CFG, 5, mask=mask)
+    alone = generate(params(), padded[:1, 2:], CFG, 5)
+    np.testing.assert_array_equal(got[0, 4:], alone[0, 2:])
+    np.testing.assert_array_equal(got[1], greedy()[1, :9])
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(temperature=1.0), "temperature 1.0 needs a key"),
+        (dict(capacity=11), "capacity 11 is below prompt 4 . 8 new tokens"),
+        (dict(num_new=17), "sequence length 21 exceeds max_position_embeddings 20"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        generate(params(), PROMPTS, CFG, **({"num_new": 8} | changes))

@@ -1,0 +1,179 @@
+"""The parameter tree and the module around it: letters, first values, refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm5_jax import presets
+from glm5_jax.core import axes
+from glm5_jax.core.flops import count_flops
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.model.plan import Plan
+from tests.model import golden as goldens
+
+CFG = dataclasses.replace(
+    presets.tiny(),
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=4,
+    indexer_types=("full", "full", "shared", "full"),
+    attention_bias=True,
+)
+CONFIGS = {name: presets.get(name) for name in presets.PRESETS}
+CONFIGS |= {name: goldens.load(name).cfg for name in goldens.NAMES} | {"biased": CFG}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_leaf_has_letters_that_fit_its_shape(name):
+    cfg = CONFIGS[name]
+    letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
+    assert letters.keys() == shapes.keys()
+    widths = {
+        "mlp": cfg.intermediate_size,
+        "experts": cfg.moe_intermediate_size,
+        "shared": cfg.moe_intermediate_size * cfg.n_shared_experts,
+    }
+    for path, names in letters.items():
+        folders = path.split("/")[:-1]
+        sizes = axes.sizes(cfg) | {"f": widths.get(folders[-1] if folders else None)}
+        if names.startswith("l "):
+            layers = set(dict(glm5.stacks(cfg))[folders[0]])
+            sizes["l"] = len(layers & set(cfg.full_layers) if "indexer" in folders else layers)
+        assert shapes[path].shape == tuple(sizes[x] for x in names.split()), path
+
+
+def test_goldens_have_the_declared_shapes():
+    for name in goldens.NAMES:
+        golden = goldens.load(name)
+        declared = glm5.abstract(golden.cfg)
+        jax.tree.map(lambda x, y: x.shape == y.shape or pytest.fail(), golden.params, declared)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return jax.device_get(flatten(glm5.init_params(CFG, jax.random.key(7))))
+
+
+def test_first_values(fresh):
+    """normal(0, 0.02) for every matrix; ones for norms, zeros for biases."""
+    for path, value in fresh.items():
+        name = path.rsplit("/")[-1]
+        if name.endswith("bias"):
+            assert not value.any(), path
+        elif "norm" in name and value.ndim <= 2:
+            assert (value == 1).all(), path
+        else:
+            error = 4 / np.sqrt(2 * value.size)
+            assert value.std() == pytest.approx(0.02, rel=error), path
+            assert abs(value.mean()) < 4 * 0.02 / np.sqrt(value.size), path
+    assert fresh["moe_layers/router/bias"].dtype == jnp.float32
+
+
+def test_no_two_weights_start_alike(fresh):
+    drawn = {path: v for path, v in fresh.items() if v.std() > 0}
+    heads = [v.reshape(-1)[:8].tobytes() for v in drawn.values()]
+    assert len(set(heads)) == len(heads)
+    gate = drawn["moe_layers/experts/gate"]
+    assert (gate[0] != gate[1]).all() and (gate[:, 0] != gate[:, 1]).all()
+
+
+def test_neither_depth_nor_other_weights_change_a_first_value(fresh):
+    deeper = dataclasses.replace(
+        CFG,
+        num_hidden_layers=6,
+        indexer_types=("full",) * 6,
+        num_nextn_predict_layers=0,
+        attention_bias=False,
+        n_shared_experts=0,
+    )
+    other = jax.device_get(flatten(glm5.init_params(deeper, jax.random.key(7))))
+    shared = set(fresh) & set(other)
+    assert len(shared) > 20
+    for path in shared:
+        a, b = fresh[path], other[path]
+        if path.startswith("moe_layers/indexer"):
+            b = b[[0, 2]]  # layers 1 and 3
+        np.testing.assert_array_equal(a, b[: len(a)], err_msg=path)
+
+
+def test_the_key_and_the_dtype_of_first_values(fresh):
+    other = jax.device_get(flatten(glm5.init_params(CFG, jax.random.key(8), "bfloat16")))
+    assert other["moe_layers/attn/q_b"].dtype == jnp.bfloat16
+    assert other["moe_layers/router/bias"].dtype == jnp.float32
+    assert (other["embed/weight"] != fresh["embed/weight"]).mean() > 0.9
+
+
+def test_the_module_is_the_function():
+    golden = goldens.load("hf_tiny_a")
+    model = glm5.Glm5(golden.cfg, params=golden.params)
+    tree = glm5.params_of(model)
+    jax.tree.map(np.testing.assert_array_equal, tree, golden.params)
+    logits = jax.eval_shape(lambda: model(golden.tokens))
+    assert logits.shape == golden.arrays["logits"].shape and logits.dtype == jnp.float32
+    buffers = flatten(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert not any("router/bias" in path for path in buffers)
+
+
+def test_a_new_module_draws_by_its_rngs(fresh):
+    one = glm5.Glm5(CFG, rngs=nnx.Rngs(0))
+    two = glm5.Glm5(CFG, rngs=nnx.Rngs(0), param_dtype="bfloat16")
+    assert (one.embed.weight[...].astype("bfloat16") == two.embed.weight[...]).all()
+    assert one.lm_head.weight.letters == "d v"
+
+
+def test_a_module_needs_one_source_of_weights(fresh):
+    with pytest.raises(ValueError, match="either rngs .new weights. or params"):
+        glm5.Glm5(CFG)
+    with pytest.raises(ValueError, match="either rngs"):
+        glm5.Glm5(CFG, rngs=nnx.Rngs(0), params={})
+
+
+def test_a_missing_or_misshapen_parameter_is_named():
+    golden = goldens.load("hf_tiny_a")
+    params = {k: v for k, v in golden.params.items() if k != "final_norm"}
+    with pytest.raises(ValueError, match="parameter final_norm is missing"):
+        glm5.Glm5(golden.cfg, params=params)
+    with pytest.raises(
+        ValueError, match=r"parameter final_norm has shape \(3,\), expected \(64,\)"
+    ):
+        glm5.Glm5(golden.cfg, params=params | {"final_norm": np.ones(3)})
+
+
+def test_a_sequence_beyond_the_positions_is_refused():
+    tokens = np.zeros((1, 1025), np.int32)
+    with pytest.raises(ValueError, match="1025 exceeds max_position_embeddings 1024; shorten"):
+        glm5.forward(glm5.abstract(CFG), tokens, CFG)
+
+
+def test_drafting_without_an_mtp_layer_is_refused():
+    golden = goldens.load("hf_tiny_b")
+    hidden = np.zeros((1, 4, golden.cfg.hidden_size), np.float32)
+    with pytest.raises(ValueError, match="no MTP layer"):
+        glm5.forward_mtp(golden.params, hidden, np.zeros((1, 4), np.int32), golden.cfg)
+
+
+def gradient_flops(remat):
+    cfg = dataclasses.replace(CFG, num_hidden_layers=1, first_k_dense_replace=0, indexer_types=None)
+    plan = Plan(remat=remat, query_block=64, gather_block=64)
+
+    def loss(params, tokens):
+        return glm5.forward(params, tokens, cfg, plan=plan).logits.sum()
+
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    return count_flops(jax.grad(loss), glm5.abstract(cfg), tokens, while_trips=2)
+
+
+def test_remat_recomputes_what_it_says():
+    none, full, topk, dots = (gradient_flops(kind) for kind in ("none", "full", "topk", "dots"))
+    assert none < dots < full
+    assert none < topk < full  # the selection's scores are not computed again
+
+
+def test_an_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat is 'some'; use one of none, full, topk, dots"):
+        Plan(remat="some")

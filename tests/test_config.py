@@ -1,0 +1,77 @@
+"""`ModelConfig` refuses what contradicts itself, naming the field and its value."""
+
+import dataclasses
+
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.config import ModelConfig, RopeParameters, yarn_mscale
+
+TINY = presets.tiny()
+REFUSED = [
+    (dict(hidden_size=0), "hidden_size is 0; it must be a positive integer"),
+    (dict(vocab_size=12.5), "vocab_size is 12.5"),
+    (dict(index_n_heads=-1), "index_n_heads is -1"),
+    (dict(n_shared_experts=-1), "n_shared_experts is -1; it must be an integer >= 0"),
+    (dict(qk_rope_head_dim=7), "qk_rope_head_dim is 7; RoPE needs an even one"),
+    (dict(first_k_dense_replace=5), "first_k_dense_replace 5 exceeds num_hidden_layers 4"),
+    (dict(num_experts_per_tok=17), "num_experts_per_tok 17 exceeds n_routed_experts 16"),
+    (dict(n_group=3), "n_group 3 does not divide n_routed_experts 16"),
+    (dict(topk_group=2), "topk_group 2 is outside 1..n_group 1"),
+    (dict(n_group=16, topk_group=2), "at least two"),
+    (
+        dict(n_group=8, num_experts_per_tok=3),
+        "num_experts_per_tok 3 exceeds the 2 experts of topk_group 1",
+    ),
+    (dict(num_nextn_predict_layers=2), "num_nextn_predict_layers is 2"),
+    (dict(attention="flash"), "attention is 'flash'; use 'dense' or 'sparse'"),
+    (dict(dtype="int8"), "dtype is 'int8'"),
+    (dict(index_topk=None), "attention is 'sparse' but index_topk is None"),
+    (dict(index_topk=0), "index_topk is 0; it must be at least 1"),
+    (dict(index_head_dim=10), "index_head_dim 10 is smaller than qk_rope_head_dim 12"),
+    (dict(indexer_types=("full",)), "indexer_types names 1 layers, num_hidden_layers is 4"),
+    (dict(indexer_types=("full", "half", "full", "full")), "indexer_types holds .'half'."),
+    (dict(indexer_types=("shared",) + ("full",) * 3), "layer 0 must be 'full'"),
+]
+
+
+@pytest.mark.parametrize("changes,message", REFUSED)
+def test_contradictions_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    [
+        (dict(rope_type="linear"), "rope_type is 'linear'; use 'default' or 'yarn'"),
+        (dict(rope_type="yarn"), "needs original_max_position_embeddings"),
+        (dict(rope_theta=1.0), "rope_theta is 1.0; it must exceed 1"),
+    ],
+)
+def test_rope_parameters_are_checked(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RopeParameters(**fields)
+
+
+def test_lists_become_tuples_so_that_a_config_is_a_key():
+    cfg = dataclasses.replace(TINY, eos_token_id=[1, 2], indexer_types=["full"] + ["shared"] * 3)
+    assert cfg.eos_token_id == (1, 2) and {cfg: 1}[cfg] == 1
+
+
+def test_full_layers():
+    assert TINY.full_layers == (0, 1, 2, 3)
+    shared = dataclasses.replace(TINY, indexer_types=("full", "shared", "full", "shared"))
+    assert shared.full_layers == (0, 2)
+    assert presets.glm4_7_flash().full_layers == ()
+
+
+def test_the_defaults_are_glm5():
+    assert ModelConfig() == presets.glm5()
+    assert ModelConfig().num_moe_layers == 75
+    assert ModelConfig().softmax_scale == 1 / 16
+
+
+def test_yarn_mscale():
+    assert yarn_mscale(1.0, 3.0) == yarn_mscale(0.5, 3.0) == 1.0
+    assert yarn_mscale(40.0, 1.0) == pytest.approx(1.36888, abs=1e-5)

@@ -1,0 +1,69 @@
+"""The presets are the published models, to the parameter."""
+
+import math
+
+import jax
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core import axes
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+
+
+def count(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def without_buffers(tree):
+    return {path: leaf for path, leaf in flatten(tree).items() if not path.endswith("router/bias")}
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_counts_are_those_of_the_weights(name):
+    cfg = presets.get(name)
+    tree = dict(glm5.abstract(cfg))
+    assert cfg.num_stored_parameters == count(tree)
+    tree.pop("mtp", None)
+    assert cfg.num_parameters == count(without_buffers(tree))
+
+
+def test_glm5_has_744_billion_parameters():
+    cfg = presets.glm5()
+    assert cfg.num_parameters == 743_911_199_232
+    assert cfg.num_stored_parameters == 753_864_139_008
+    assert 40.8e9 < cfg.num_active_parameters < 40.9e9
+
+
+def test_glm5_2_has_753_billion_weights():
+    """As the released headers add up, which leave the 76 biases of 256 experts out."""
+    assert presets.glm5_2().num_stored_parameters == 753_329_921_024 + 76 * 256
+    full = presets.glm5_2().full_layers
+    assert full == (0, 1, *range(2, 78, 4)) and len(full) == 21
+
+
+def test_glm4_7_flash_has_30_billion_parameters():
+    cfg = presets.glm4_7_flash()
+    assert 29e9 < cfg.num_parameters < 31e9
+    assert cfg.full_layers == () and cfg.attention == "dense"
+
+
+def test_small_fits_one_accelerator():
+    cfg = presets.small()
+    assert 1.2e9 < cfg.num_parameters < 1.3e9 < cfg.num_stored_parameters < 1.4e9
+    assert 0.25e9 < cfg.num_active_parameters < 0.3e9
+
+
+def test_tiny_has_no_two_axes_of_one_size():
+    cfg = presets.tiny()
+    sizes = axes.sizes(cfg)
+    sizes |= {"f dense": cfg.intermediate_size, "f moe": cfg.moe_intermediate_size}
+    sizes |= {"k": cfg.index_topk, "a": cfg.num_experts_per_tok}
+    assert len(set(sizes.values())) == len(sizes), sizes
+    for letter in ("n", "e", "d", "v", "f dense", "f moe"):
+        assert sizes[letter] % 8 == 0, letter
+
+
+def test_an_unknown_preset_is_refused_with_the_list():
+    with pytest.raises(ValueError, match="unknown preset 'glm6'; use one of glm5, glm5_2"):
+        presets.get("glm6")

@@ -1,0 +1,193 @@
+"""The training objective against the NumPy oracle, part by part, with exact gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.training.loss import linear_cross_entropy, shift
+from glm5_jax.training.step import Rates, StepConfig, loss_function
+from tests.model import golden as goldens
+from tests.oracles import cross_entropy, glm5 as oracle
+
+ROWS, D, V = 13, 6, 11
+
+
+@pytest.fixture(scope="module")
+def projection():
+    rng = np.random.default_rng(0)
+    hidden, head = rng.standard_normal((ROWS, D)), 2 * rng.standard_normal((D, V))
+    weight = rng.random(ROWS) * (rng.random(ROWS) > 0.3)
+    return hidden, head, rng.integers(0, V, ROWS).astype(np.int32), weight
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 13, 4096])
+def test_cross_entropy_and_its_gradients(projection, chunk):
+    """13 rows in chunks of 5 leave a remainder; the z-loss reaches the second output."""
+    hidden, head, targets, weight = projection
+    z_weight = 0.3
+    expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, z_weight)
+
+    @jax.jit
+    def run(hidden, head):
+        def loss(hidden, head):
+            nll, logz = linear_cross_entropy(hidden, head, targets, chunk)
+            return jnp.sum(weight.astype(np.float32) * (nll + z_weight * logz**2)), nll
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head)
+
+    (loss, nll), (d_hidden, d_head) = run(hidden.astype(np.float32), head.astype(np.float32))
+    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(-nll, expected["logp"], atol=1e-5)
+    np.testing.assert_allclose(d_hidden, expected["d_hidden"], atol=1e-5)
+    np.testing.assert_allclose(d_head, expected["d_weight"], atol=2e-5)
+
+
+def test_logits_never_exist_as_a_whole():
+    """400 rows of 5000 logits would be 8 MB, forward and backward; a chunk of 4 rows is 80 kB."""
+
+    def loss(hidden, head):
+        return linear_cross_entropy(hidden, head, jnp.zeros(400, jnp.int32), 4)[0].sum()
+
+    shapes = (
+        jax.ShapeDtypeStruct((400, 8), jnp.float32),
+        jax.ShapeDtypeStruct((8, 5000), jnp.float32),
+    )
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5e6
+
+
+def test_bfloat16_sums_the_head_gradient_wide(projection):
+    """4096 equal rows: a bfloat16 sum would stop growing at 256 of them."""
+    rows = 4096
+    hidden = jnp.ones((rows, 2), jnp.bfloat16)
+    head = jnp.zeros((2, 4), jnp.bfloat16)
+
+    def loss(head):
+        return linear_cross_entropy(hidden, head, jnp.zeros(rows, jnp.int32), 1)[0].sum()
+
+    got = jax.grad(loss)(head)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        got[0].astype(np.float32), rows * np.array([-0.75, 0.25, 0.25, 0.25])
+    )
+
+
+def batch_of(tokens, segments, loss_mask=None, ce_weight=None):
+    ones = np.ones(tokens.shape, np.float32)
+    return {
+        "token_ids": tokens.astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "positions": oracle.positions_of(segments).astype(np.int32),
+        "loss_mask": ones if loss_mask is None else loss_mask.astype(np.float32),
+        "ce_weight": ones if ce_weight is None else ce_weight.astype(np.float32),
+    }
+
+
+def test_targets_are_the_tokens_ahead_in_the_same_document():
+    tokens = np.array([[10, 11, 12, 13, 14, 15, 0]])
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0]])
+    mask = np.array([[0, 1, 1, 0, 1, 1, 1]])
+    weight = np.array([[9, 1, 0.5, 9, 3, 4, 9]])
+    got = shift({k: jnp.asarray(v) for k, v in batch_of(tokens, segments, mask, weight).items()}, 2)
+    assert got.targets[:, 0].tolist() == [
+        [11, 12, 13, 14, 15, 0, 0],
+        [12, 13, 14, 15, 0, 0, 0],
+        [13, 14, 15, 0, 0, 0, 0],
+    ]
+    assert got.weights[:, 0].tolist() == [
+        [1, 0.5, 0, 3, 4, 0, 0],
+        [0.5, 0, 0, 4, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_a_row_shorter_than_the_steps_has_no_far_targets():
+    got = shift({k: jnp.asarray(v) for k, v in batch_of(*np.ones((2, 1, 2))).items()}, 3)
+    assert got.targets.shape == (4, 1, 2)
+    assert got.weights.sum((1, 2)).tolist() == [1, 0, 0, 0]
+
+
+def packed(golden):
+    """Two packed documents and padding, with uneven weights."""
+    tokens = golden.tokens
+    segments = np.ones_like(tokens)
+    segments[0, 17:] = 2
+    segments[1, :6] = 0
+    segments[1, 25:] = 3
+    rng = np.random.default_rng(0)
+    mask = (oracle.positions_of(segments) > 0) & (segments > 0) & (rng.random(tokens.shape) > 0.1)
+    return batch_of(tokens, segments, mask, 0.5 + rng.random(tokens.shape))
+
+
+def mean_nll(logits, targets, weights):
+    top = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
+    nll = lse - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return np.sum(weights * nll) / weights.sum(), np.sum(weights * lse**2) / weights.sum()
+
+
+@pytest.fixture(scope="module", params=["hf_tiny_a", "hf_tiny_d"])
+def objective(request):
+    """(golden, batch, f(params) -> ((objective, parts), gradients)) in float64, with all parts."""
+    golden = goldens.load(request.param)
+    config = StepConfig(mtp_steps=3, balance_weight=0.02, z_weight=0.01, remat="none")
+    batch = packed(golden)
+    batch = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in batch.items()}
+    rates = Rates(np.float64(0.3), np.float64(0))
+    cfg, params = golden.as_float64()
+    compiled = jax.jit(jax.value_and_grad(loss_function(cfg, config), has_aux=True))
+
+    def run(params):
+        with jax.enable_x64(True):
+            return jax.device_get(compiled(params, batch, rates))
+
+    return golden, batch, params, run
+
+
+def test_the_parts_are_those_of_the_oracle(objective):
+    golden, batch, params, run = objective
+    (total, parts), _ = run(params)
+    config, weights = oracle.load(goldens.FOLDER / golden.name)
+    tokens, segments = batch["token_ids"], batch["segment_ids"]
+    weight = batch["loss_mask"] * batch["ce_weight"]
+    out = oracle.forward(weights, config, tokens, segment_ids=segments)
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    ce, z = mean_nll(out["logits"][:, :-1], tokens[:, 1:], weight[:, 1:] * same)
+    np.testing.assert_allclose(parts.ce, ce, rtol=1e-9)
+    np.testing.assert_allclose(parts.z, z, rtol=1e-9)
+    steps = oracle.mtp(weights, config, tokens, out["final_hidden"], segments, steps=3)
+    further = []
+    for k, step in enumerate(steps, 1):
+        ahead = (segments[:, k + 1 :] == segments[:, : -k - 1]) & (segments[:, k + 1 :] != 0)
+        logits = step["logits"][:, :-1]
+        further.append(mean_nll(logits, tokens[:, k + 1 :], weight[:, k + 1 :] * ahead)[0])
+    np.testing.assert_allclose(parts.mtp, np.mean(further), rtol=1e-9)
+    expected = parts.ce + 0.3 * parts.mtp + 0.02 * parts.balance + 0.01 * parts.z
+    np.testing.assert_allclose(total, expected, rtol=1e-12)
+    counts = (out["router_weights"] != 0)[:, segments != 0].sum(1)
+    np.testing.assert_array_equal(parts.load[:-1], counts)
+    mtp_choices = 3 * golden.cfg.num_experts_per_tok * (segments != 0).sum()
+    assert parts.load[-1].sum() == mtp_choices
+
+
+def test_the_gradient_is_the_slope(objective):
+    """Along a random direction through every weight that takes a gradient."""
+    _, _, params, run = objective
+    rng = np.random.default_rng(1)
+    direction = jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            0 * x
+            if any(name in str(path) for name in ("indexer", "bias"))
+            else rng.standard_normal(x.shape) * np.abs(x).mean()
+        ),
+        params,
+    )
+
+    def moved(scale):
+        return run(jax.tree.map(lambda x, d: x + scale * d, params, direction))[0][0]
+
+    step = 1e-6
+    _, grads = run(params)
+    slope = sum(np.sum(g * d) for g, d in zip(*map(jax.tree.leaves, (grads, direction))))
+    np.testing.assert_allclose((moved(step) - moved(-step)) / (2 * step), slope, rtol=1e-5)
