@@ -99,7 +99,7 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
     """MLA over this device's queries and everyone's keys -> (y [b t d], topk, cache, max logit)."""
     cfg, region = context.cfg, context.region
     c_q, q_nope, q_rope = project_queries(w, x, context.cos, context.sin, cfg)
-    c_kv, k_rope = project_keys(w, x, context.cos, context.sin, cfg)
+    latent = project_keys(w, x, context.cos, context.sin, cfg)
     # The trunk takes no gradient from selection, nor the indexer one from the trunk.
     still, c_q_still = lax.stop_gradient((x, c_q))
     idx_k = None
@@ -108,11 +108,10 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
         if idx_cache is not None:
             new = index_keys(indexer, still, context.cos, context.sin, cfg)
             idx_k = idx_cache = write(idx_cache, new, context.start)
-        c_kv = write(cache.c_kv, c_kv, context.start)
-        k_rope = write(cache.k_rope, k_rope, context.start)
-        cache = LayerCache(c_kv, k_rope, idx_cache)
+        latent = write(cache.latent, latent, context.start)
+        cache = LayerCache(latent, idx_cache)
     else:
-        c_kv, k_rope = (region.all_gather(a, region.sequence_axes, 1) for a in (c_kv, k_rope))
+        latent = region.all_gather(latent, region.sequence_axes, 1)
     if context.selects and indexer is not None:
 
         def fresh():
@@ -135,7 +134,7 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
         topk = fresh() if full is True else lax.cond(full, fresh, lambda: topk)
         topk = checkpoint_name(topk, "topk")
     queries = Queries(c_q, q_nope, q_rope, context.start, context.segments)
-    keys = Keys(c_kv, k_rope, context.key_segments)
+    keys = Keys(latent, context.key_segments)
     selected = topk if context.selects else None
     y, max_logit = mla(w, queries, keys, cfg, context.plan, selected)
     return y, topk, cache, max_logit

@@ -1,4 +1,4 @@
-"""The latent cache: c_kv, k_rope and idx_k of every token, (c + r) numbers a layer and j a full one."""
+"""The latent cache: c_kv and k_rope of every token, c + r numbers a layer, and idx_k, j a full one."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,9 @@ from jax import lax
 
 
 class LayerCache(NamedTuple):
-    """c_kv [b s c], k_rope [b s r], idx_k [b s j] (None where the layer has no indexer); stacked
-    layers have a leading l."""
+    """latent [b s c+r]: c_kv, then k_rope; idx_k [b s j], None where the layer has no indexer."""
 
-    c_kv: jax.Array
-    k_rope: jax.Array
+    latent: jax.Array
     idx_k: jax.Array | None
 
 
@@ -35,8 +33,7 @@ def init_cache(cfg, batch: int, capacity: int, dtype=None, num_layers: int | Non
     def layer(i):
         indexed = cfg.attention == "sparse" and (num_layers is not None or i in cfg.full_layers)
         return LayerCache(
-            jnp.zeros((batch, capacity, cfg.kv_lora_rank), dtype),
-            jnp.zeros((batch, capacity, cfg.qk_rope_head_dim), dtype),
+            jnp.zeros((batch, capacity, cfg.kv_lora_rank + cfg.qk_rope_head_dim), dtype),
             jnp.zeros((batch, capacity, cfg.index_head_dim), dtype) if indexed else None,
         )
 

@@ -13,7 +13,7 @@ from jax import lax
 from glm5_jax.core.numerics import wide
 from glm5_jax.model.blocks import join, query_runs, split
 from glm5_jax.model.indexer import index_scores, select
-from glm5_jax.model.mask import visible
+from glm5_jax.model.mask import HIDDEN, visible
 
 
 def select_keys(idx_q, idx_w, idx_k, start, q_segments, k_segments, k: int, block: int):
@@ -43,23 +43,19 @@ def select_keys(idx_q, idx_w, idx_k, start, q_segments, k_segments, k: int, bloc
     return jnp.concatenate(parts, axis=1)
 
 
-def absorb(w, q_nope):
-    """q_nope [b t n h] folded with k_b into queries over the latent, [b t n c]."""
-    return jnp.einsum("btnh,cnh->btnc", q_nope, w["k_b"])
+def gathered_attention(q, latents, topk, scale: float, block: int):
+    """Attention of absorbed queries q [b t n x] over their own rows of latents [b s x], which are keys
+    and values at once -> ([b t n x], largest logit).
+
+    topk int32[b t k] names the rows (-1: none). The largest logit carries no gradient.
+    """
+    out, top = _gathered(scale, block, q, latents, topk)
+    return out, lax.stop_gradient(top)
 
 
-def gathered_attention(w, queries, keys, topk, scale: float, plan):
-    """Attention over the topk int32[b t k] latents of every query -> ([b t n u], largest logit)."""
-    q = jnp.concatenate([absorb(w, queries.q_nope), queries.q_rope], axis=-1)
-    latents = jnp.concatenate([keys.c_kv, keys.k_rope], axis=-1)
-    width = keys.c_kv.shape[-1]
-    out, top = _gathered(scale, plan.gather_block, width, q, latents, topk)
-    return jnp.einsum("btnc,cnu->btnu", out, w["v_b"]), lax.stop_gradient(top)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(scale, block, width, q, latents, topk):
-    return _forward(scale, block, width, q, latents, topk)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(scale, block, q, latents, topk):
+    return _forward(scale, block, q, latents, topk)[0]
 
 
 def _taken(latents, topk):
@@ -68,25 +64,24 @@ def _taken(latents, topk):
 
 
 def _logits(q, rows, topk, scale):
-    logits = scale * jnp.einsum("btnx,btkx->btnk", q, rows, preferred_element_type=wide(q.dtype))
-    return jnp.where((topk >= 0)[:, :, None], logits, -jnp.inf)
+    inner = wide(q.dtype)
+    logits = scale * jnp.einsum("btnx,btkx->btnk", q, rows, preferred_element_type=inner)
+    return logits + jnp.where(topk >= 0, 0, HIDDEN).astype(inner)[:, :, None]
 
 
-def _forward(scale, block, width, q, latents, topk):
+def _forward(scale, block, q, latents, topk):
     def one(args):
         q, topk = args
         rows = _taken(latents, topk)
         logits = _logits(q, rows, topk, scale)
-        top = jnp.max(logits, axis=-1, keepdims=True)
-        top = jnp.where(jnp.isfinite(top), top, 0)
+        # Without the barrier XLA:CPU computes the maximum again for every element.
+        top = lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
         p = jnp.exp(logits - top)
         total = jnp.sum(p, axis=-1, keepdims=True)
-        values = rows[..., :width]
-        out = jnp.einsum(
-            "btnk,btkc->btnc", p.astype(q.dtype), values, preferred_element_type=p.dtype
-        )
-        out = out / jnp.where(total == 0, 1, total)
-        lse = jnp.where(total == 0, jnp.inf, top + jnp.log(total))
+        out = jnp.einsum("btnk,btkx->btnx", p.astype(q.dtype), rows, preferred_element_type=p.dtype)
+        seen = top > HIDDEN / 2
+        out = out * jnp.where(seen, 1 / total, 0)
+        lse = jnp.where(seen, top + jnp.log(total), jnp.inf)
         return out.astype(q.dtype), lse[..., 0], jnp.max(top)
 
     outs, lses, tops = [], [], []
@@ -100,12 +95,12 @@ def _forward(scale, block, width, q, latents, topk):
     return (out, jnp.max(jnp.stack(tops))), lse
 
 
-def _forward_saving(scale, block, width, q, latents, topk):
-    result, lse = _forward(scale, block, width, q, latents, topk)
+def _forward_saving(scale, block, q, latents, topk):
+    result, lse = _forward(scale, block, q, latents, topk)
     return result, (q, latents, topk, result[0], lse)
 
 
-def _backward(scale, block, width, saved, cotangents):
+def _backward(scale, block, saved, cotangents):
     q, latents, topk, out, lse = saved
     dout, _ = cotangents
     inner = wide(q.dtype)
@@ -116,14 +111,13 @@ def _backward(scale, block, width, saved, cotangents):
         q, topk, dout, lse, delta = args
         rows = _taken(latents, topk)
         p = jnp.exp(_logits(q, rows, topk, scale) - lse[..., None])
-        dp = jnp.einsum("btnc,btkc->btnk", dout, rows[..., :width], preferred_element_type=inner)
+        dp = jnp.einsum("btnx,btkx->btnk", dout, rows, preferred_element_type=inner)
         ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
         dq = jnp.einsum("btnk,btkx->btnx", ds, rows, preferred_element_type=inner)
-        drows = jnp.einsum("btnk,btnx->btkx", ds, q, preferred_element_type=inner)
-        dvalues = jnp.einsum(
-            "btnk,btnc->btkc", p.astype(q.dtype), dout, preferred_element_type=inner
-        )
-        drows = drows.at[..., :width].add(dvalues)
+        # A row's gradient as key and as value, in one product.
+        both = jnp.concatenate([ds, p.astype(q.dtype)], axis=2)
+        against = jnp.concatenate([q, dout], axis=2)
+        drows = jnp.einsum("btnk,btnx->btkx", both, against, preferred_element_type=inner)
         where = jnp.where(topk < 0, latents.shape[1], topk)
         return dlatents.at[batch, where].add(drows, mode="drop"), dq.astype(q.dtype)
 

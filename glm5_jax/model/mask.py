@@ -1,5 +1,8 @@
 """Who sees whom: causal order by index, and documents by segment id."""
 
+# Added to the logit of a key that a query must not see: far below any logit and finite, so that no
+# NaN can come of it. Adding is twice as fast as selecting on CPU.
+HIDDEN = -1e30
 
 
 def visible(query_index, key_index, query_segments=None, key_segments=None):

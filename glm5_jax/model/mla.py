@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from glm5_jax.model import dsa
+from glm5_jax.model.dsa import gathered_attention
 from glm5_jax.model.flash import flash_attention
 from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.rope import rotate
@@ -52,10 +52,9 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """c_kv [b s c] normed; k_rope [b s r] rotated; segments int[b s] or None."""
+    """latent [b s c+r]: c_kv, normed, then k_rope, rotated; segments int[b s] or None."""
 
-    c_kv: jax.Array
-    k_rope: jax.Array
+    latent: jax.Array
     segments: jax.Array | None
 
 
@@ -71,12 +70,13 @@ def project_queries(w, x, cos, sin, cfg):
 
 
 def project_keys(w, x, cos, sin, cfg):
-    """(c_kv, k_rope) of x [b t d]; the latent is normed, the shared rotated key is not."""
+    """latent [b t c+r] of x [b t d]: c_kv is normed, the shared rotated key behind it is not."""
     c = jnp.einsum("btd,dx->btx", x, w["kv_a"])
     if "kv_a_bias" in w:
         c = c + w["kv_a_bias"]
     c_kv, k_rope = jnp.split(c, [cfg.kv_lora_rank], axis=-1)
-    return rms_norm(c_kv, w["kv_a_norm"], cfg.latent_norm_eps), rotate(k_rope, cos, sin)
+    c_kv = rms_norm(c_kv, w["kv_a_norm"], cfg.latent_norm_eps)
+    return jnp.concatenate([c_kv, rotate(k_rope, cos, sin)], axis=-1)
 
 
 def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
@@ -86,42 +86,28 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
     any case. A query that sees no key yields zeros.
     """
     form = plan.attention_form or cheapest_form(queries, keys, cfg, topk)
-    if form == "gathered":
-        out, top = dsa.gathered_attention(w, queries, keys, topk, cfg.softmax_scale, plan)
-    elif form == "absorbed":
-        q = jnp.concatenate([dsa.absorb(w, queries.q_nope), queries.q_rope], axis=-1)
-        k = jnp.concatenate([keys.c_kv, keys.k_rope], axis=-1)[:, :, None]
-        latent, top = flash_attention(
-            q,
-            k,
-            keys.c_kv[:, :, None],
-            queries.start,
-            queries.segments,
-            keys.segments,
-            topk,
-            cfg.softmax_scale,
-            plan.query_block,
-        )
-        out = jnp.einsum("btnc,cnu->btnu", latent, w["v_b"])
-    elif form == "expanded":
-        k_nope = jnp.einsum("bsc,cnh->bsnh", keys.c_kv, w["k_b"])
-        v = jnp.einsum("bsc,cnu->bsnu", keys.c_kv, w["v_b"])
-        shared = jnp.broadcast_to(
-            keys.k_rope[:, :, None], (*k_nope.shape[:3], keys.k_rope.shape[-1])
-        )
+    c = cfg.kv_lora_rank
+    scale, block = cfg.softmax_scale, plan.query_block
+    mask = (queries.start, queries.segments, keys.segments, topk)
+    if form == "expanded":
+        c_kv, k_rope = jnp.split(keys.latent, [c], axis=-1)
+        k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
+        v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
+        shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
         q = jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, shared], axis=-1)
-        out, top = flash_attention(
-            q,
-            k,
-            v,
-            queries.start,
-            queries.segments,
-            keys.segments,
-            topk,
-            cfg.softmax_scale,
-            plan.query_block,
-        )
+        out, top = flash_attention(q, k, v, *mask, scale, block)
+    elif form in ("absorbed", "gathered"):
+        folded = jnp.einsum("btnh,cnh->btnc", queries.q_nope, w["k_b"])
+        q = jnp.concatenate([folded, queries.q_rope], axis=-1)
+        # The latent serves as key and value whole: a copy of its first c columns costs more than
+        # the r columns of output that are dropped.
+        if form == "absorbed":
+            shared = keys.latent[:, :, None]
+            out, top = flash_attention(q, shared, shared, *mask, scale, block)
+        else:
+            out, top = gathered_attention(q, keys.latent, topk, scale, plan.gather_block)
+        out = jnp.einsum("btnc,cnu->btnu", out[..., :c], w["v_b"])
     else:
         raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
     y = jnp.einsum("btnu,nud->btd", out, w["o"])
@@ -135,7 +121,7 @@ GATHER_COST = 3
 
 def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
     """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice."""
-    t, s, n = queries.q_nope.shape[1], keys.c_kv.shape[1], cfg.num_attention_heads
+    t, s, n = queries.q_nope.shape[1], keys.latent.shape[1], cfg.num_attention_heads
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
     c = cfg.kv_lora_rank
     pairs = t * (s - t / 2) if isinstance(queries.start, int) else t * s

@@ -10,8 +10,6 @@ import pytest
 from glm5_jax.model import blocks, dsa
 from glm5_jax.model.blocks import EXTENTS, query_runs
 from glm5_jax.model.flash import chosen, flash_attention
-from glm5_jax.model.mla import Keys, Queries
-from glm5_jax.model.plan import Plan
 from tests.oracles import attention as oracle, indexer
 
 B, T, S, N, X, Y = 2, 13, 20, 4, 6, 5
@@ -118,46 +116,25 @@ def test_attention_and_its_gradients(name):
 
 @pytest.mark.parametrize("block", [4, 64])
 def test_gathered_attention_and_its_gradients(block):
-    """Over the selected latents alone: keys and values of all heads are one latent each."""
-    h, c, r, start = 3, 7, 2, 7
+    """A latent is the key and the value of every head; a query reads the rows that topk names."""
+    start = 7
     topk = topk_of(start, SEGMENTS)
-    q_nope, q_rope = normal(B, T, N, h), normal(B, T, N, r)
-    c_kv, k_rope, dy = normal(B, S, c), normal(B, S, r), normal(B, T, N, Y)
-    w = {"k_b": normal(c, N, h), "v_b": normal(c, N, Y)}
+    topk[0, 2] = -1
+    q, latents, dy = normal(B, T, N, X), normal(B, S, X), normal(B, T, N, X)
 
     @jax.jit
-    def run(q_nope, q_rope, c_kv, k_rope, w):
-        def attend(q_nope, q_rope, c_kv, k_rope, w):
-            queries = Queries(None, q_nope, q_rope, start, None)
-            keys = Keys(c_kv, k_rope, None)
-            plan = Plan(gather_block=block)
-            return dsa.gathered_attention(w, queries, keys, jnp.asarray(topk), SCALE, plan)
+    def run(q, latents):
+        def attend(q, latents):
+            return dsa.gathered_attention(q, latents, jnp.asarray(topk), SCALE, block)
 
-        y, pull, top = jax.vjp(attend, q_nope, q_rope, c_kv, k_rope, w, has_aux=True)
-        return y, top, pull(jnp.asarray(dy))
+        y, pull, top = jax.vjp(attend, q, latents, has_aux=True)
+        return y, top, *pull(jnp.asarray(dy))
 
-    y, top, (dq_nope, dq_rope, dc_kv, dk_rope, dw) = run(q_nope, q_rope, c_kv, k_rope, w)
-    q = np.concatenate([q_nope, q_rope], -1)
-    expanded = np.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
-    k = np.concatenate([expanded, np.broadcast_to(k_rope[:, :, None], (B, S, N, r))], -1)
-    v = np.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
-    want = plain(q, k, v, dy, keep(start, SEGMENTS, topk))
-    dk, dv = want[3][..., :h], want[4]
-    pairs = [
-        (y, want[0]),
-        (top, want[1]),
-        (dq_nope, want[2][..., :h]),
-        (dq_rope, want[2][..., h:]),
-        (dk_rope, want[3][..., h:].sum(2)),
-        (dw["k_b"], np.einsum("bsc,bsnh->cnh", c_kv, dk)),
-        (dw["v_b"], np.einsum("bsc,bsnu->cnu", c_kv, dv)),
-        (
-            dc_kv,
-            np.einsum("bsnh,cnh->bsc", dk, w["k_b"]) + np.einsum("bsnu,cnu->bsc", dv, w["v_b"]),
-        ),
-    ]
-    for ours, theirs in pairs:
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    shared = np.broadcast_to(latents[:, :, None], (B, S, N, X))
+    y, top, dq, dk, dv = plain(q, shared, shared, dy, keep(start, SEGMENTS, topk))
+    for ours, theirs in zip(run(q, latents), (y, top, dq, (dk + dv).sum(2)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    assert not np.asarray(run(q, latents)[0])[0, 2].any()
 
 
 def test_chosen():

@@ -1,0 +1,147 @@
+"""The three forms of MLA give one result, and the cheapest is chosen."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.model import block
+from glm5_jax.model.mla import Keys, Queries, cheapest_form, mla, project_keys, project_queries
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.rope import rope_table
+from tests.model import golden as goldens
+from tests.oracles import attention, indexer
+
+CFG = dataclasses.replace(presets.tiny(), attention_bias=True)
+B, T, S = 2, 11, 17
+FORMS = ("expanded", "absorbed", "gathered")
+
+
+@functools.cache
+def inputs():
+    """(weights, Queries, Keys, topk) of a packed batch; the queries are the last T of S tokens."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    d, q, n, h, r, u, c = 128, 96, 8, 20, 12, 24, 48
+    w = {"q_a": normal(d, q) / 9, "q_b": normal(q, n, h + r) / 4, "kv_a": normal(d, c + r) / 9}
+    w |= {"k_b": normal(c, n, h) / 7, "v_b": normal(c, n, u) / 7, "o": normal(n, u, d) / 14}
+    w |= {"q_a_norm": 1 + normal(q) / 9, "kv_a_norm": 1 + normal(c) / 9}
+    w |= {"q_a_bias": normal(q), "kv_a_bias": normal(c + r), "o_bias": normal(d)}
+    x = normal(B, S, d)
+    cos, sin = rope_table(CFG.rope_parameters, r, jnp.arange(S)[None].repeat(B, 0), jnp.float32)
+    segments = np.repeat([[0, 1, 2], [1, 2, 0]], [4, 8, 5], axis=1)
+    late = slice(S - T, S)
+    c_q, q_nope, q_rope = project_queries(w, x[:, late], cos[:, late], sin[:, late], CFG)
+    queries = Queries(c_q, q_nope, q_rope, S - T, jnp.asarray(segments[:, late]))
+    keys = Keys(project_keys(w, x, cos, sin, CFG), jnp.asarray(segments))
+    visible = attention.visible_keys(segments)[:, late]
+    topk = indexer.select(rng.random(visible.shape), visible, 5)
+    everything = indexer.select(rng.random(visible.shape), visible, S)
+    return w, queries, keys, jnp.asarray(topk), jnp.asarray(everything)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def attend(form, w, queries, keys, topk):
+    """(y, largest logit, gradients of sum(sin(y)) by all weights and inputs)."""
+    plan = Plan(attention_form=form, query_block=4, gather_block=3)
+    start = queries.start
+
+    def loss(floats):
+        w, c_q, q_nope, q_rope, latent = floats
+        own = Queries(c_q, q_nope, q_rope, start, queries.segments)
+        y, top = mla(w, own, Keys(latent, keys.segments), CFG, plan, topk)
+        return jnp.sum(jnp.sin(y)), (y, top)
+
+    floats = (w, *queries[:3], keys.latent)
+    grads, out = jax.grad(loss, has_aux=True)(floats)
+    return *out, grads
+
+
+@functools.cache
+def result(form, selected):
+    w, queries, keys, topk, everything = inputs()
+    chosen = {"topk": topk, "everything": everything, "dense": None}[selected]
+    return attend(form, w, queries, keys, chosen)
+
+
+@pytest.mark.parametrize("form", ["absorbed", "gathered"])
+def test_the_forms_agree_on_selected_keys(form):
+    expected, got = result("expanded", "topk"), result(form, "topk")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("form,selected", [("absorbed", "dense"), ("gathered", "everything")])
+def test_dense_attention_is_that_over_every_visible_key(form, selected):
+    expected, got = result("expanded", "dense"), result(form, selected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(1, np.abs(b).max()))
+    assert np.abs(result("expanded", "topk")[0] - expected[0]).max() > 1e-2
+
+
+def test_padding_attends_to_nothing():
+    w, queries, *_ = inputs()
+    padding = np.asarray(queries.segments) == 0
+    assert padding.any()
+    for form in FORMS:
+        y = np.asarray(result(form, "topk")[0])
+        np.testing.assert_allclose(y[padding], np.broadcast_to(w["o_bias"], y[padding].shape))
+
+
+def shapes(t, s, cfg, k=None, start=0):
+    n = cfg.num_attention_heads
+    queries = Queries(None, jax.ShapeDtypeStruct((1, t, n, 1), jnp.float32), None, start, None)
+    width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    keys = Keys(jax.ShapeDtypeStruct((1, s, width), jnp.float32), None)
+    topk = None if k is None else jax.ShapeDtypeStruct((1, t, k), jnp.int32)
+    return queries, keys, cfg, topk
+
+
+def test_the_cheapest_form():
+    glm5 = presets.glm5()
+    assert cheapest_form(*shapes(4096, 4096, glm5)) == "expanded"
+    assert cheapest_form(*shapes(1, 4096, glm5, start=jnp.int32(7))) == "absorbed"
+    assert cheapest_form(*shapes(1, 65536, glm5, 2048, jnp.int32(7))) == "gathered"
+    assert cheapest_form(*shapes(131072, 131072, glm5, 2048)) == "gathered"
+    assert cheapest_form(*shapes(4096, 4096, glm5, 2048)) == "expanded"
+
+
+def test_an_unknown_form_is_refused():
+    with pytest.raises(ValueError, match="attention form 'flash'; use expanded"):
+        mla(*inputs()[:3], CFG, Plan(attention_form="flash"))
+
+
+def test_up_to_k_keys_nothing_is_selected(monkeypatch):
+    """Below k + 1 keys sparse attention is dense by construction; beyond, dense differs."""
+    golden = goldens.load("hf_tiny_a")
+    k = golden.cfg.index_topk
+
+    def forward(t):
+        tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
+        run = functools.partial(goldens.glm5.forward, cfg=golden.cfg)
+        jax.eval_shape(lambda p, x: run(p, x), golden.params, tokens)
+
+    def select_keys(*args):
+        raise AssertionError("selected")
+
+    monkeypatch.setattr(block, "select_keys", select_keys)
+    forward(k - 1)
+    forward(k)
+    with pytest.raises(AssertionError, match="selected"):
+        forward(k + 1)
+
+
+def test_sparse_attention_is_dense_up_to_the_kth_key():
+    golden = goldens.load("hf_tiny_a")
+    dense = dataclasses.replace(golden.cfg, attention="dense")
+    k, tokens = golden.cfg.index_topk, golden.tokens
+    out = jax.jit(goldens.glm5.forward, static_argnums=2)(golden.params, tokens, dense)
+    far = np.abs(out.logits - golden.arrays["logits"]).max((0, 2))
+    assert (far[:k] < 2e-4).all() and far[k] > 1e-2 and (far[k:] > 1e-2).mean() > 0.9

@@ -1,0 +1,101 @@
+"""Sparse attention does sparse work, and no forward needs memory that is quadratic in the length."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.flops import count_flops
+from glm5_jax.model import block, blocks, glm5
+from glm5_jax.model.plan import Plan
+
+
+@pytest.fixture(autouse=True)
+def few_extents(monkeypatch):
+    """Two lengths of keys in place of sixteen: the same blocks, an eighth of the compile time."""
+    monkeypatch.setattr(blocks, "EXTENTS", 2)
+
+
+@pytest.fixture
+def scoped(monkeypatch):
+    """Attention after selection is what runs in `mla`; selection itself scores all pairs."""
+    plain = block.mla
+
+    def mla(*args):
+        with jax.named_scope("after_selection"):
+            return plain(*args)
+
+    monkeypatch.setattr(block, "mla", mla)
+
+
+def after_selection(cfg, t, plan=Plan()):
+    tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
+
+    def forward(params, tokens):
+        return glm5.forward(params, tokens, cfg, plan=plan).logits
+
+    return count_flops(forward, glm5.abstract(cfg), tokens, scope="after_selection")
+
+
+GATHERED = Plan(attention_form="gathered")
+
+
+@pytest.mark.usefixtures("scoped")
+@pytest.mark.parametrize(
+    "preset,plan",
+    [("tiny", Plan()), ("small", Plan()), ("glm5", GATHERED), ("glm5_2", GATHERED)],
+)
+def test_attention_after_selection_is_linear_in_the_length(preset, plan):
+    cfg = dataclasses.replace(presets.get(preset), max_position_embeddings=32768)
+    at_16k, at_32k = (after_selection(cfg, t, plan) for t in (16384, 32768))
+    assert at_32k / at_16k == pytest.approx(2, rel=0.05)
+    n, h, r, u = (
+        cfg.num_attention_heads,
+        cfg.qk_nope_head_dim,
+        cfg.qk_rope_head_dim,
+        cfg.v_head_dim,
+    )
+    c = cfg.kv_lora_rank
+    per_query = n * (c * h + cfg.index_topk * 2 * (c + r) + c * u + u * cfg.hidden_size)
+    assert at_16k == 2 * cfg.num_hidden_layers * 16384 * per_query
+
+
+@pytest.mark.usefixtures("scoped")
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_a_dense_mask_in_chunks_would_be_seen(form):
+    """The same result by masking all keys: its work quadruples."""
+    cfg, plan = presets.glm5(), Plan(attention_form=form)
+    at_16k, at_32k = (after_selection(cfg, t, plan) for t in (16384, 32768))
+    assert at_32k / at_16k > 3
+
+
+SMALL = dataclasses.replace(
+    presets.tiny(),
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    max_position_embeddings=32768,
+)
+
+
+def temporary_bytes(cfg, t, plan=Plan()):
+    def forward(params, tokens):
+        return glm5.forward(params, tokens, cfg, plan=plan).hidden
+
+    tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
+    compiled = jax.jit(forward).lower(glm5.abstract(cfg), tokens).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "attention,lengths",
+    [("sparse", (4096, 8192, 16384, 32768)), ("dense", (8192, 16384, 32768))],
+)
+def test_memory_of_a_forward_is_linear_in_the_length(attention, lengths):
+    cfg = dataclasses.replace(SMALL, attention=attention)
+    used = [temporary_bytes(cfg, t) for t in lengths]
+    pairs = zip(zip(lengths, used), zip(lengths[1:], used[1:]))
+    slopes = [(b - a) / (end - start) for (start, a), (end, b) in pairs]
+    assert max(slopes) < 1.1 * min(slopes), used
