@@ -51,7 +51,7 @@ def collectives(hlo: str) -> list[Collective]:
         match = _COLLECTIVE.search(line)
         if match:
             shape, kind, start = match.groups()
-            found.append((name, kind, _size(shape, bool(start) and kind != "all-reduce"), line))
+            found.append((name, kind, _size(shape, kind, bool(start)), line))
     inside = set()
     while loops - inside:
         inside |= loops
@@ -68,13 +68,16 @@ def _collective(kind, size, groups, computation, in_loop) -> Collective:
     return Collective(kind, size, in_loop, groups)
 
 
-def _size(shape: str, with_operands: bool) -> int:
-    """Bytes of a shape or of a tuple of them; a started operation's tuple holds operands as well."""
+def _size(shape: str, kind: str, started: bool) -> int:
+    """Bytes of a result: an array or a tuple of them."""
     sizes = []
     for dtype, dims in _ARRAY.findall(shape):
         bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
         sizes.append(math.prod(int(d) for d in dims.split(",") if d) * bits // 8)
-    return max(sizes, default=0) if with_operands else sum(sizes)
+    if not started or kind == "all-reduce":
+        return sum(sizes)
+    # What is started returns its operands as well; the smaller side of a reduce-scatter is the result.
+    return min(sizes) if kind == "reduce-scatter" else max(sizes)
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:

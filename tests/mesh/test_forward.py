@@ -1,0 +1,93 @@
+"""The public forward, cached decoding and fresh weights on a mesh, against one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.model.cache import init_cache
+from glm5_jax.model.plan import Plan
+from tests.mesh import cases
+from tests.mesh.test_gradients import assert_shards, close
+
+CFG = cases.config("sparse")
+PLAN = Plan(query_block=8, gather_block=4)
+
+
+def inputs():
+    """Tokens and segments; the first rows are padded on the left."""
+    tokens = cases.batch()["token_ids"]
+    segments = np.ones_like(tokens)
+    segments[0, :7] = segments[5, :2] = 0
+    return tokens, segments
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def forward(params, tokens, segments, cache=None, mesh=None):
+    return glm5.forward(
+        params, tokens, CFG, segment_ids=segments, cache=cache, mesh=mesh, plan=PLAN
+    )
+
+
+@functools.cache
+def reference():
+    return jax.device_get(forward(cases.params(CFG), *inputs()))
+
+
+def on(mesh):
+    return jax.device_put(cases.params(CFG), glm5.param_shardings(CFG, mesh))
+
+
+def same(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_logits_hidden_states_and_statistics_are_those_of_one_device():
+    mesh = make_mesh(expert=2, context=2, tensor=2)
+    out, want = forward(on(mesh), *inputs(), mesh=mesh), reference()
+    same(out.logits, want.logits)
+    same(out.hidden, want.hidden)
+    np.testing.assert_allclose(out.stats.load, want.stats.load)
+    np.testing.assert_allclose(out.stats.max_logit, want.stats.max_logit, rtol=1e-5)
+
+
+def test_prefill_and_decode_on_a_mesh_equal_the_full_forward_on_one_device():
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    params, cache = on(mesh), init_cache(CFG, cases.ROWS, cases.LENGTH)
+    tokens, segments = inputs()
+    logits = []
+    for first, last in ((0, 29), (29, 30), (30, 31), (31, 32)):
+        part = slice(first, last)
+        out = forward(params, tokens[:, part], segments[:, part], cache, mesh)
+        cache = out.cache
+        logits.append(out.logits)
+    assert int(cache.length) == cases.LENGTH
+    latents = jax.tree.leaves(cache.layers[0])[0]
+    assert {shard.data.shape[0] for shard in latents.addressable_shards} == {cases.ROWS // 4}
+    same(np.concatenate(logits, axis=1), reference().logits)
+
+
+def test_fresh_weights_do_not_depend_on_the_mesh():
+    cfg = cases.config("dense", num_hidden_layers=2, indexer_types=None, num_nextn_predict_layers=0)
+    mesh = make_mesh(fsdp=2, expert=2, context=2)
+    drawn = flatten(glm5.init_params(cfg, jax.random.key(3), mesh=mesh))
+    for path, want in flatten(glm5.init_params(cfg, jax.random.key(3))).items():
+        assert_shards(path, drawn[path], mesh)
+        close(path, drawn[path], want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "message"),
+    [
+        (6, 32, r"batch size 6 does not divide .* data \* fsdp \* expert = 4; use a multiple"),
+        (8, 31, r"sequence length 31 does not divide .* context \* tensor = 2"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(rows, length, message):
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    with pytest.raises(ValueError, match=message):
+        glm5.forward(cases.params(CFG), np.ones((rows, length), np.int32), CFG, mesh=mesh)

@@ -1,0 +1,82 @@
+"""One device or eight, however the axes are cut: the same loss, statistics and gradients."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.training.step import gradient_function
+from tests.mesh import cases
+
+DEFAULT = [
+    ("sparse", {"fsdp": 2, "expert": 4}),
+    ("sparse", {"expert": 2, "context": 2, "tensor": 2}),
+    ("dense", {"data": 2, "fsdp": 2, "context": 2}),
+]
+LONG = [
+    ("sparse", {"data": 8}),
+    ("sparse", {"fsdp": 8}),
+    ("sparse", {"expert": 8}),
+    ("sparse", {"context": 8}),
+    ("sparse", {"tensor": 8}),
+    ("sparse", {"data": 2, "expert": 2, "tensor": 2}),
+    ("sparse", {"fsdp": 2, "expert": 2, "context": 2}),
+    ("dense", {"fsdp": 4, "tensor": 2}),
+    ("dense", {"expert": 4, "context": 2}),
+    ("dense", {"context": 2, "tensor": 4}),
+]
+
+
+def name(value):
+    return value if isinstance(value, str) else "-".join(f"{a}{n}" for a, n in value.items())
+
+
+@pytest.mark.parametrize(
+    ("attention", "axes"),
+    [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
+    ids=name,
+)
+def test_loss_and_gradients_equal_those_of_one_device(attention, axes):
+    cfg, mesh = cases.config(attention), make_mesh(axes)
+    compare(cfg, cases.STEP, mesh)
+
+
+def compare(cfg, step, mesh):
+    shardings = glm5.param_shardings(cfg, mesh)
+    params = jax.device_put(cases.params(cfg), shardings)
+    run = jax.jit(gradient_function(cfg, step, mesh), out_shardings=(None, None, shardings))
+    objective, parts, gradients = run(params, cases.batch(), cases.RATES)
+    want_objective, want_parts, want = cases.reference(cfg)
+    np.testing.assert_allclose(objective, want_objective, rtol=1e-5)
+    for key, value in parts._asdict().items():
+        np.testing.assert_allclose(value, getattr(want_parts, key), rtol=1e-5, err_msg=key)
+    want = flatten(want)
+    for path, got in flatten(gradients).items():
+        assert_shards(path, got, mesh)
+        close(path, got, want[path])
+        trained = "indexer/" not in path and not path.endswith("router/bias")
+        assert bool(np.any(want[path])) == trained, path
+
+
+def close(path, got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max(), err_msg=path)
+
+
+def assert_shards(path, leaf, mesh):
+    """Each device holds 1/n of the leaf, n being the product of the axes that its spec names."""
+    names = [a for entry in leaf.sharding.spec if entry for a in np.atleast_1d(entry)]
+    assert len(names) == len(set(names)), path
+    parts = np.prod([mesh.shape[a] for a in names], dtype=int)
+    sizes = {shard.data.size for shard in leaf.addressable_shards}
+    assert sizes == {leaf.size // parts}, path
+
+
+@pytest.mark.slow
+def test_how_it_is_carried_out_leaves_the_gradients_as_they_are():
+    """Gradient accumulation, tokens that travel in chunks, layers that keep their matmul results."""
+    step = dataclasses.replace(cases.STEP, microbatches=2, token_chunk=8, remat="dots")
+    compare(cases.config("sparse"), step, make_mesh(fsdp=2, expert=2, tensor=2))
