@@ -99,8 +99,21 @@ def test_a_frozen_pattern_without_a_weight_is_named():
 
 
 def test_steps_follow_the_formulas():
-    """Every leaf against the oracle; the gradients make the clipping, the epsilon and decay count."""
-    config = exact(clip_norm=3.0, adam_eps=1e-2)
+    """Every leaf against the oracle, with no constant at its default and gradients that show each."""
+    constants = {"beta": 0.8, "nesterov": False, "rms": 0.3, "decay": 0.2, "steps": 4}
+    constants["coefficients"] = (2.0, -1.5, 0.5)
+    config = exact(
+        muon_momentum=0.8,
+        muon_nesterov=False,
+        muon_rms=0.3,
+        ns_coefficients=(2.0, -1.5, 0.5),
+        ns_steps=4,
+        weight_decay=0.2,
+        adam_b1=0.8,
+        adam_b2=0.9,
+        adam_eps=1e-2,
+        clip_norm=3.0,
+    )
     gradients = [draw(1, 10.0), draw(2, 0.01), draw(3, 1.0)]
     got = run(config, gradients)
 
@@ -109,23 +122,21 @@ def test_steps_follow_the_formulas():
     second = {p: np.zeros_like(x) for p, x in want.items()}
     adamw = ["embed/weight", "final_norm", "moe_layers/attn_norm"]
     indexer = ["moe_layers/indexer/k", "moe_layers/indexer/k_norm_bias"]
+    heads = [("moe_layers/attn/q_b", np.s_[layer, :, n]) for layer in range(2) for n in range(3)]
+    experts = [("moe_layers/experts/down", np.s_[layer, e]) for layer in range(2) for e in range(8)]
     for count, g in enumerate(gradients, 1):
         g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(g).items()}
         for group in (adamw, indexer):
             for path, clipped in zip(group, oracle.clip([g[p] for p in group], 3.0)):
-                decay = 0.1 if path in ("embed/weight", "moe_layers/indexer/k") else 0.0
+                matrix = path in ("embed/weight", "moe_layers/indexer/k")
                 want[path], first[path], second[path] = oracle.adamw_step(
-                    want[path], first[path], second[path], count, clipped, RATE, eps=1e-2,
-                    decay=decay,
+                    want[path], first[path], second[path], count, clipped, RATE, 0.8, 0.9, 1e-2,
+                    decay=0.2 if matrix else 0.0,
                 )  # fmt: skip
-        for layer in range(2):
-            for path, at in [("attn/q_b", np.s_[layer, :, n]) for n in range(3)] + [
-                ("experts/down", np.s_[layer, e]) for e in range(8)
-            ]:
-                path = f"moe_layers/{path}"
-                want[path][at], first[path][at] = oracle.muon_step(
-                    want[path][at], first[path][at], g[path][at], RATE
-                )
+        for path, at in heads + experts:
+            want[path][at], first[path][at] = oracle.muon_step(
+                want[path][at], first[path][at], g[path][at], RATE, **constants
+            )
     assert want.keys() == got.keys()
     for path, x in got.items():
         np.testing.assert_allclose(x, want[path], atol=2e-6, err_msg=path)
