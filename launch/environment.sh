@@ -2,7 +2,8 @@
 #
 #   set_up GROUP [PYTHON]     installs the locks of GROUP (run, or test which holds run too) into
 #                             .venv, or into .venv-py312 and the like for a PYTHON asked for by name;
-#                             sets VENV and PYTHON. Costs nothing when all is installed already.
+#                             bench goes into .venv-bench. Sets VENV and PYTHON. Costs nothing when
+#                             all is installed already.
 #   add_compilers             the offline TPU and GPU compilers of the aot tests, in a folder that
 #                             only the calling script sees: found anywhere else, jax would start them.
 
@@ -57,6 +58,7 @@ locks_of() {
 set_up() {
   local group=$1 wish=${2:-} base=
   VENV=$ROOT/.venv
+  if [[ $group == bench ]]; then VENV=$ROOT/.venv-bench; fi
   if [[ $wish ]]; then
     base=$(find_python "$wish")
     VENV=$ROOT/.venv-$("$base" -c 'import sys; print("py%d%d" % sys.version_info[:2])')

@@ -1,10 +1,11 @@
 """Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
 
-    python3.11 launch/requirements/lock.py      # writes py311-run.txt, py311-test.txt, py311-aot.txt
+    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test.txt, -aot.txt, -bench.txt
     python3.12 launch/requirements/lock.py      # writes py312-*.txt, which serve later Pythons too
 
-`test` adds to `run`, and `aot` to both. Every line is one exact pin, dependencies of dependencies
-included, so the locks install with `pip install --no-deps`.
+`test` adds to `run`, and `aot` to both; `bench` stands alone. Every line is one exact pin, dependencies
+of dependencies included, so the locks install with `pip install --no-deps`. `bench` is resolved only
+where pip knows PyTorch's index of CPU wheels.
 """
 
 import configparser
@@ -40,6 +41,12 @@ def resolve(wanted: list[str], pins: dict[str, str]) -> dict[str, str]:
     return {item["name"].lower().replace("_", "-"): item["version"] for item in packages}
 
 
+def write(file: str, pins: dict[str, str]) -> None:
+    """Writes one lock."""
+    lines = [f"{name}=={pins[name]}\n" for name in sorted(pins)]
+    (FOLDER / file).write_text(HEAD + "".join(lines))
+
+
 def main() -> None:
     tag = f"py{sys.version_info.major}{sys.version_info.minor}"
     wanted: list[str] = []
@@ -50,9 +57,9 @@ def main() -> None:
         plugin = {"jax-cuda13-plugin": pins["jax"]} if pins else {}
         found = resolve(wanted, pins | plugin)
         new = sorted(found.keys() - pins.keys())
-        lines = [f"{name}=={found[name]}\n" for name in new]
-        (FOLDER / f"{tag}-{group}.txt").write_text(HEAD + "".join(lines))
+        write(f"{tag}-{group}.txt", {name: found[name] for name in new})
         pins |= found
+    write(f"{tag}-bench.txt", resolve(requirements("bench"), {}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""The arm of transformers: a worker that `transformers_cpu.py` calls, in an environment with torch.
+
+A variant is one way to run it, in words: attention (eager, sdpa) and experts (eager, grouped_mm,
+batched_mm) by transformers' own switches, plain or compiled, and for decoding `generate` or a loop over
+the model with a dynamic or a static cache: "sdpa grouped_mm compiled static".
+"""
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, StoppingCriteria
+
+from experiments.benchmarks.measure import NEW_TOKENS, THREADS, Clock, gemm_rate, pin, tokens
+from glm5_jax.core.process import serve
+
+
+class Arm:
+    """The functions that the parent calls; every variant of a row stays until `keep` or `clear`."""
+
+    def __init__(self):
+        self.folder, self.runs, self.output = None, {}, None
+
+    def load(self, folder: str) -> None:
+        """Where the weights are."""
+        self.folder = folder
+
+    def gemm(self) -> float:
+        """FLOP/s of a large matmul."""
+        a = torch.ones(2048, 2048)
+        return gemm_rate(lambda: a @ a)
+
+    def prepare(self, kind: str, b: int, t: int, variant: str) -> float:
+        """Makes a variant of forward, train or decode for tokens [b t]; the seconds it took, first run
+        included."""
+        clock = Clock()
+        attention, experts, *rest = variant.split()
+        model = AutoModelForCausalLM.from_pretrained(
+            self.folder,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            experts_implementation=experts,
+        )
+        model.generation_config.eos_token_id = None
+        step = torch.compile(model, dynamic=False) if "compiled" in rest else model
+        x = torch.from_numpy(tokens(b, t)).long()
+        if kind == "decode":
+            self.runs[variant] = DECODING[rest[-1]](model, step, x)
+        else:
+            self.runs[variant] = {"forward": _forward, "train": _train}[kind](model, step, x)
+        self.measure(variant)
+        return clock.read()["wall"]
+
+    def measure(self, variant: str) -> dict[str, float]:
+        """{"wall", "cpu"} seconds of one run."""
+        seconds, self.output = self.runs[variant]()
+        return seconds
+
+    def keep(self, variant: str) -> None:
+        """Drops all other variants."""
+        self.runs = {variant: self.runs[variant]}
+
+    def clear(self) -> None:
+        """Drops all variants and what was compiled for them."""
+        self.runs, self.output = {}, None
+        torch.compiler.reset()
+
+    def save(self, path: str) -> None:
+        """The last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
+        if isinstance(self.output, torch.Tensor):
+            np.save(path, self.output.numpy())
+            return
+        model = self.output
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.save_pretrained(path, state_dict=gradients)
+
+
+def _forward(model, step, x):
+    model.eval()
+
+    @torch.inference_mode()
+    def run():
+        clock = Clock()
+        logits = step(x, use_cache=False).logits
+        return clock.read(), logits
+
+    return run
+
+
+def _train(model, step, x):
+    """Mean next-token loss and the gradients of all parameters, without an optimiser."""
+    model.train()
+
+    def run():
+        clock = Clock()
+        model.zero_grad(set_to_none=True)
+        logits = step(x, use_cache=False).logits
+        torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+        ).backward()
+        return clock.read(), model
+
+    return run
+
+
+class _Stopwatch(StoppingCriteria):
+    """Times `generate` from its first new token, so without the prefill."""
+
+    def __init__(self):
+        self.clock = self.seconds = None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.clock is None:
+            self.clock = Clock()
+        self.seconds = self.clock.read()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def _generate(model, step, x):
+    model.eval()
+
+    @torch.inference_mode()
+    def run():
+        stopwatch = _Stopwatch()
+        out = model.generate(
+            x,
+            max_new_tokens=NEW_TOKENS + 1,
+            do_sample=False,
+            use_cache=True,
+            stopping_criteria=[stopwatch],
+        )
+        return stopwatch.seconds, out[:, x.shape[1] :]
+
+    return run
+
+
+def _loop(make_cache):
+    """A decoding that calls the model step by step; only the steps may be compiled, not the prefill."""
+
+    def decoding(model, step, x):
+        model.eval()
+        b, t = x.shape
+
+        @torch.inference_mode()
+        def run():
+            cache = make_cache(model.config, t + NEW_TOKENS)
+            logits = model(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            out = [logits[:, -1].argmax(-1, keepdim=True)]
+            clock = Clock()
+            for i in range(NEW_TOKENS):
+                positions = torch.full((b, 1), t + i)
+                logits = step(
+                    out[-1], past_key_values=cache, use_cache=True, position_ids=positions
+                ).logits
+                out.append(logits[:, -1].argmax(-1, keepdim=True))
+            return clock.read(), torch.cat(out, dim=1)
+
+        return run
+
+    return decoding
+
+
+DECODING = {
+    "generate": _generate,
+    "dynamic": _loop(lambda config, length: DynamicCache(config=config)),
+    "static": _loop(lambda config, length: StaticCache(config=config, max_cache_len=length)),
+}
+
+
+def main() -> None:
+    """Answers the parent's calls."""
+    pin()
+    torch.set_num_threads(THREADS)
+    arm = Arm()
+    serve(arm.load, arm.gemm, arm.prepare, arm.measure, arm.keep, arm.clear, arm.save)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""glm5_jax beside transformers on CPU: forward, train step and cached decoding, as ratios.
+
+    bash launch/bench.sh [ROW...]
+
+takes about 25 minutes for all rows on 2 cores and needs about 8 GB. Both arms are processes with two
+threads, float32 and the same weights, which ours wrote and transformers loads. For each row a quick
+trial finds transformers' fastest variant; then the arms take turns, and medians of wall and of process
+CPU time are compared. Where the two differ much between runs, or CPU time is far below twice the wall
+time, the machine was busy. Outputs are compared in the same run; float32 rounding may turn the choice
+of a key or of an expert between two of nearly equal score, so the share of positions that differ is
+given beside the largest difference.
+
+Not tried: batched_mm in forward and train (12 s at 1,024 tokens, grouped_mm 0.4 s) and compiled at
+batch 8 in decode (5 s a step), eager attention above 1,024 tokens (twice sdpa's time at 4,096),
+compiled eager experts (a loop with run-time lengths, compiled anew for each of them).
+Expected: the table in experiments/LOG.md.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import tempfile
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from safetensors.numpy import load_file
+
+from experiments.benchmarks.glm5_arm import BASELINE
+from experiments.benchmarks.measure import NEW_TOKENS, PROMPT, THREADS
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.process import Worker, WorkerError
+from glm5_jax.training.flops import forward_flops, train_flops
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "workdir" / "benchmarks"
+SECONDS = 1200  # for one call; torch.compile takes minutes on a busy machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A comparison on tokens [b t]; target: how many times faster we want to be (None: for information)."""
+
+    kind: str
+    b: int
+    t: int
+    target: float | None
+    repeats: int = 7
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.b if self.kind == 'decode' else self.t}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one run works through."""
+        return self.b * (NEW_TOKENS if self.kind == "decode" else self.t)
+
+    @property
+    def flops(self) -> float | None:
+        """Model FLOPs of one run, for both arms; None for decoding, which waits for memory."""
+        per_token = {"forward": forward_flops, "train": train_flops}.get(self.kind)
+        return per_token and per_token(BASELINE, self.t) * self.tokens
+
+    def variants(self) -> list[str]:
+        """What transformers is tried with."""
+        if self.kind == "decode":
+            ways = ["eager generate", "grouped_mm dynamic", "eager static", "grouped_mm static"]
+            ways += ["grouped_mm compiled static"]
+            ways += ["batched_mm compiled static"] if self.b == 1 else []
+            return [f"sdpa {way}" for way in ways]
+        ways = ["sdpa grouped_mm", "sdpa eager", "sdpa grouped_mm compiled"]
+        return ways + (["eager eager", "eager grouped_mm"] if self.t <= 1024 else [])
+
+
+ROWS = (
+    Row("forward", 1, 512, None),
+    Row("forward", 1, 1024, 1.5),
+    Row("forward", 1, 4096, 3.5),
+    Row("forward", 1, 8192, 6.0, repeats=3),
+    Row("train", 1, 512, 1.0),
+    Row("train", 1, 1024, 1.2),
+    Row("train", 1, 4096, 2.5, repeats=5),
+    Row("decode", 1, PROMPT, 8.0),
+    Row("decode", 8, PROMPT, 5.0),
+)
+
+
+def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -> dict:
+    """One row, measured: medians in seconds, the variant that won and the difference of outputs."""
+    case = {"kind": row.kind, "b": row.b, "t": row.t}
+    theirs.call("clear", SECONDS)
+    tried = {}
+    for variant in row.variants():
+        try:
+            first = theirs.call("prepare", SECONDS, **case, variant=variant)
+            runs = [theirs.call("measure", SECONDS, variant=variant)["wall"] for _ in range(2)]
+        except WorkerError as error:
+            say(f"{row.name}: {variant} fails: {str(error).splitlines()[0]}")
+            continue
+        tried[variant] = min(runs)
+        say(f"{row.name}: {variant} {min(runs) * 1e3:.1f} ms, first {first:.0f} s")
+    if not tried:
+        raise RuntimeError(f"{row.name}: transformers ran in no variant, see the reasons above")
+    best = min(tried, key=tried.get)
+    theirs.call("keep", SECONDS, variant=best)
+    say(f"{row.name}: glm5_jax first {ours.call('prepare', SECONDS, **case):.0f} s")
+    times = {"ours": [], "theirs": []}
+    for _ in range(row.repeats):
+        times["ours"].append(ours.call("measure", SECONDS))
+        times["theirs"].append(theirs.call("measure", SECONDS, variant=best))
+    paths = {}
+    for arm, worker in (("ours", ours), ("theirs", theirs)):
+        paths[arm] = folder / f"{row.name}-{arm}{'' if row.kind == 'train' else '.npy'}"
+        worker.call("save", SECONDS, path=str(paths[arm]))
+    result = {
+        f"{arm}_{clock}": statistics.median(run[clock] for run in runs)
+        for arm, runs in times.items()
+        for clock in ("wall", "cpu")
+    }
+    return result | {
+        "row": row.name,
+        "variant": best,
+        "tried": tried,
+        "repeats": row.repeats,
+        "ratio": result["theirs_wall"] / result["ours_wall"],
+        "cpu_ratio": result["theirs_cpu"] / result["ours_cpu"],
+        "target": row.target,
+        "flops": row.flops,
+        "tokens_per_second": row.tokens / result["ours_wall"],
+        "difference": difference(row, paths["ours"], paths["theirs"]),
+    }
+
+
+def difference(row: Row, ours: pathlib.Path, theirs: pathlib.Path) -> str:
+    """How far the outputs are apart, in words."""
+    if row.kind == "train":
+        a, b = gradients(ours), gradients(theirs)
+        zeros = [name for name in a.keys() - b.keys() if a[name].any()]
+        if zeros or b.keys() - a.keys():
+            raise ValueError(f"gradients in one arm only: {zeros} {sorted(b.keys() - a.keys())}")
+        apart = {k: float(np.max(np.abs(a[k] - b[k])) / np.max(np.abs(b[k]))) for k in b}
+        worst = max(apart, key=apart.get)
+        return f"{apart[worst]:.0e} of the array's maximum ({worst}), {len(apart)} arrays"
+    a, b = np.load(ours), np.load(theirs)
+    if row.kind == "decode":
+        return f"{int((a == b).sum())} of {a.size} tokens equal"
+    apart = np.abs(a - b).max(-1)
+    return f"{apart.max():.0e}, {np.mean(apart > 2e-4):.2%} of positions above 2e-4"
+
+
+def gradients(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """All arrays of a HuggingFace folder."""
+    return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+
+
+COLUMNS = ("row", "ours ms (CPU)", "transformers ms (CPU)", "its variant", "ratio (CPU)", "target")
+COLUMNS += ("met", "tok/s", "GFLOP/s", "outputs differ by")
+
+
+def cells(result: dict) -> list[str]:
+    """A row of the table as text."""
+    scale = 1e3 / (NEW_TOKENS if result["row"].startswith("decode") else 1)
+    ours, theirs = (
+        f"{result[arm + '_wall'] * scale:.{digits}f} ({result[arm + '_cpu'] * scale:.{digits}f})"
+        for arm in ("ours", "theirs")
+        for digits in ([2] if scale < 1e3 else [0])
+    )
+    target = result["target"]
+    rate = result["flops"] and result["flops"] / result["ours_wall"] / 1e9
+    return [
+        result["row"],
+        ours,
+        theirs,
+        result["variant"],
+        f"{result['ratio']:.2f} ({result['cpu_ratio']:.2f})",
+        f"{target}" if target else "",
+        "" if not target else "yes" if result["ratio"] >= target else "no",
+        f"{result['tokens_per_second']:.0f}",
+        f"{rate:.0f}" if rate else "",
+        result["difference"],
+    ]
+
+
+def markdown(results: list[dict], about: str) -> str:
+    """The table for experiments/LOG.md."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
+    return "\n".join([about, "", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def rich_table(results: list[dict]) -> Table:
+    """The same for the terminal."""
+    table = Table(*COLUMNS, title="glm5_jax beside transformers; decode: per step of all rows")
+    for result in results:
+        table.add_row(*cells(result))
+    return table
+
+
+def main(arguments: list[str]) -> None:
+    """arguments: the Python that has torch, then names of rows (none: all)."""
+    python, *names = arguments
+    known = {row.name: row for row in ROWS}
+    unknown = sorted(set(names) - known.keys())
+    if unknown:
+        sys.exit(f"no row {', '.join(unknown)}; there are {', '.join(known)}")
+    rows = [known[name] for name in names or known]
+
+    def arm(python, module):
+        return Worker([python, "-m", f"experiments.benchmarks.{module}"], cwd=ROOT)
+
+    results, load = [], os.getloadavg()[0]
+    with (
+        arm(sys.executable, "glm5_arm") as ours,
+        arm(python, "transformers_arm") as theirs,
+        tempfile.TemporaryDirectory() as folder,
+        ProgressBar(len(rows), unit="row") as bar,
+    ):
+        weights = os.path.join(folder, "weights")
+        ours.call("export", SECONDS, folder=weights)
+        theirs.call("load", SECONDS, folder=weights)
+        peaks = [worker.call("gemm", SECONDS) / 1e9 for worker in (ours, theirs)]
+        for done, row in enumerate(rows, 1):
+            results.append(compare(row, ours, theirs, pathlib.Path(folder), bar.print))
+            bar.update(done, f"{row.name} {results[-1]['ratio']:.2f}x")
+    about = (
+        f"{platform.processor() or platform.machine()}, {THREADS} threads, "
+        f"load {load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end; "
+        f"2048 x 2048 matmul {peaks[0]:.0f} GFLOP/s in jax, {peaks[1]:.0f} in torch. "
+        f"Medians of {min(r.repeats for r in rows)} to {max(r.repeats for r in rows)} runs."
+    )
+    Console().print(rich_table(results))
+    text = markdown(results, about)
+    print(text)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "transformers_cpu.md").write_text(text + "\n")
+    report = {"about": about, "rows": results}
+    (RESULTS / "transformers_cpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"also in {RESULTS}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

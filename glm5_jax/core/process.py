@@ -1,0 +1,149 @@
+"""Child processes; only sandboxes and launch scripts start others.
+
+A `Worker` is a process that answers calls over its pipes, one JSON line each way; `serve` is its end of
+them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it.
+"""
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+_STDERR_KEPT = 4000  # bytes, for the message of a worker that died
+_CHUNK = 65536
+
+
+class WorkerError(RuntimeError):
+    """The called function raised; the worker is ready for the next call."""
+
+
+class Worker:
+    """A running `command` that calls `serve`; a context manager that kills its process group.
+
+    cwd: its folder. reply_limit: bytes of a reply. Its standard error is read and only the end kept.
+    """
+
+    def __init__(self, command: Sequence[str], *, cwd=None, reply_limit: int = 2**20):
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            bufsize=0,
+            start_new_session=True,
+        )
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            os.set_blocking(stream.fileno(), False)
+        self._name = " ".join(command)
+        self._reply_limit = reply_limit
+        self._stderr = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.close()
+
+    def call(self, function: str, seconds: float, /, **arguments) -> Any:
+        """What `function` returns for the arguments (all of it JSON).
+
+        WorkerError if it raises. After any other error the worker is gone: TimeoutError if there is
+        no answer within `seconds`, ChildProcessError if the process ends, is closed already or sends
+        more than the reply limit.
+        """
+        if self._process.stdin.closed:
+            raise ChildProcessError(f"{self._name} was closed; start a new Worker")
+        request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
+        try:
+            reply = json.loads(self._exchange(request, seconds))
+        except BaseException:
+            self.close()
+            raise
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply["result"]
+
+    def close(self) -> None:
+        """Kills the worker and all that it started."""
+        process = self._process
+        if process.stdin.closed:
+            return
+        # Before it is waited for: until then its number cannot belong to another group.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            stream.close()
+
+    def _exchange(self, request: bytes, seconds: float) -> bytearray:
+        """Sends the line and returns the answering one, reading standard error meanwhile."""
+        stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        deadline = time.monotonic() + seconds
+        reply = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdin, selectors.EVENT_WRITE)
+            selector.register(stdout, selectors.EVENT_READ)
+            selector.register(stderr, selectors.EVENT_READ)
+            while not reply.endswith(b"\n"):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{self._name} did not answer within {seconds} s")
+                for stream in (key.fileobj for key, _ in selector.select(left)):
+                    if stream is stdin:
+                        request = request[self._send(request) :]
+                        if not request:
+                            selector.unregister(stdin)
+                        continue
+                    data = stream.read(_CHUNK)
+                    if stream is stderr:
+                        self._stderr = (self._stderr + data)[-_STDERR_KEPT:]
+                        if not data:
+                            selector.unregister(stderr)
+                    elif not data:
+                        raise self._ended()
+                    else:
+                        reply += data
+                if len(reply) > self._reply_limit:
+                    raise ChildProcessError(
+                        f"{self._name} sent more than {self._reply_limit} bytes; "
+                        "let it write files, or raise reply_limit"
+                    )
+        return reply
+
+    def _send(self, data: bytes) -> int:
+        try:
+            return os.write(self._process.stdin.fileno(), data)
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _ended(self) -> ChildProcessError:
+        last = self._process.stderr.read(2**20) or b""  # None: something it started holds the pipe
+        text = (self._stderr + last)[-_STDERR_KEPT:].decode(errors="replace").strip()
+        return ChildProcessError(f"{self._name} ended without an answer; it wrote:\n{text}")
+
+
+def serve(*functions: Callable[..., Any]) -> None:
+    """Answers the calls that come in on standard input, by function name, until it closes.
+
+    What the functions print goes to standard error, also what their libraries print.
+    """
+    table = {function.__name__: function for function in functions}
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with replies:
+        for line in sys.stdin:
+            request = json.loads(line)
+            try:
+                reply = {"result": table[request["function"]](**request["arguments"])}
+            except Exception as error:
+                traceback.print_exc()
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()

@@ -1,0 +1,115 @@
+"""Workers answer, and a worker that hangs, dies or floods is killed with all that it started."""
+
+import pathlib
+import sys
+import time
+
+import pytest
+
+from glm5_jax.core.process import Worker, WorkerError
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SERVER = """
+import os, subprocess, sys, time
+from glm5_jax.core.process import serve
+
+def double(number):
+    return 2 * number
+
+def length(text):
+    return len(text)
+
+def noisy(lines):
+    print("not a reply")
+    os.system("echo nor this")
+    print(("x" * 1000 + "\\n") * lines, file=sys.stderr)
+    return "done"
+
+def flood(size):
+    return "x" * size
+
+def fall():
+    print("why it fell", file=sys.stderr)
+    os._exit(3)
+
+def hang(file):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(file, "w") as out:
+        out.write(str(child.pid))
+    time.sleep(60)
+
+serve(double, length, noisy, flood, fall, hang)
+"""
+SECONDS = 60  # for calls that answer at once; a machine under load may take long to start Python
+
+
+@pytest.fixture
+def worker():
+    with Worker([sys.executable, "-c", SERVER], cwd=ROOT, reply_limit=10_000) as worker:
+        yield worker
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_a_worker_answers_call_after_call(worker):
+    assert [worker.call("double", SECONDS, number=n) for n in (1, 2.5)] == [2, 5.0]
+
+
+def test_a_function_that_raises_leaves_the_worker_ready(worker):
+    with pytest.raises(WorkerError, match="TypeError.*surplus"):
+        worker.call("double", SECONDS, surplus=1)
+    with pytest.raises(WorkerError, match="KeyError: 'triple'"):
+        worker.call("triple", SECONDS)
+    assert worker.call("double", SECONDS, number=3) == 6
+
+
+def test_requests_larger_than_a_pipe_and_printing_do_not_disturb(worker):
+    assert worker.call("length", SECONDS, text="x" * 10**6) == 10**6
+    assert worker.call("noisy", SECONDS, lines=1000) == "done"
+
+
+def test_a_late_answer_kills_the_worker_and_what_it_started(worker, tmp_path):
+    worker.call("double", SECONDS, number=1)
+    file = tmp_path / "pid"
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="did not answer within 2 s"):
+        worker.call("hang", 2, file=str(file))
+    assert time.monotonic() - began < 20
+    assert not is_running(int(file.read_text()))
+    with pytest.raises(ChildProcessError, match="start a new Worker"):
+        worker.call("double", SECONDS, number=1)
+
+
+def test_closing_kills_what_a_worker_started(tmp_path):
+    file = tmp_path / "pid"
+    start = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(file)!r}, 'w')"
+    start += ".write(str(p.pid))"
+    with Worker([sys.executable, "-c", f"{start}\n{SERVER}"], cwd=ROOT) as worker:
+        assert worker.call("double", SECONDS, number=1) == 2
+        pid = int(file.read_text())
+        assert is_running(pid)
+    assert not is_running(pid)
+
+
+def test_a_worker_that_ends_is_quoted(worker):
+    with pytest.raises(ChildProcessError, match="why it fell"):
+        worker.call("fall", SECONDS)
+
+
+def test_a_command_that_never_serves_is_quoted():
+    with Worker([sys.executable, "-c", "raise SystemExit('no such arm')"]) as worker:
+        time.sleep(0.5)
+        with pytest.raises(ChildProcessError, match="no such arm"):
+            worker.call("double", SECONDS, text="x" * 10**6)
+
+
+def test_a_reply_has_a_size_limit(worker):
+    assert worker.call("flood", SECONDS, size=9000) == "x" * 9000
+    with pytest.raises(ChildProcessError, match="more than 10000 bytes"):
+        worker.call("flood", SECONDS, size=20_000)
