@@ -50,7 +50,7 @@ def inputs():
 @functools.partial(jax.jit, static_argnums=0)
 def attend(form, w, queries, keys, topk):
     """(y, largest logit, gradients of sum(sin(y)) by all weights and inputs)."""
-    plan = Plan(attention_form=form, query_block=4, gather_block=3)
+    plan = Plan(attention_form=form, query_block=8, gather_block=8)
     start = queries.start
 
     def loss(floats):

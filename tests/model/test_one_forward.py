@@ -12,6 +12,7 @@ from glm5_jax.model import block, glm5
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.generate import generate
 from glm5_jax.training.step import Rates, StepConfig, gradient_function, loss_function
+from tests.model import golden as goldens
 
 CFG = dataclasses.replace(presets.tiny(), max_position_embeddings=999)
 PARAMS = glm5.abstract(CFG)
@@ -74,6 +75,6 @@ def test_without_mla_nothing_runs(stage):
 
 @pytest.mark.usefixtures("broken_mla")
 def test_without_mla_nothing_is_generated():
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), PARAMS)
+    golden = goldens.load("hf_tiny_d")
     with pytest.raises(Broken):
-        generate(params, np.ones((1, 3), np.int32), CFG, 1)
+        generate(golden.params, np.ones((1, 3), np.int32), golden.cfg, 1)
