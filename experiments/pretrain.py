@@ -69,7 +69,7 @@ def glm5() -> ExperimentConfig:
         mesh=MeshConfig(fsdp=16, expert=64),
         data=DataConfig(sequence_length=4096, num_threads=16),
         optimizer=OptimizerConfig(frozen=IDLE),
-        step=StepConfig(token_chunk=4096),
+        step=StepConfig(token_chunk=1024),  # 3.2 GB for what a device may receive at most
         train=TrainConfig(
             log_interval=10, eval_interval=1000, sample_interval=0, save_interval=500, keep=3
         ),
