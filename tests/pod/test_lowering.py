@@ -64,7 +64,9 @@ def test_bytes_per_device(make):
     batch = sum(pod.bytes_on_device(step.batch).values())
     whole = 4 * PARAMETERS / CHIPS
     assert whole <= params < 1.05 * whole
-    assert params < optimizer < 1.03 * params
+    # 154,880 words do not divide by expert * context = 512: there `context` holds copies of the
+    # embedding, the head and their second moments.
+    assert params < optimizer < 1.04 * params
     assert batch < 1e6
     assert params + optimizer + batch < 6 * GIB
 
