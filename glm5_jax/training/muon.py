@@ -160,7 +160,9 @@ def on_whole_blocks(function, x: jax.Array, placement: Placement, region: Region
         share = len(y) // region.size(copies)
         y = lax.dynamic_slice_in_dim(y, region.index(copies) * share, share)
     if axes:
-        y = lax.all_to_all(y, axes, 0, 0, tiled=True)
+        # The barrier keeps the joined blocks one array: XLA would exchange the blocks one by one, each
+        # in the layout of its weight, and refuse the mixture.
+        y = lax.all_to_all(lax.optimization_barrier(y), axes, 0, 0, tiled=True)
 
     # [*axes, k, *piece] -> [k, *matrix], every axis in front of the dimension that it shards
     order = [len(axes)]

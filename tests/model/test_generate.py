@@ -119,6 +119,8 @@ def test_temperature_draws_the_same_with_the_same_key():
     np.testing.assert_array_equal(one, again)
     assert (one != other).any()
     assert one.shape == (2, 12) and (one[:, :4] == PROMPTS).all()
+    hot = continued(params(), PROMPTS, CFG, 8, temperature=1e9, key=jax.random.key(0))
+    assert len(set(hot[0, 4:])) > 3  # every step draws anew
     cold = continued(params(), PROMPTS, CFG, 8, temperature=1e-6, key=jax.random.key(2))
     np.testing.assert_array_equal(cold, greedy())
 

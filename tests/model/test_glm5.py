@@ -1,6 +1,7 @@
 """The parameter tree and the module around it: letters, first values, refusals."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,15 @@ def test_every_leaf_has_letters_that_fit_its_shape(name):
             layers = set(dict(glm5.stacks(cfg))[folders[0]])
             sizes["l"] = len(layers & set(cfg.full_layers) if "indexer" in folders else layers)
         assert shapes[path].shape == tuple(sizes[x] for x in names.split()), path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counts_are_those_of_the_weights(name):
+    cfg = CONFIGS[name]
+    sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(glm5.abstract(cfg)).items()}
+    assert cfg.num_stored_parameters == sum(sizes.values())
+    inner = {path: size for path, size in sizes.items() if not path.startswith("mtp/")}
+    assert cfg.num_parameters == sum(n for p, n in inner.items() if not p.endswith("router/bias"))
 
 
 def test_goldens_have_the_declared_shapes():

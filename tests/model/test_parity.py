@@ -14,7 +14,7 @@ from glm5_jax.model import glm5
 from glm5_jax.training.loss import linear_cross_entropy
 from glm5_jax.training.step import Rates, StepConfig, gradient_function
 from tests.model import golden as goldens
-from tests.oracles import glm5 as oracle
+from tests.oracles import experts, glm5 as oracle
 
 LOGITS = 2e-4  # absolute, with logits up to 10
 ROUNDING = 10  # times what float32 costs transformers itself, as its float64 twin shows
@@ -152,10 +152,21 @@ def batch_of(tokens):
     }
 
 
+def balance_of(golden):
+    """Balance loss of what transformers routed, summed over layers."""
+    total, everyone = 0.0, np.ones(golden.tokens.shape, bool)
+    for logits, weights in zip(golden.arrays["router_logits"], golden.arrays["router_weights"]):
+        chosen = np.argsort(weights == 0, axis=-1, kind="stable")
+        chosen = chosen[..., : golden.cfg.num_experts_per_tok]
+        total += experts.balance_loss(logits.astype(np.float64), chosen, everyone)
+    return total
+
+
 def test_gradients(golden):
     step = jax.jit(gradient_function(golden.cfg, PLAIN))
-    loss, _, grads = step(golden.params, batch_of(golden.tokens), RATES)
+    loss, parts, grads = step(golden.params, batch_of(golden.tokens), RATES)
     np.testing.assert_allclose(loss, golden.arrays["loss"], rtol=1e-6)
+    np.testing.assert_allclose(parts.balance, balance_of(golden), rtol=1e-5)
     ours = goldens.under_hf_names(golden.cfg, flatten(jax.device_get(grads)))
     for name, expected in np.load(goldens.FOLDER / golden.name / "grads.npz").items():
         atol = 5e-5 * np.abs(expected).max()

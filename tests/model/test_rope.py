@@ -29,7 +29,8 @@ CASES = {
     "yarn with released betas": dataclasses.replace(
         YARN, rope_theta=1e6, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=4096
     ),
-    "yarn with a ramp of width zero": dataclasses.replace(YARN, beta_fast=1e-9, beta_slow=1e-10),
+    "yarn beyond the last pair": dataclasses.replace(YARN, beta_fast=1e-9, beta_slow=1e-10),
+    "yarn with a ramp of width zero": dataclasses.replace(YARN, beta_slow=4.0, truncate=False),
     "yarn that shrinks": dataclasses.replace(YARN, factor=0.5),
 }
 DIM = 16
