@@ -44,4 +44,6 @@ def init_cache(cfg, batch: int, capacity: int, dtype=None, num_layers: int | Non
 def write(buffer, new, length):
     """buffer [b s ...] with new [b t ...] at s = length."""
     start = (0, length) + (0,) * (buffer.ndim - 2)
-    return lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), start)
+    written = lax.dynamic_update_slice(buffer, new.astype(buffer.dtype), start)
+    # Without the barrier XLA:CPU writes once for every reader, each time into a copy of the buffer.
+    return lax.optimization_barrier(written)

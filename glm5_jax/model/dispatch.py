@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.model.experts import grouped_swiglu
+from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, grouped_swiglu
 
 
 def routed_experts(w, x, expert_ids, combine_weights, region, token_chunk: int | None = None):
@@ -39,6 +39,8 @@ def _exchange_and_compute(w, x, expert_ids, combine_weights, region):
     m, a = expert_ids.shape
     local = w["gate"].shape[0]
     shards = region.expert
+    if shards == 1 and m * a <= FETCH_SHARE * local:
+        return _combine(fetched_swiglu(x, expert_ids, w), combine_weights)
     order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
     rows = permute(x, order // a, inverse.reshape(m, a))
     if shards == 1:
@@ -52,7 +54,11 @@ def _exchange_and_compute(w, x, expert_ids, combine_weights, region):
         returned = permute(done, back, regroup[:, None])
         out = _exchange(returned, m * a, _reversed(plan))
     out = permute(out, inverse, order[:, None]).reshape(m, a, -1)
-    return jnp.einsum("mad,ma->md", out, combine_weights.astype(out.dtype))
+    return _combine(out, combine_weights)
+
+
+def _combine(out, weights):
+    return jnp.einsum("mad,ma->md", out, weights.astype(out.dtype))
 
 
 def sort_by_expert(expert_ids, num_experts: int):

@@ -2,7 +2,8 @@
 
 This is the portable form of the grouped matmul. The first `span` rows of every expert are one batched
 matmul; what an expert has beyond them goes through in blocks, one after another, as many as there are
-at run time. A skewed router costs time, never a token and never memory.
+at run time. A skewed router costs time, never a token and never memory. Where few rows meet many
+experts, as in decoding, each row fetches the weights of its own instead.
 """
 
 import functools
@@ -32,6 +33,19 @@ def grouped_swiglu(x, group_sizes, w, expected_rows: int | None = None):
     """
     mean = -(-(expected_rows or x.shape[0]) // w["gate"].shape[0])
     return _grouped(spans(mean), x, group_sizes, w["gate"], w["up"], w["down"])
+
+
+# Fetching a row's weights reads, writes and reads them: up to this many rows per expert it is cheaper
+# than reading all experts once (measured on CPU).
+FETCH_SHARE = 0.5
+
+
+def fetched_swiglu(x, expert_ids, w):
+    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d], by a copy of their weights."""
+    m, a = expert_ids.shape
+    own = (jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip") for v in (w["gate"], w["up"], w["down"]))
+    y, _, _ = _swiglu(jnp.repeat(x, a, axis=0)[:, None], *own)
+    return y.reshape(m, a, -1)
 
 
 def spans(mean_rows: int) -> tuple[int, int]:

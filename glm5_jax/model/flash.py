@@ -96,15 +96,18 @@ def _backward(scale, block, known, saved, cotangents):
         def one(carry, args, run=run, keys=keys, values=values):
             dk, dv = carry
             (q, mask_args, offset), dout, lse, delta = args
-            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run)
-            p = jnp.exp(logits - lse[..., None])
+            # Keys first: every product of a whole block then reads its operands as they lie, and only
+            # what is as small as q is transposed.
+            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run, True)
+            p = jnp.exp(logits - _keys_first(lse))
             dv += jnp.einsum(
-                "bmgts,bmgty->bmsy", p.astype(v.dtype), dout, preferred_element_type=inner
+                "bmsgt,bmgty->bmsy", p.astype(v.dtype), dout, preferred_element_type=inner
             )
-            dp = jnp.einsum("bmgty,bmsy->bmgts", dout, values, preferred_element_type=inner)
-            ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
-            dq = jnp.einsum("bmgts,bmsx->bmgtx", ds, keys, preferred_element_type=inner)
-            dk += jnp.einsum("bmgts,bmgtx->bmsx", ds, q, preferred_element_type=inner)
+            dp = jnp.einsum("bmsy,bmgty->bmsgt", values, dout, preferred_element_type=inner)
+            ds = (p * (dp - _keys_first(delta)) * scale).astype(q.dtype)
+            dq = jnp.einsum("bmsx,bmsgt->bmxgt", keys, ds, preferred_element_type=inner)
+            dq = dq.transpose(0, 1, 3, 4, 2)
+            dk += jnp.einsum("bmsgt,bmgtx->bmsx", ds, q, preferred_element_type=inner)
             return (dk, dv), dq.astype(q.dtype)
 
         rest = [split(x, run, 3) for x in (dout, lse, delta)]
@@ -126,11 +129,11 @@ def _blocks(run, q, q_segments, topk):
     return split(q, run, 3), (split(q_segments, run, 1), split(topk, run, 1)), offsets
 
 
-def _logits(q, keys, scale, first, mask_args, k_segments, run):
-    """Masked wide logits [b m g t s] of one block whose query 0 has key index `first`."""
+def _logits(q, keys, scale, first, mask_args, k_segments, run, keys_first=False):
+    """Masked wide logits [b m g t s] of one block whose query 0 has key index `first`; keys_first:
+    [b m s g t]."""
     q_segments, topk = mask_args
     inner = wide(q.dtype)
-    logits = scale * jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=inner)
     query_index = first + jnp.arange(run.size, dtype=jnp.int32)
     key_index = jnp.arange(run.keys, dtype=jnp.int32)
     segments = None if k_segments is None else k_segments[:, : run.keys]
@@ -138,8 +141,18 @@ def _logits(q, keys, scale, first, mask_args, k_segments, run):
     if topk is not None:
         mask = mask & chosen(topk, run.keys)
     # The barrier keeps the comparisons out of the loop over heads.
+    if keys_first:
+        bias = lax.optimization_barrier(jnp.where(mask.swapaxes(1, 2), 0, HIDDEN).astype(inner))
+        logits = jnp.einsum("bmsx,bmgtx->bmsgt", keys, q, preferred_element_type=inner)
+        return scale * logits + bias[:, None, :, None]
     bias = lax.optimization_barrier(jnp.where(mask, 0, HIDDEN).astype(inner))
-    return logits + bias[:, None, None]
+    logits = jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=inner)
+    return scale * logits + bias[:, None, None]
+
+
+def _keys_first(x):
+    """[b m g t] beside logits [b m s g t]."""
+    return x[:, :, None]
 
 
 def chosen(topk, s: int):

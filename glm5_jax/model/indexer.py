@@ -7,6 +7,8 @@ ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope d
 opposite order to the main heads.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -73,8 +75,9 @@ def select(scores, visible, k: int):
     first = lax.cond(tied, lambda: level & (_running_count(level) <= spare), lambda: level)
     count = _running_count(above | first)
     # The n-th key chosen is the first place where the count reaches n.
-    place = jax.vmap(jax.vmap(lambda c: jnp.searchsorted(c, jnp.arange(1, k + 1, dtype=c.dtype))))
-    topk = place(count).astype(jnp.int32)
+    ranks = jnp.arange(1, k + 1, dtype=count.dtype)
+    search = functools.partial(jnp.searchsorted, v=ranks, method="scan_unrolled")
+    topk = jax.vmap(jax.vmap(search))(count).astype(jnp.int32)
     return jnp.where(topk == s, -1, topk)
 
 
@@ -115,4 +118,4 @@ def _kth_largest(keys, k: int):
         return jnp.where(count >= k, candidate, found)
 
     lowest = jnp.full((*keys.shape[:-1], 1), info.min, keys.dtype)
-    return lax.fori_loop(0, info.bits, bit, lowest)
+    return lax.fori_loop(0, info.bits, bit, lowest, unroll=8)
