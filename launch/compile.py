@@ -190,7 +190,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        _, config, _ = parse(values(argv, known_only=True))
+        config = parse(values(argv, known_only=True)).config
         axes = dataclasses.asdict(config.mesh)
         mesh = topology_mesh(values.target, axes) if values.target else abstract_mesh(axes)
         platform = "cuda" if (values.target or "").startswith("h200") else "tpu"

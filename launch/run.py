@@ -6,6 +6,10 @@
 --experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
 same command goes on with a run that was stopped or killed. An error of the user is one line and
 exit code 2, before anything is trained; a run that had to stop says why and exits with 1.
+
+On a pod start the same command on every host, with a workdir that all of them see and
+--distributed=auto (TPU pods, Slurm, MPI and Kubernetes are recognised), or elsewhere
+--distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST.
 """
 
 import dataclasses
@@ -13,6 +17,7 @@ import importlib.util
 import pathlib
 import sys
 from types import ModuleType
+from typing import NamedTuple
 
 from absl import flags
 from ml_collections import config_flags
@@ -28,17 +33,26 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        module, config, workdir = parse(argv)
+        command = parse(argv)
+        if command.distributed:
+            _join(command.distributed)
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
-    return _run(module, config, workdir)
+    return _run(command.module, command.config, command.workdir)
 
 
-def parse(argv: list[str]) -> tuple[ModuleType, object, pathlib.Path]:
-    """(experiment module, its config with the flags applied, workdir).
+class Command(NamedTuple):
+    """What the arguments ask for: an experiment module, its config with the flags applied, the folder
+    of the run, and how to join a pod (None: one process)."""
 
-    ValueError or flags.Error, of which the first line says what to do.
-    """
+    module: ModuleType
+    config: object
+    workdir: pathlib.Path
+    distributed: str | None
+
+
+def parse(argv: list[str]) -> Command:
+    """Reads the program's arguments; ValueError or flags.Error say in their first line what to do."""
     spec = _spec(argv)
     module, config = load(spec)
     twin = editable(config)
@@ -56,9 +70,28 @@ def parse(argv: list[str]) -> tuple[ModuleType, object, pathlib.Path]:
     name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
     workdir = values["workdir"].value or f"workdir/{pathlib.Path(name).name}"
     try:
-        return module, freeze(values["experiment"].value), pathlib.Path(workdir)
+        config = freeze(values["experiment"].value)
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
+    return Command(module, config, pathlib.Path(workdir), values["distributed"].value)
+
+
+def _join(pod: str) -> None:
+    """Waits for the other processes; from then on jax knows the devices of all. ValueError."""
+    import jax  # here, so that a mistyped flag is answered at once
+
+    if pod == "auto":
+        jax.distributed.initialize()
+        return
+    try:
+        address, count, index = pod.split(",")
+        if not (":" in address and 0 <= int(index) < int(count)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"--distributed={pod}; use auto or HOST:PORT,N,I with 0 <= I < N"
+        ) from None
+    jax.distributed.initialize(address, int(count), int(index))
 
 
 def define(twin, argv: list[str]) -> flags.FlagValues:
@@ -73,6 +106,12 @@ def define(twin, argv: list[str]) -> flags.FlagValues:
         parse_fn=lambda _: twin,
     )
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
+    flags.DEFINE_string(
+        "distributed",
+        None,
+        "auto or HOST:PORT,N,I: join the processes of a pod",
+        flag_values=values,
+    )
     return values
 
 

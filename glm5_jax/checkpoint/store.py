@@ -14,6 +14,7 @@ from typing import Self
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from glm5_jax.core import tree
@@ -79,8 +80,9 @@ class Store:
         """Starts to write `state` under its own step and returns once its arrays are copied.
 
         state: {"params", "optimizer", "step", ...}, of which the rest (random key, counters) becomes
-        `rng`; the arrays may be donated to the next step at once. data and meta: anything that JSON holds. A failure of this save is raised by the next
-        `save`, `wait` or `close`. SaveError.
+        `rng`; the arrays may be donated to the next step at once. data, of which every process has its
+        own, and meta: anything that JSON holds. A failure of this save is raised by the next `save`,
+        `wait` or `close`. SaveError.
         """
         self.wait()
         step = int(state["step"])
@@ -88,7 +90,7 @@ class Store:
             return
         parts = {
             **_parts(state),
-            "data": data,
+            "data": _everyones(data),
             "meta": {**meta, "step": step},
         }
         try:
@@ -108,7 +110,7 @@ class Store:
             raise self._failed(step, error) from error
 
     def restore(self, abstract: dict, step: int | None = None) -> tuple[dict, dict, dict]:
-        """(state, data, meta) of a step, the newest by default.
+        """(state, this process's data, meta) of a step, the newest by default.
 
         abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now (default: the first
         device), which may be those of another mesh than the one that saved. ValueError if there is no such step, or if its
@@ -128,7 +130,8 @@ class Store:
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
             **got["rng"],
         }
-        return state, got["data"], got["meta"]
+        data = got["data"]
+        return state, data[min(jax.process_index(), len(data) - 1)], got["meta"]
 
     def close(self) -> None:
         """Waits for the save under way. SaveError if it failed."""
@@ -233,6 +236,16 @@ def _check_shapes(wanted: dict, found: dict, step) -> None:
                 f"checkpoint {step} does not fit this model and optimiser: "
                 f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
             )
+
+
+def _everyones(value) -> list:
+    """What each process passed, which JSON can hold: every process reads data of its own."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.asarray(len(text))).max())
+    padded = np.pad(text, (0, longest - len(text)), constant_values=ord(" "))
+    return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
 
 
 def disk_full(error: BaseException) -> bool:

@@ -6,13 +6,14 @@ Every mesh has all five axes; an axis of size 1 costs nothing. The batch is shar
 of size 1, so the same code runs on one device without any region at all.
 """
 
+import collections
 import dataclasses
 import math
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -51,6 +52,26 @@ def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
             f"the axes must multiply to {num_devices} (one may be -1)"
         )
     return tuple(sizes)
+
+
+def row_group(mesh: Mesh) -> tuple[int, int]:
+    """(index, count): which of `count` equal parts of a batch's rows this process holds.
+
+    Processes that share a row (`context` or `tensor` spans them) have the same part. ValueError if
+    the processes' rows overlap otherwise.
+    """
+    shards = math.prod(mesh.shape[a] for a in BATCH_AXES)
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES)).devices_indices_map((shards,))
+    held = collections.defaultdict(set)
+    for device, (part,) in rows.items():
+        held[device.process_index].add(part.start or 0)
+    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != shards:
+        raise ValueError(
+            f"mesh {dict(mesh.shape)}: some processes share a part of their rows; let context * tensor "
+            "be a multiple or a divisor of the devices of a process"
+        )
+    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,19 +94,16 @@ def held_out_batches(
     batch_size: int,
     *,
     max_rows: int | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
 ) -> Iterator[Batch]:
     """Held-out batches of one source: finite, the same on every call, whatever `config.seed`.
 
-    At most `max_rows` rows over all hosts, each of which gets `batch_size` rows of every batch;
-    rows that are all padding fill the last batch. Reading them scans the source, so keep the
-    batches if they are needed again. Raises ValueError if the source has no held-out document.
+    At most `max_rows` rows; rows that are all padding fill the last batch. Reading them scans the
+    source, so keep the batches if they are needed again. Raises ValueError if the source has no
+    held-out document.
     """
     rows = itertools.islice(iter(held_out_rows(config, source, tokenizer)), max_rows)
-    while batch := list(itertools.islice(rows, batch_size * process_count)):
-        batch += [blank_row(batch[0])] * (batch_size * process_count - len(batch))
-        yield _stack(batch[process_index * batch_size : (process_index + 1) * batch_size])
+    while batch := list(itertools.islice(rows, batch_size)):
+        yield _stack(batch + [blank_row(batch[0])] * (batch_size - len(batch)))
 
 
 def _stack(rows: list[Batch]) -> Batch:

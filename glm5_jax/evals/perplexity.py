@@ -1,8 +1,5 @@
 """Held-out loss in bits per byte, beside what counting words achieves on the same tokens."""
 
-import jax
-import numpy as np
-
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import training_documents
 from glm5_jax.evals.base import (
@@ -22,7 +19,7 @@ class HeldOut:
         """Reads `train.eval_batches` batches of each source; ValueError if one has none."""
         self._setting = setting
         self._token_bytes = setting.tokenizer.token_bytes()
-        data, rows = setting.config.data, setting.batch_rows * jax.process_count()
+        data, rows = setting.config.data, setting.batch_rows
         most = rows * setting.config.train.eval_batches
         self._batches = {
             source.name: list(
@@ -37,9 +34,7 @@ class HeldOut:
         for name, batches in self._batches.items():
             nll, num_bytes = 0.0, 0
             for batch in batches:
-                batch_nll, targets = self._setting.evaluate(
-                    params, self._setting.place(_own(batch))
-                )
+                batch_nll, targets = self._setting.evaluate(params, self._setting.place(batch))
                 nll, total_targets = nll + float(batch_nll), total_targets + float(targets)
                 num_bytes += predicted_bytes(batch, self._token_bytes)
             if len(self._batches) > 1:
@@ -69,9 +64,3 @@ class HeldOut:
                 bits[name] += num_bytes * baseline_bits_per_byte(fitted, batches, self._token_bytes)
             total_bytes += num_bytes
         return {name: value / total_bytes for name, value in bits.items()}
-
-
-def _own(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """This host's rows of a batch that all hosts hold."""
-    count, index = jax.process_count(), jax.process_index()
-    return {name: np.split(rows, count)[index] for name, rows in batch.items()}

@@ -43,7 +43,10 @@ FETCH_SHARE = 0.5
 def fetched_swiglu(x, expert_ids, w):
     """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d], by a copy of their weights."""
     m, a = expert_ids.shape
-    own = (jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip") for v in (w["gate"], w["up"], w["down"]))
+    own = (
+        jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip")
+        for v in (w["gate"], w["up"], w["down"])
+    )
     y, _, _ = _swiglu(jnp.repeat(x, a, axis=0)[:, None], *own)
     return y.reshape(m, a, -1)
 

@@ -107,8 +107,9 @@ def train(
     try:
         while done < steps and not stopping:
             batch = loader.next(batch_size(seen))
-            state, metrics = step(state, place(batch))
-            tokens = batch["token_ids"].size * jax.process_count()
+            placed = place(batch)
+            state, metrics = step(state, placed)
+            tokens = placed["token_ids"].size
             done, seen = done + 1, seen + tokens
             recorder.add(done, tokens, metrics)
             stopping = _agree(stop)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
 from glm5_jax.core.metrics_log import MetricsLog, column, read
 from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model import glm5
@@ -31,8 +31,8 @@ from glm5_jax.training.step import make_step
 class Setting:
     """What a stage hands to an evaluator: its config and tokenizer, and how to score a batch.
 
-    place puts a host's `batch_rows` rows onto the devices; evaluate(params, placed batch) is the
-    summed negative log-likelihood in nats and the number of targets.
+    place puts `batch_rows` rows, which every process holds, onto the devices; evaluate(params, placed
+    batch) is the summed negative log-likelihood in nats and the number of targets.
     """
 
     config: ExperimentConfig
@@ -69,6 +69,7 @@ class Pretraining:
         mesh = make_mesh(dataclasses.asdict(config.mesh))
         self._mesh = mesh if mesh.size > 1 else None
         self._region = Region.of(mesh)
+        self._group, self._num_groups = row_group(mesh)
         if self.finished:
             return
         self._check_sizes()
@@ -89,14 +90,14 @@ class Pretraining:
         self._loader = Loader(
             config.data,
             self._tokenizer,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=self._group,
+            process_count=self._num_groups,
         )
         self._evaluator = None
         if evaluator is not None and config.data.held_out_fraction:
-            rows = self._rows(0)
+            rows = self._rows(0) * self._num_groups
             self._evaluator = evaluator(
-                Setting(config, self._tokenizer, rows, self._place, self._step.evaluate)
+                Setting(config, self._tokenizer, rows, self._place_whole, self._step.evaluate)
             )
 
     @property
@@ -185,15 +186,25 @@ class Pretraining:
             glm5.check_batch(config.batch.start // length, length, self._mesh)
 
     def _rows(self, tokens_seen: int) -> int:
-        """Rows of this host's batch after so many tokens."""
+        """Rows of this process's batch after so many tokens."""
         tokens = batch_tokens(self.config.batch, tokens_seen)
-        return tokens // self.config.data.sequence_length // jax.process_count()
+        return tokens // self.config.data.sequence_length // self._num_groups
+
+    def _place_whole(self, batch: Batch) -> Batch:
+        """Places a batch of which every process holds all rows."""
+        own = {k: np.split(v, self._num_groups)[self._group] for k, v in batch.items()}
+        return self._place(own)
 
     def _place(self, batch: Batch) -> Batch:
+        """Places a batch of which this process holds its own rows."""
         if self._mesh is None:
             return jax.device_put(batch)
         where = NamedSharding(self._mesh, P(BATCH_AXES, SEQUENCE_AXES))
-        return {k: jax.make_array_from_process_local_data(where, v) for k, v in batch.items()}
+        rows = len(batch["token_ids"]) * self._num_groups
+        return {
+            k: jax.make_array_from_process_local_data(where, v, (rows, *v.shape[1:]))
+            for k, v in batch.items()
+        }
 
     def _initialise(self) -> dict:
         config = self.config

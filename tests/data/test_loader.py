@@ -128,15 +128,3 @@ def test_held_out_batches_are_finite_repeatable_and_of_one_shape(sources):
     few = list(held_out_batches(config, sources[0], TOKENIZER, 4, max_rows=6))
     assert len(few) == 2 and (few[1]["segment_ids"].max(axis=1) > 0).tolist() == [1, 1, 0, 0]
     _assert_same(few[0], once[0])
-
-
-def test_hosts_share_the_held_out_rows(sources):
-    config = _config(sources)
-    whole = list(held_out_batches(config, sources[1], TOKENIZER, 6))
-    parts = [
-        list(held_out_batches(config, sources[1], TOKENIZER, 2, process_index=i, process_count=3))
-        for i in range(3)
-    ]
-    for batch, *shares in zip(whole, *parts, strict=True):
-        for name in batch:
-            np.testing.assert_array_equal(batch[name], np.concatenate([s[name] for s in shares]))

@@ -36,6 +36,7 @@ def refused(capsys, workdir, *argv) -> str:
         ([TINY + "y"], "unknown variant 'tinyy'; use one of tiny, small, glm5"),
         ([TINY, "--workdri=x"], "Unknown command line flag 'workdri'"),
         ([TINY, "train"], "unexpected argument 'train'"),
+        ([TINY, "--distributed=host,2,2"], "use auto or HOST:PORT,N,I with 0 <= I < N"),
         ([TINY, "--experiment.model.hiden_size=8"], "in model; did you mean hidden_size"),
         ([TINY, "--experiment.data=x"], "--experiment.data: data is a group of fields; set one"),
         ([TINY, "--experiment.model.hidden_size=wide"], "--experiment.model.hidden_size=wide"),
@@ -95,7 +96,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
     argv = ["run", TINY, "--experiment.optimizer.ns_coefficients=(1.0,2.0,3.0)"]
     argv += ["--experiment.train.steps=9", "--experiment.model.norm_topk_prob=false"]
     argv += ["--experiment.schedule.peak=3e-4", "--experiment.sample.prompts=('a b',)"]
-    _, config, workdir = run.parse(argv)
+    _, config, workdir, _ = run.parse(argv)
     assert config.optimizer.ns_coefficients == (1.0, 2.0, 3.0)
     assert (config.steps, config.model.norm_topk_prob) == (9, False)
     assert (config.schedule.peak, config.sample.prompts) == (3e-4, ("a b",))
@@ -104,7 +105,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
 
 def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
-    _, config, _ = run.parse(["run", spec, "--experiment.pretrain.train.steps=9"])
+    config = run.parse(["run", spec, "--experiment.pretrain.train.steps=9"]).config
     [(stage, folder)] = run._stages(config, tmp_path)
     assert (stage.steps, folder) == (9, tmp_path / "pretrain")
 

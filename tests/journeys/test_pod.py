@@ -1,0 +1,70 @@
+"""A run in two processes, as on a pod: one training, one set of checkpoints, data for each."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from glm5_jax.core import metrics_log
+from tests.contracts.source_tree import ROOT
+from tests.journeys.test_pretrain import command, losses
+
+DEVICES = 4  # over all processes
+
+
+def start(workdir, processes: int, **more) -> list[subprocess.Popen]:
+    """The processes of a run; the first one's output is piped."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    pods = [f"--distributed=localhost:{port},{processes},{i}" for i in range(processes)]
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "launch.run", *command(workdir, **more)[1:], pod],
+            cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for pod in pods
+    ]
+
+
+def finish(processes) -> str:
+    """Output of the first process; all must have ended well."""
+    outputs = [process.communicate(timeout=600)[0] for process in processes]
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 0, output
+    return outputs[0]
+
+
+def test_processes_that_share_a_row_read_the_same_data(tmp_path):
+    shape = {"mesh.context": DEVICES, "train.steps": 5}
+    for processes in (1, 2):
+        finish(start(tmp_path / str(processes), processes, **shape))
+    one, two = (losses(tmp_path / str(n)) for n in (1, 2))
+    assert len(one) > 10
+    assert [row[:2] for row in one] == [row[:2] for row in two]
+    np.testing.assert_allclose([r[2] for r in two], [r[2] for r in one], rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_and_nothing_is_lost(tmp_path):
+    shape = {"mesh.fsdp": 2, "mesh.expert": 2}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(start(whole, 2, **shape))
+    processes = start(broken, 2, **shape)
+    while processes[0].poll() is None and not metrics_log.read(broken):
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGTERM)
+    assert "stopped after step" in finish(processes)
+    assert "going on from step" in finish(start(broken, 2, **shape))
+    assert losses(broken) == losses(whole)
+    assert any((broken / "hosts" / "1").iterdir())
