@@ -34,13 +34,13 @@ def tiny() -> ExperimentConfig:
     return ExperimentConfig(
         name="pretrain:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
-        data=DataConfig(sequence_length=256),
-        batch=_constant(8 * 256),
+        data=DataConfig(sequence_length=128),
+        batch=_constant(8 * 128),
         # bfloat16 products are emulated on CPU.
         optimizer=OptimizerConfig(frozen=IDLE, ns_dtype="float32"),
-        schedule=ScheduleConfig(peak=1e-3, end=1e-4, warmup_steps=20, total_steps=300),
-        step=StepConfig(remat="none"),
-        train=TrainConfig(eval_interval=100, sample_interval=100, save_interval=100),
+        schedule=ScheduleConfig(peak=5e-3, end=1e-4, warmup_steps=20, total_steps=1150),
+        step=StepConfig(mtp_steps=1, remat="none"),
+        train=TrainConfig(eval_interval=350, sample_interval=350, save_interval=350),
         sample=SampleConfig(prompts=("ROMEO:\n", "def "), tokens=80),
     )
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pre-trains the `tiny` model on real text and shows what it learned; a finished run resumes at once.
 #
-#   bash launch/quickstart.sh [FLAGS of launch/run.py, e.g. --experiment.num_steps=50]
+#   bash launch/quickstart.sh [FLAGS of launch/run.py, e.g. --experiment.train.steps=50]
 
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -54,9 +54,9 @@ def _rotate_front(x, cos, sin, cfg):
 def index_scores(idx_q, idx_w, idx_k):
     """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
     inner = wide(idx_q.dtype)
-    dots = jnp.einsum("btij,bsj->bits", idx_q, idx_k, preferred_element_type=inner)
+    dots = jnp.einsum("btij,bsj->btis", idx_q, idx_k, preferred_element_type=inner)
     relu = jnp.maximum(dots * idx_q.shape[-1] ** -0.5, 0)
-    return jnp.einsum("bits,bti->bts", relu, idx_w)
+    return jnp.einsum("btis,bti->bts", relu, idx_w)
 
 
 def select(scores, visible, k: int):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm5_jax.core.flops import count_flops
 from glm5_jax.core.mesh import Region
 from glm5_jax.model import experts
 from glm5_jax.model.dispatch import invert, permute, routed_experts, sort_by_expert
@@ -142,9 +143,9 @@ def dispatched(w, x, ids, combine, dy=None, chunk=None):
     return y, *pull(jnp.ones_like(y) if dy is None else dy)
 
 
-@pytest.mark.parametrize("chunk", [None, 4, 500])
-def test_routed_experts_and_their_gradients(chunk):
-    x, ids, combine = routed(12)
+@pytest.mark.parametrize("rows,chunk", [(12, None), (12, 4), (12, 500), (1, None)])
+def test_routed_experts_and_their_gradients(rows, chunk):
+    x, ids, combine = routed(rows)
     dy = np.random.default_rng(6).standard_normal(x.shape).astype(np.float32)
     y, dw, dx, dcombine = dispatched(weights(), x, ids, combine, dy, chunk)
     np.testing.assert_allclose(y, every_expert(weights(), x, ids, combine), atol=1e-4)
@@ -168,6 +169,13 @@ def test_no_token_is_dropped_when_all_choose_one_expert():
     ids = np.full_like(ids, 3)
     y = dispatched(weights(), x, ids, combine)[0]
     np.testing.assert_allclose(y, every_expert(weights(), x, ids, combine), atol=1e-4)
+
+
+def test_a_single_token_multiplies_only_the_experts_it_chose():
+    x, ids, combine = routed(1)
+    flops = count_flops(dispatched, weights(), x, ids, combine)
+    backward = 2  # products for each of the forward's
+    assert flops < (1 + backward) * 2 * ids.size * 3 * D * F * 1.2
 
 
 def test_a_chunk_that_does_not_divide_is_refused():
