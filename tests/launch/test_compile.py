@@ -16,7 +16,7 @@ SMALL_POD = [
 def test_report_from_shapes(capsys):
     assert pod.main(SMALL_POD) == 0
     out = capsys.readouterr().out
-    assert "on 8 devices: fsdp 4, expert 2; batch of 2,048 tokens, 256 per device" in out
+    assert "on 8 devices: fsdp 4, expert 2; batch of 1,024 tokens, 128 per device" in out
     assert "largest weight while it is used: 0.001 GB (embed/weight)" in out
     assert "lowered for tpu in" in out
 

@@ -131,8 +131,10 @@ def test_settings_that_make_no_sense_are_refused(field):
 
 def child(workdir, steps, *more):
     command = [sys.executable, "-m", "tests.training.bigram_run", str(workdir), str(steps), *more]
+    # A child that may not write files could not write its coverage either.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
