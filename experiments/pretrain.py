@@ -2,7 +2,8 @@
 
     python -m launch.run --experiment=experiments/pretrain.py:tiny
 
-:tiny    for two CPU cores: Shakespeare and the running Python's standard library.
+:tiny    for two CPU cores: Shakespeare and the running Python's standard library. Five minutes end at
+         about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; LOG.md).
 :small   for one accelerator: 1.2B parameters. Bring text and a tokenizer of your own:
          --experiment.tokenizer=FOLDER
          --experiment.data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
@@ -30,7 +31,7 @@ def get_config(variant: str = "tiny") -> ExperimentConfig:
 
 
 def tiny() -> ExperimentConfig:
-    """2.9M parameters in minutes on a CPU; the learning rate is the best of those tried (LOG.md)."""
+    """2.9M parameters on two cores; the learning rate is the best of those tried (LOG.md)."""
     return ExperimentConfig(
         name="pretrain:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),

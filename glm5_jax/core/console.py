@@ -17,7 +17,8 @@ class ProgressBar:
     def __init__(self, total: int, done: int = 0, unit: str = "step", stream=None):
         self._console = Console(file=stream or sys.stdout, highlight=False)
         self._total, self._done, self._unit = total, done, unit
-        self._began, self._first, self._printed = time.monotonic(), done, 0.0
+        self._first = None  # (step, its time): what comes before it is compilation
+        self._printed = float("-inf")
         self._bar = None
         if self._console.is_terminal:
             self._bar = Progress(
@@ -48,10 +49,13 @@ class ProgressBar:
             self._bar.update(self._task, completed=done, text=text)
             return
         now = time.monotonic()
-        if done == self._total or done == self._first + 1 or now - self._printed > _LINE_SECONDS:
+        if done == self._total or now - self._printed > _LINE_SECONDS:
             self._printed = now
-            eta = (now - self._began) / max(1, done - self._first) * (self._total - done)
-            self.print(f"{self._unit} {done}/{self._total}  {text}  eta {_clock(eta)}")
+            step, began = self._first or (done, now)
+            eta = (now - began) / max(1, done - step) * (self._total - done)
+            note = f"  eta {_clock(eta)}" if done > step else ""
+            self.print(f"{self._unit} {done}/{self._total}  {text}{note}")
+        self._first = self._first or (done, now)
 
     def print(self, text: str) -> None:
         """A line above the bar, without any markup."""

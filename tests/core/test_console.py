@@ -35,6 +35,18 @@ def test_slow_steps_get_a_line_each(monkeypatch):
     ]
 
 
+def test_the_estimate_leaves_out_what_came_before_the_first_step(monkeypatch):
+    times = iter([1000.0, 1100.0])
+    out = io.StringIO()
+    with ProgressBar(1100, 0, stream=out) as progress:
+        monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+        progress.update(1, "compiled for 1000 s")
+        progress.update(101, "ran for 100 s")
+    first, second = out.getvalue().splitlines()
+    assert "eta" not in first
+    assert second.endswith("eta 16:39")
+
+
 def test_printed_text_is_taken_literally():
     out = io.StringIO()
     with ProgressBar(3, stream=out) as progress:
