@@ -50,8 +50,10 @@ def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
     t, s = q.shape[3], k.shape[2]
     first = start if known is None else known
     outs, lses, tops = [], [], []
+    # Transposed once, or XLA:CPU transposes the keys of every run.
+    kt = lax.optimization_barrier(k.swapaxes(2, 3))
     for run in query_runs(t, s, first, block):
-        keys, values = k[:, :, : run.keys], v[:, :, : run.keys]
+        keys, values = kt[:, :, :, : run.keys], v[:, :, : run.keys]
 
         def one(args, run=run, keys=keys, values=values):
             q, mask_args, offset = args
@@ -146,7 +148,7 @@ def _logits(q, keys, scale, first, mask_args, k_segments, run, keys_first=False)
         logits = jnp.einsum("bmsx,bmgtx->bmsgt", keys, q, preferred_element_type=inner)
         return scale * logits + bias[:, None, :, None]
     bias = lax.optimization_barrier(jnp.where(mask, 0, HIDDEN).astype(inner))
-    logits = jnp.einsum("bmgtx,bmsx->bmgts", q, keys, preferred_element_type=inner)
+    logits = jnp.einsum("bmgtx,bmxs->bmgts", q, keys, preferred_element_type=inner)
     return scale * logits + bias[:, None, None]
 
 
@@ -156,11 +158,13 @@ def _keys_first(x):
 
 
 def chosen(topk, s: int):
-    """bool[b t s]: which of s keys topk int32[b t k] holds (-1: none)."""
-    b, t, _ = topk.shape
-    rows = jnp.arange(b)[:, None, None], jnp.arange(t)[None, :, None]
-    mask = jnp.zeros((b, t, s), bool)
-    return mask.at[(*rows, jnp.where(topk < 0, s, topk))].set(True, mode="drop")
+    """bool[b t s]: which of s keys topk int32[b t k] holds (-1: none). Scattered in one dimension: XLA
+    writes the indices out, coordinate by coordinate."""
+    b, t, k = topk.shape
+    row = jnp.arange(b * t, dtype=jnp.int32)[:, None]
+    flat = topk.reshape(b * t, k)
+    place = jnp.where((flat < 0) | (flat >= s), b * t * s, row * s + flat).reshape(-1)
+    return jnp.zeros(b * t * s, bool).at[place].set(True, mode="drop").reshape(b, t, s)
 
 
 def _map(function, args):

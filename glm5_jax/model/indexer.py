@@ -7,8 +7,6 @@ ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope d
 opposite order to the main heads.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -73,12 +71,16 @@ def select(scores, visible, k: int):
     spare = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     tied = jnp.any(jnp.sum(level, axis=-1, keepdims=True, dtype=jnp.int32) > spare)
     first = lax.cond(tied, lambda: level & (_running_count(level) <= spare), lambda: level)
-    count = _running_count(above | first)
-    # The n-th key chosen is the first place where the count reaches n.
-    ranks = jnp.arange(1, k + 1, dtype=count.dtype)
-    search = functools.partial(jnp.searchsorted, v=ranks, method="scan_unrolled")
-    topk = jax.vmap(jax.vmap(search))(count).astype(jnp.int32)
-    return jnp.where(topk == s, -1, topk)
+    chosen = above | first
+    # The n-th key chosen goes to place n of its row, the others nowhere. In one dimension: XLA writes the
+    # indices of a scatter out, coordinate by coordinate.
+    rows = scores.size // s
+    rank = (_running_count(chosen) - 1).reshape(rows, s)
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    place = jnp.where(chosen.reshape(rows, s), row * k + rank, rows * k)
+    key = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (rows, s))
+    topk = jnp.full(rows * k, -1, jnp.int32).at[place.reshape(-1)].set(key.reshape(-1), mode="drop")
+    return topk.reshape(*scores.shape[:-1], k)
 
 
 def _running_count(mask):
