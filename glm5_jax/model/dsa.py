@@ -64,9 +64,10 @@ def _taken(latents, topk):
 
 
 def _logits(q, rows, topk, scale):
+    """[b t k n]: keys first, so that the product reads the gathered rows as they lie."""
     inner = wide(q.dtype)
-    logits = scale * jnp.einsum("btnx,btkx->btnk", q, rows, preferred_element_type=inner)
-    return logits + jnp.where(topk >= 0, 0, HIDDEN).astype(inner)[:, :, None]
+    logits = scale * jnp.einsum("btkx,btnx->btkn", rows, q, preferred_element_type=inner)
+    return logits + jnp.where(topk >= 0, 0, HIDDEN).astype(inner)[..., None]
 
 
 def _forward(scale, block, q, latents, topk):
@@ -75,14 +76,14 @@ def _forward(scale, block, q, latents, topk):
         rows = _taken(latents, topk)
         logits = _logits(q, rows, topk, scale)
         # Without the barrier XLA:CPU computes the maximum again for every element.
-        top = lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
-        p = jnp.exp(logits - top)
-        total = jnp.sum(p, axis=-1, keepdims=True)
-        out = jnp.einsum("btnk,btkx->btnx", p.astype(q.dtype), rows, preferred_element_type=p.dtype)
+        top = lax.optimization_barrier(jnp.max(logits, axis=2))
+        p = jnp.exp(logits - top[:, :, None])
+        total = jnp.sum(p, axis=2)
+        out = jnp.einsum("btkn,btkx->btnx", p.astype(q.dtype), rows, preferred_element_type=p.dtype)
         seen = top > HIDDEN / 2
-        out = out * jnp.where(seen, 1 / total, 0)
+        out = out * jnp.where(seen, 1 / total, 0)[..., None]
         lse = jnp.where(seen, top + jnp.log(total), jnp.inf)
-        return out.astype(q.dtype), lse[..., 0], jnp.max(top)
+        return out.astype(q.dtype), lse, jnp.max(top)
 
     outs, lses, tops = [], [], []
     # Every query reads k keys wherever it stands: no key cut, one run and a remainder.
@@ -110,14 +111,14 @@ def _backward(scale, block, saved, cotangents):
     def one(dlatents, args):
         q, topk, dout, lse, delta = args
         rows = _taken(latents, topk)
-        p = jnp.exp(_logits(q, rows, topk, scale) - lse[..., None])
-        dp = jnp.einsum("btnx,btkx->btnk", dout, rows, preferred_element_type=inner)
-        ds = (p * (dp - delta[..., None]) * scale).astype(q.dtype)
-        dq = jnp.einsum("btnk,btkx->btnx", ds, rows, preferred_element_type=inner)
+        p = jnp.exp(_logits(q, rows, topk, scale) - lse[:, :, None])
+        dp = jnp.einsum("btkx,btnx->btkn", rows, dout, preferred_element_type=inner)
+        ds = (p * (dp - delta[:, :, None]) * scale).astype(q.dtype)
+        dq = jnp.einsum("btkn,btkx->btnx", ds, rows, preferred_element_type=inner)
         # A row's gradient as key and as value, in one product.
-        both = jnp.concatenate([ds, p.astype(q.dtype)], axis=2)
+        both = jnp.concatenate([ds, p.astype(q.dtype)], axis=3)
         against = jnp.concatenate([q, dout], axis=2)
-        drows = jnp.einsum("btnk,btnx->btkx", both, against, preferred_element_type=inner)
+        drows = jnp.einsum("btkn,btnx->btkx", both, against, preferred_element_type=inner)
         where = jnp.where(topk < 0, latents.shape[1], topk)
         return dlatents.at[batch, where].add(drows, mode="drop"), dq.astype(q.dtype)
 

@@ -14,6 +14,8 @@ from glm5_jax.core.numerics import wide
 from glm5_jax.model.blocks import join, query_runs, split
 from glm5_jax.model.mask import HIDDEN, visible
 
+FEW_QUERIES = 32  # of one key's heads and positions, below which its logits have the keys first
+
 
 def flash_attention(q, k, v, start, q_segments, k_segments, topk, scale: float, block: int):
     """Attention of q [b t n x] over k [b s m x], v [b s m y] -> ([b t n y], largest logit).
@@ -50,25 +52,27 @@ def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
     t, s = q.shape[3], k.shape[2]
     first = start if known is None else known
     outs, lses, tops = [], [], []
-    # Transposed once, or XLA:CPU transposes the keys of every run.
-    kt = lax.optimization_barrier(k.swapaxes(2, 3))
+    # Few queries: a transposed copy of the keys, or of what is cached, would cost more than their product.
+    # Otherwise the keys are transposed once, or XLA:CPU does it for every run.
+    keys_first = min(block, t) * q.shape[2] < FEW_QUERIES
+    spec, axis = ("bmsgt,bmsy->bmgty", 2) if keys_first else ("bmgts,bmsy->bmgty", -1)
+    k = k if keys_first else lax.optimization_barrier(k.swapaxes(2, 3))
     for run in query_runs(t, s, first, block):
-        keys, values = kt[:, :, :, : run.keys], v[:, :, : run.keys]
+        keys = lax.slice_in_dim(k, 0, run.keys, axis=2 if keys_first else 3)
+        values = v[:, :, : run.keys]
 
         def one(args, run=run, keys=keys, values=values):
             q, mask_args, offset = args
-            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run)
+            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run, keys_first)
             # Without the barrier XLA:CPU computes the maximum again for every element.
-            top = lax.optimization_barrier(jnp.max(logits, axis=-1, keepdims=True))
-            p = jnp.exp(logits - top)
-            total = jnp.sum(p, axis=-1, keepdims=True)
-            out = jnp.einsum(
-                "bmgts,bmsy->bmgty", p.astype(v.dtype), values, preferred_element_type=p.dtype
-            )
+            top = lax.optimization_barrier(jnp.max(logits, axis=axis))
+            p = jnp.exp(logits - jnp.expand_dims(top, axis))
+            total = jnp.sum(p, axis=axis)
+            out = jnp.einsum(spec, p.astype(v.dtype), values, preferred_element_type=p.dtype)
             seen = top > HIDDEN / 2
-            out = out * jnp.where(seen, 1 / total, 0)
+            out = out * jnp.where(seen, 1 / total, 0)[..., None]
             lse = jnp.where(seen, top + jnp.log(total), jnp.inf)
-            return out.astype(q.dtype), lse[..., 0], jnp.max(top)
+            return out.astype(q.dtype), lse, jnp.max(top)
 
         out, lse, top = _map(one, _blocks(run, q, q_segments, topk))
         outs.append(join(out, 3))

@@ -7,7 +7,6 @@ ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope d
 opposite order to the main heads.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -53,8 +52,7 @@ def index_scores(idx_q, idx_w, idx_k):
     """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
     inner = wide(idx_q.dtype)
     dots = jnp.einsum("btij,bsj->btis", idx_q, idx_k, preferred_element_type=inner)
-    relu = jnp.maximum(dots * idx_q.shape[-1] ** -0.5, 0)
-    return jnp.einsum("btis,bti->bts", relu, idx_w)
+    return jnp.einsum("btis,bti->bts", jnp.maximum(dots, 0), idx_w * idx_q.shape[-1] ** -0.5)
 
 
 def select(scores, visible, k: int):
