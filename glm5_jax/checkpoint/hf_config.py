@@ -281,6 +281,9 @@ class _Reader:
         if kinds is None:
             default = min(_DEFAULTS[self.model_type].first_k_dense_replace, layers)
             stated = self.given.get("first_k_dense_replace", default)
+            if self.model_type == "glm4_moe_lite":
+                reason = "transformers reads mlp_layer_types alone, and without it the count is"
+                self._same("first_k_dense_replace", stated, default, reason)
             return self._typed("first_k_dense_replace", stated, int, default)
         dense = kinds.count("dense")
         if kinds != _mlp_layer_types(dense, layers):

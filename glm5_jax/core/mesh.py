@@ -9,6 +9,7 @@ of size 1, so the same code runs on one device without any region at all.
 import collections
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -65,13 +66,20 @@ def row_group(mesh: Mesh) -> tuple[int, int]:
     held = collections.defaultdict(set)
     for device, (part,) in rows.items():
         held[device.process_index].add(part.start or 0)
-    parts = sorted({tuple(sorted(rows)) for rows in held.values()})
-    if len({len(part) for part in parts}) > 1 or sum(map(len, parts)) != shards:
+    parts = disjoint_parts(held.values(), shards)
+    if parts is None:
         raise ValueError(
             f"mesh {dict(mesh.shape)}: some processes share a part of their rows; let context * tensor "
             "be a multiple or a divisor of the devices of a process"
         )
-    return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+    return parts.index(sorted(held[jax.process_index()])), len(parts)
+
+
+def disjoint_parts(held: Iterable[set[int]], count: int) -> list[list[int]] | None:
+    """The different sets among `held`, each sorted; None unless they cut range(count) into equal parts."""
+    parts = [list(part) for part in sorted({tuple(sorted(part)) for part in held})]
+    equal = len({len(part) for part in parts}) == 1
+    return parts if equal and sorted(sum(parts, [])) == list(range(count)) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -328,6 +328,14 @@ def test_a_model_without_indexer_refuses_indexer_fields():
         from_hf(GLM4_7_FLASH | {"head_dim": 192})
 
 
+def test_glm4_moe_lite_takes_its_dense_layers_from_the_list_alone():
+    with pytest.raises(ValueError, match="first_k_dense_replace is 2; .* is 1; make them agree"):
+        from_hf(GLM4_7_FLASH | {"first_k_dense_replace": 2})
+    kinds = ["dense"] * 2 + ["sparse"] * 45
+    cfg = from_hf(GLM4_7_FLASH | {"first_k_dense_replace": 2, "mlp_layer_types": kinds})
+    assert cfg.first_k_dense_replace == 2
+
+
 @pytest.mark.parametrize(
     "cfg",
     [

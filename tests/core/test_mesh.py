@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
+from glm5_jax.core.mesh import AXES, Region, disjoint_parts, make_mesh, resolve, row_group
 
 
 def test_axes_that_are_not_named_have_size_one():
@@ -55,3 +55,17 @@ def test_a_region_knows_which_axes_split_tokens():
     assert region.sequence_axes == ("context", "tensor")
     whole = Region.of(make_mesh(data=2, context=2, tensor=2), shard_sequence=False)
     assert whole.token_axes == ("data",) and whole.sequence_axes == ()
+
+
+def test_a_process_holds_its_own_part_of_the_rows():
+    assert row_group(make_mesh(data=4, context=2)) == (0, 1)
+    assert disjoint_parts([{2, 3}, {1, 0}], 4) == [[0, 1], [2, 3]]
+    # Two processes that share a row hold the same part.
+    assert disjoint_parts([{0}, {0}, {1}, {1}], 2) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    "held", [[{0, 1}, {1, 2}], [{0}, {1, 2}], [{0}, {1}]], ids=["overlap", "unequal", "missing"]
+)
+def test_parts_of_rows_that_do_not_cut_the_batch_are_refused(held):
+    assert disjoint_parts(held, 3) is None
