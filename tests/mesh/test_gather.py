@@ -35,12 +35,6 @@ def test_each_axis_of_a_pod_cuts_a_dimension_of_its_own(letters, shape, spec):
     assert spec_of(letters, shape, POD) == spec
 
 
-def test_an_f_that_is_the_last_dimension_leaves_the_experts_axis_to_d():
-    cut = P(None, ("fsdp", "expert"), "context")
-    assert spec_of("l d f", (3, 6144, 12288), LONG) == cut
-    assert spec_of("l f d", (3, 12288, 6144), LONG) == P(None, ("context", "expert"), "fsdp")
-
-
 def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
     sizes = dict(POD, expert=5)
     assert spec_of("l q n hr", (75, 2048, 64, 256), sizes) == P(None, "fsdp", None, None)
