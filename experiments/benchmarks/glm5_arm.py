@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.benchmarks.choices import Apart, replayed
 from experiments.benchmarks.measure import NEW_TOKENS, VOCAB_SIZE, Clock, gemm_rate, pin, tokens
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
@@ -74,6 +75,17 @@ class Arm:
         """{"wall", "cpu"} seconds of one run."""
         seconds, self.output = self.run()
         return seconds
+
+    def follow(self, kind: str, b: int, t: int, choices: str) -> dict[str, list[Apart]]:
+        """One run, for `save`, of forward or train with the choices that transformers saved; per layer how
+        many of the keys and experts would have been others, and by what gap."""
+        made = np.load(choices)
+        kinds = ("keys", "experts")
+        keys, experts = ([made[k] for k in sorted(made) if k.startswith(kind)] for kind in kinds)
+        with replayed(keys, experts) as apart:
+            _, self.output = getattr(self, f"_{kind}")(b, t)()
+            jax.effects_barrier()
+        return apart
 
     def save(self, path: str) -> None:
         """The last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
@@ -149,7 +161,7 @@ def main() -> None:
     pin()
     jax.config.update("jax_platforms", "cpu")
     arm = Arm()
-    serve(arm.export, arm.gemm, arm.prepare, arm.measure, arm.save)
+    serve(arm.export, arm.gemm, arm.prepare, arm.measure, arm.follow, arm.save)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,39 @@ class Arm:
         """Makes a variant of forward, train or decode for tokens [b t]; the seconds it took, first run
         included."""
         clock = Clock()
+        model, *rest = self._model(variant)
+        step = torch.compile(model, dynamic=False) if "compiled" in rest else model
+        x = torch.from_numpy(tokens(b, t)).long()
+        if kind == "decode":
+            self.runs[variant] = DECODING[rest[-1]](model, step, x)
+        else:
+            self.runs[variant] = RUNS[kind](model, step, x)
+        self.measure(variant)
+        return clock.read()["wall"]
+
+    def choose(self, kind: str, b: int, t: int, variant: str, choices: str) -> None:
+        """Runs a plain variant of forward or train once for `save`; choices.npz gets the keys int32[b t k]
+        (-1 at the end) and experts int32[m a] that its layers chose, as keys_00, ..., experts_00, ..."""
+        model, *_ = self._model(variant)
+        x = torch.from_numpy(tokens(b, t)).long()
+        seen = {}
+
+        def watch(kind, choice):
+            def hook(module, args, out):
+                seen[f"{kind}_{sum(name.startswith(kind) for name in seen):02}"] = choice(out)
+
+            return hook
+
+        for name, module in model.named_modules():
+            if name.endswith(".indexer"):
+                module.register_forward_hook(watch("keys", _visible))
+            elif name.endswith(".gate"):
+                module.register_forward_hook(watch("experts", lambda out: out[2].int().numpy()))
+        _, self.output = RUNS[kind](model, model, x)()
+        np.savez(choices, **seen)
+
+    def _model(self, variant: str) -> list:
+        """The model, then the words of the variant behind attention and experts."""
         attention, experts, *rest = variant.split()
         model = AutoModelForCausalLM.from_pretrained(
             self.folder,
@@ -40,14 +73,7 @@ class Arm:
             experts_implementation=experts,
         )
         model.generation_config.eos_token_id = None
-        step = torch.compile(model, dynamic=False) if "compiled" in rest else model
-        x = torch.from_numpy(tokens(b, t)).long()
-        if kind == "decode":
-            self.runs[variant] = DECODING[rest[-1]](model, step, x)
-        else:
-            self.runs[variant] = {"forward": _forward, "train": _train}[kind](model, step, x)
-        self.measure(variant)
-        return clock.read()["wall"]
+        return [model, *rest]
 
     def measure(self, variant: str) -> dict[str, float]:
         """{"wall", "cpu"} seconds of one run."""
@@ -99,6 +125,17 @@ def _train(model, step, x):
         return clock.read(), model
 
     return run
+
+
+RUNS = {"forward": _forward, "train": _train}
+
+
+def _visible(topk):
+    """int32[b t k], ascending, of transformers' choice; what stands behind its query becomes -1."""
+    keys = topk.numpy().astype(np.int32)
+    t = keys.shape[1]
+    keys = np.sort(np.where(keys <= np.arange(t)[:, None], keys, t), axis=-1)
+    return np.where(keys < t, keys, -1)
 
 
 class _Stopwatch(StoppingCriteria):
@@ -170,7 +207,7 @@ def main() -> None:
     pin()
     torch.set_num_threads(THREADS)
     arm = Arm()
-    serve(arm.load, arm.gemm, arm.prepare, arm.measure, arm.keep, arm.clear, arm.save)
+    serve(arm.load, arm.gemm, arm.prepare, arm.measure, arm.choose, arm.keep, arm.clear, arm.save)
 
 
 if __name__ == "__main__":

@@ -113,10 +113,13 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
     for _ in range(row.repeats):
         times["ours"].append(ours.call("measure", SECONDS))
         times["theirs"].append(theirs.call("measure", SECONDS, variant=best))
-    paths = {}
-    for arm, worker in (("ours", ours), ("theirs", theirs)):
-        paths[arm] = folder / f"{row.name}-{arm}{'' if row.kind == 'train' else '.npy'}"
-        worker.call("save", SECONDS, path=str(paths[arm]))
+    differences = [difference(row, *saved(row, ours, theirs, folder / row.name))]
+    if row.kind != "decode":
+        path = str(folder / f"{row.name}-choices.npz")
+        theirs.call("choose", SECONDS, **case, variant="sdpa grouped_mm", choices=path)
+        apart = ours.call("follow", SECONDS, **case, choices=path)
+        same = difference(row, *saved(row, ours, theirs, folder / f"{row.name}-same"))
+        differences.append(f"{same} with the same choices; {in_words(apart)}")
     result = {
         f"{arm}_{clock}": statistics.median(run[clock] for run in runs)
         for arm, runs in times.items()
@@ -132,8 +135,27 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
         "target": row.target,
         "flops": row.flops,
         "tokens_per_second": row.tokens / result["ours_wall"],
-        "difference": difference(row, paths["ours"], paths["theirs"]),
+        "difference": differences,
     }
+
+
+def saved(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Both arms' last outputs, as files."""
+    folder.mkdir()
+    paths = []
+    for name, worker in (("ours", ours), ("theirs", theirs)):
+        paths.append(folder / (name if row.kind == "train" else f"{name}.npy"))
+        worker.call("save", SECONDS, path=str(paths[-1]))
+    return paths
+
+
+def in_words(apart: dict[str, list]) -> str:
+    """What `choices.Apart` of all layers comes to."""
+    words = []
+    for kind, layers in apart.items():
+        count, gap = sum(c for c, _ in layers), max(g for _, g in layers)
+        words.append(f"{count} {kind} chosen otherwise" + (f" (gap {gap:.0e})" if count else ""))
+    return ", ".join(words)
 
 
 def difference(row: Row, ours: pathlib.Path, theirs: pathlib.Path) -> str:
@@ -182,7 +204,7 @@ def cells(result: dict) -> list[str]:
         "" if not target else "yes" if result["ratio"] >= target else "no",
         f"{result['tokens_per_second']:.0f}",
         f"{rate:.0f}" if rate else "",
-        result["difference"],
+        ". ".join(result["difference"]),
     ]
 
 

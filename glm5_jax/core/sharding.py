@@ -4,7 +4,7 @@ A rule claims its mesh axis for a dimension if no other dimension of the weight 
 and the dimension divides; the table's order is the priority. So each mesh axis shards a tensor
 dimension of its own, which is what makes XLA emit an all-gather forward and a reduce-scatter backward
 (one dimension sharded by two batch axes became full all-reduces). `data` replicates. "e f" is the f
-behind an e: the last dimension of an expert's down projection would be summed in full, see `gather`.
+behind an e, "*d f" the d before an f: a last dimension would be summed in full, see `gather`.
 """
 
 import math
@@ -22,6 +22,7 @@ RULES = (
     ("f", "tensor"),  # before the others on f: what stays sharded must be the outer cut
     ("e f", "fsdp"),
     ("d", "fsdp"),
+    ("*d f", "context"),
     ("f", "context"),
     ("f", "expert"),
     ("dd", "expert"),
@@ -61,9 +62,11 @@ def spec_of(letters: str, shape, axis_sizes) -> P:
 
 
 def _dim_of(pattern: str, names: list[str]) -> int | None:
-    wanted = pattern.split()
-    ends = range(len(wanted), len(names) + 1)
-    return next((i - 1 for i in ends if names[i - len(wanted) : i] == wanted), None)
+    """Index of the starred letter, or else of the last, where the pattern's letters follow each other."""
+    wanted = pattern.replace("*", "").split()
+    own = next((i for i, w in enumerate(pattern.split()) if w[0] == "*"), len(wanted) - 1)
+    starts = range(len(names) - len(wanted) + 1)
+    return next((i + own for i in starts if names[i : i + len(wanted)] == wanted), None)
 
 
 def specs_of(letters, shapes, axis_sizes):

@@ -35,6 +35,12 @@ def test_each_axis_of_a_pod_cuts_a_dimension_of_its_own(letters, shape, spec):
     assert spec_of(letters, shape, POD) == spec
 
 
+def test_a_last_dimension_leaves_the_context_axis_to_the_one_before():
+    cut = P(None, ("fsdp", "context"), "expert")
+    assert spec_of("l d f", (3, 6144, 12288), LONG) == cut
+    assert spec_of("l f d", (3, 12288, 6144), LONG) == P(None, ("context", "expert"), "fsdp")
+
+
 def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
     sizes = dict(POD, expert=5)
     assert spec_of("l q n hr", (75, 2048, 64, 256), sizes) == P(None, "fsdp", None, None)
