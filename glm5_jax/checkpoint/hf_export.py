@@ -1,10 +1,12 @@
 """The parameter tree as a HuggingFace checkpoint that transformers and the serving engines read.
 
 Tensor names are the released ones (one tensor per expert, MTP layer after the last decoder layer).
-Host memory peaks at one shard file; the folder appears under its name only when it is complete.
+Host memory peaks at one shard file; the folder appears under its name only when it is complete. On a
+pod all processes call `save_hf`, one tensor at a time is brought together, and the first one writes.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -19,7 +21,8 @@ from safetensors.numpy import save_file
 
 from glm5_jax.checkpoint import hf_config, hf_names
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import tree
+from glm5_jax.core import hosts, tree
+from glm5_jax.core.sharding import on_every_host
 from glm5_jax.model import glm5
 
 _log = logging.getLogger(__name__)
@@ -62,20 +65,16 @@ def save_hf(
     kinds = {name: _dtype(pieces[0], leaves, dtype) for name, pieces in table.items()}
     sizes = {n: int(np.prod(p[0].view.shape)) * kinds[n].itemsize for n, p in table.items()}
     out = pathlib.Path(out).absolute()
-    _check_target(out, sum(sizes.values()) + _SPARE)
-
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    try:
-        files = _divide(sizes, max_shard_bytes)
-        for file, names in files.items():
-            # Not kept under a name: the next file's tensors would be gathered beside them.
-            save_file(
-                {name: _tensor(table[name], leaves, kinds[name]) for name in names},
-                partial / file,
-                metadata={"format": "pt"},
-            )
+
+    files = _divide(sizes, max_shard_bytes)
+
+    def begin():
+        _check_target(out, sum(sizes.values()) + _SPARE)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+
+    def finish():
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
@@ -87,10 +86,25 @@ def save_hf(
         if tokenizer is not None:
             tokenizer.save(partial)
         os.rename(partial, out)
-    except (OSError, safetensors.SafetensorError) as error:
+
+    first = jax.process_index() == 0
+    hosts.first_does(begin)
+    try:
+        for file, names in files.items():
+            tensors = {}
+            for name in names:
+                tensor = _tensor(table[name], leaves, kinds[name])
+                if first:
+                    tensors[name] = tensor
+            write = functools.partial(save_file, tensors, partial / file, {"format": "pt"})
+            hosts.first_does(write)
+            del tensors, tensor, write  # the next file's would be gathered beside them
+        hosts.first_does(finish)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _checked(params, cfg: ModelConfig) -> dict[str, jax.Array]:
@@ -102,10 +116,6 @@ def _checked(params, cfg: ModelConfig) -> dict[str, jax.Array]:
         if leaves[path].shape != expected[path].shape:
             shape = list(expected[path].shape)
             lines.append(f"wrong shape: {path} is {list(leaves[path].shape)}, expected {shape}")
-        elif isinstance(leaves[path], jax.Array) and not leaves[path].is_fully_addressable:
-            lines.append(
-                f"on other hosts too: {path}; restore it onto the devices of one host first"
-            )
     if lines:
         raise ValueError("the parameters cannot be exported:\n  " + "\n  ".join(lines))
     return leaves
@@ -156,6 +166,8 @@ def _on_host(leaf, at: tuple[int, ...]) -> np.ndarray:
     """`leaf[at]` from the shards that hold it; each is sliced where it lives."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[at]
+    if not leaf.is_fully_addressable:
+        return on_every_host(leaf, at)
     part = np.empty(leaf.shape[len(at) :], leaf.dtype)
     for shard in leaf.addressable_shards:
         bounds = [s.indices(n) for s, n in zip(shard.index, leaf.shape)]

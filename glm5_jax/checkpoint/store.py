@@ -14,10 +14,10 @@ from typing import Self
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from glm5_jax.core import tree
+from glm5_jax.core.hosts import everyones
 
 _FOLDER = "checkpoints"
 _OVERHEAD = 2**20  # bytes per checkpoint beside the arrays: metadata, data position
@@ -90,7 +90,7 @@ class Store:
             return
         parts = {
             **_parts(state),
-            "data": _everyones(data),
+            "data": everyones(data),
             "meta": {**meta, "step": step},
         }
         try:
@@ -236,16 +236,6 @@ def _check_shapes(wanted: dict, found: dict, step) -> None:
                 f"checkpoint {step} does not fit this model and optimiser: "
                 f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
             )
-
-
-def _everyones(value) -> list:
-    """What each process passed, which JSON can hold: every process reads data of its own."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    longest = int(multihost_utils.process_allgather(np.asarray(len(text))).max())
-    padded = np.pad(text, (0, longest - len(text)), constant_values=ord(" "))
-    return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
 
 
 def disk_full(error: BaseException) -> bool:

@@ -7,10 +7,12 @@ dimension of its own, which is what makes XLA emit an all-gather forward and a r
 behind an e, "*d f" the d before an f: a last dimension would be summed in full, see `gather`.
 """
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -129,6 +131,38 @@ def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
 
     gathered.defvjp(lambda w: (gathered(w), jnp.zeros((), w.dtype)), backward)
     return gathered(w)
+
+
+def on_every_host(leaf, at: tuple[int, ...]) -> np.ndarray:
+    """`leaf[at]` of an array that several processes hold, which all of them must call alike.
+
+    Only that part travels; a device holds it once per part of the indexed dimensions besides.
+    """
+    if not isinstance(leaf.sharding, NamedSharding):
+        raise ValueError(f"an array on several hosts has no mesh: {leaf.sharding}")
+    fetch = _fetcher(leaf.sharding.mesh, leaf.sharding.spec, leaf.ndim, len(at))
+    return np.asarray(fetch(leaf, np.asarray(at, np.int32)).addressable_data(0))
+
+
+@functools.cache
+def _fetcher(mesh, spec: P, ndim: int, depth: int):
+    entries = [e if isinstance(e, tuple) else (e,) if e else () for e in spec]
+    entries += [()] * (ndim - len(entries))
+
+    def local(x, at):
+        owners = []
+        for i, axes in zip(at, entries[:depth]):
+            owners.append((axes, i // x.shape[0]))
+            x = lax.dynamic_index_in_dim(x, i % x.shape[0], keepdims=False)
+        for dim, axes in enumerate(entries[depth:]):
+            x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        # Picked, not summed: -0.0 + 0.0 is 0.0.
+        for axes, owner in owners:
+            x = lax.all_gather(x, axes)[owner] if axes else x
+        return x
+
+    region = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False)
+    return jax.jit(region)
 
 
 def constrain(x, mesh, *entries):

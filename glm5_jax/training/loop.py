@@ -11,10 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-import jax
-from jax.experimental import multihost_utils
-
 from glm5_jax.checkpoint.store import Store, disk_full
+from glm5_jax.core import hosts
 from glm5_jax.training.metrics import Counters, Recorder, TrainingStopped
 
 
@@ -112,7 +110,7 @@ def train(
             tokens = placed["token_ids"].size
             done, seen = done + 1, seen + tokens
             recorder.add(done, tokens, metrics)
-            stopping = _agree(stop)
+            stopping = hosts.anyone(stop)  # so that all of them save the same step
             last = done == steps
             evaluating = evaluate and (last or _is_due(done, config.eval_interval))
             sampling = sample and (last or _is_due(done, config.sample_interval))
@@ -143,10 +141,3 @@ def train(
 
 def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
-
-
-def _agree(stop) -> bool:
-    """Whether any host is to stop, so that all of them save the same step."""
-    if jax.process_count() == 1:
-        return bool(stop)
-    return bool(multihost_utils.process_allgather(bool(stop)).any())

@@ -6,6 +6,9 @@ import gc
 import json
 import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 import tracemalloc
 
 import jax
@@ -22,6 +25,8 @@ from glm5_jax.checkpoint.hf_import import load_hf, load_params, read_config
 from glm5_jax.core import tree
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
+from tests.contracts.source_tree import ROOT
+from tests.mesh import cases
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 A = GOLDENS / "hf_tiny_a"
@@ -203,6 +208,47 @@ def test_a_tree_of_another_config_is_refused_with_every_difference(tmp_path):
     with pytest.raises(ValueError, match="pass cfg="):
         save_hf(load_params(A, cfg), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def export_of_one_process(out: str) -> None:
+    """What each process of a pod of four devices does, in the test below."""
+    mesh, cfg = make_mesh(fsdp=2, expert=2), cases.config()
+    params = glm5.init_params(cfg, jax.random.key(0), mesh=mesh)
+    # Negative zeros would not survive a sum over the owners.
+    params = jax.jit(lambda p: jax.tree.map(lambda x: jnp.where(x < 0, -0.0, x), p))(params)
+    down = params["moe_layers"]["experts"]["down"]
+    assert down.is_fully_addressable == (jax.process_count() == 1)
+    save_hf(params, out, cfg=cfg, max_shard_bytes=1e5)
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        save_hf(params, out, cfg=cfg)
+
+
+PROCESS = """
+import jax
+jax.config.update("jax_num_cpu_devices", 4 // {count})
+if {count} > 1:
+    jax.distributed.initialize("localhost:{port}", {count}, {index})
+from tests.checkpoint.test_hf_export import export_of_one_process
+export_of_one_process("{out}")
+"""
+
+
+def test_two_processes_write_what_one_writes(tmp_path, plain_env):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        codes = [PROCESS.format(count=count, port=port, index=i, out=out) for i in range(count)]
+        started = [
+            subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=plain_env)
+            for code in codes
+        ]
+        assert [process.wait(timeout=300) for process in started] == [0] * count
+    one, two = (sorted((tmp_path / str(n)).iterdir()) for n in (1, 2))
+    assert [file.name for file in one] == [file.name for file in two] and len(one) > 4
+    assert [file.read_bytes() for file in one] == [file.read_bytes() for file in two]
+    assert any(np.signbit(x[x == 0]).any() for x in tensors(tmp_path / "2").values())
 
 
 def test_host_memory_peaks_at_one_shard_file(tmp_path):
