@@ -41,7 +41,8 @@ def save_hf(
     """Writes config.json, generation_config.json and safetensors files (with an index if several).
 
     model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
-    `save(folder)`. dtype: of every tensor but the router bias; by default as the leaves are. A tensor
+    `save(folder)`. dtype: of every tensor but the router bias, which is float32; by default each has
+    its leaf's, so what `load_hf` had to bring to one dtype is not written bitwise as it was. A tensor
     larger than max_shard_bytes gets a file of its own. ValueError, before anything is written, if out
     is not empty, the disk too small or the tree not that of cfg; OSError if writing fails, and then
     nothing is left behind.

@@ -37,6 +37,9 @@ def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
     or fused, MTP layer in the files, in `mtp.safetensors` beside them, or absent (then the model has
     none). dtype: of weights and computation; by default as the files and config.json say. mesh: the
     weights arrive sharded by core/sharding.py. ValueError that lists everything wrong with the files.
+
+    Layers or experts that share a leaf but are stored in several dtypes get one that holds all their
+    values exactly. A warning names the leaf, since `save_hf` writes it in that dtype.
     """
     cfg = read_config(path)
     if dtype is not None:
@@ -67,9 +70,10 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
     """The parameter tree of a HuggingFace checkpoint.
 
     shardings: tree of shardings (`glm5.param_shardings`), or None for the default device. dtype: of
-    every leaf but the router bias, which stays float32; by default each leaf's in the files. An MTP
-    layer that cfg does not have is left unread. ValueError that lists missing, unexpected, misshapen
-    and unreadable tensors, before anything is loaded.
+    every leaf but the router bias, which is float32; by default each leaf's in the files, or with a
+    warning the one that holds all of them. An MTP layer that cfg does not have is left unread.
+    ValueError that lists missing, unexpected, misshapen and unreadable tensors, before anything is
+    loaded.
     """
     if dtype is not None and jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
         raise ValueError(
@@ -86,16 +90,10 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
     by_leaf = collections.defaultdict(list)
     for piece in table:
         by_leaf[piece.path].append(piece)
+    dtypes = _dtypes(path, by_leaf, stored, dtype)
 
     def load(leaf_path, leaf, sharding=None):
-        pieces = by_leaf[leaf_path]
-        if leaf_path.endswith(hf_names.FLOAT32):
-            to = jnp.float32
-        elif dtype is not None:
-            to = dtype
-        else:
-            to = functools.reduce(jnp.promote_types, {stored[p.name].dtype for p in pieces})
-        read = functools.partial(_read_shard, pieces, stored, jnp.dtype(to))
+        read = functools.partial(_read_shard, by_leaf[leaf_path], stored, dtypes[leaf_path])
         return _place(leaf.shape, sharding, read)
 
     trees = (shapes,) if shardings is None else (shapes, shardings)
@@ -215,6 +213,30 @@ def _same(a: _Stored, b: _Stored) -> bool:
     step = max(1, _COMPARED_BYTES // (4 * math.prod(a.shape[1:])))
     blocks = [slice(i, min(i + step, a.shape[0])) for i in range(0, a.shape[0], step)]
     return all(a[rows].tobytes() == b[rows].tobytes() for rows in blocks)
+
+
+def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dtype]:
+    """{leaf: dtype that it is loaded as}; without a requested one, warns of leaves it widens."""
+    chosen, promoted = {}, []
+    for leaf, pieces in by_leaf.items():
+        found = collections.Counter(stored[p.name].dtype for p in pieces)
+        if leaf.endswith(hf_names.FLOAT32):
+            chosen[leaf] = jnp.dtype(jnp.float32)
+        elif dtype is not None:
+            chosen[leaf] = jnp.dtype(dtype)
+        else:
+            chosen[leaf] = functools.reduce(jnp.promote_types, found)
+        if dtype is None and set(found) != {chosen[leaf]}:
+            counts = ", ".join(f"{n} {kind.name}" for kind, n in found.most_common())
+            promoted.append(f"{leaf}: {chosen[leaf].name} from {counts}")
+    if promoted:
+        _log.warning(
+            "%s: these leaves are loaded, and will be exported, in a wider dtype than some of their "
+            "tensors have:\n  %s",
+            path,
+            "\n  ".join(promoted),
+        )
+    return chosen
 
 
 def _read_shard(pieces, stored, dtype, ranges) -> np.ndarray:

@@ -190,13 +190,38 @@ def test_a_requested_dtype_rounds_to_nearest_and_spares_the_router_bias():
         load_hf(A, dtype="float64")
 
 
-def test_layers_of_different_dtypes_are_stacked_without_loss(tmp_path):
-    name = "model.layers.1.self_attn.q_a_proj.weight"
+def test_stacked_tensors_of_different_dtypes_keep_their_values_and_are_named(tmp_path, caplog):
+    layer = "model.layers.{}."
+    up = layer + "mlp.experts.{}.up_proj.weight"
+    kv_b, bias = layer + "self_attn.kv_b_proj.weight", layer + "mlp.gate.e_score_correction_bias"
     x = golden("hf_tiny_a")
-    x = x | {name: x[name].astype(np.float16)}
-    stack = leaves(load_hf(write(tmp_path / "mixed", x)))["moe_layers/attn/q_a"]
-    assert stack.dtype == np.float32
-    np.testing.assert_array_equal(stack[0], x[name].T.astype(np.float32))
+    stored = {n: np.float32 if n.endswith("bias") else jnp.bfloat16 for n in x}
+    stored |= {up.format(2, 5): np.float32, kv_b.format(1): np.float16, bias.format(3): np.float16}
+    x = {n: t.astype(stored[n]) for n, t in x.items()}
+    folder = write(tmp_path / "mixed", x, dtype="bfloat16")
+    with caplog.at_level(logging.WARNING):
+        model = load_hf(folder)
+    (message,) = [record.getMessage() for record in caplog.records]
+    first, *rest = message.splitlines()
+    assert str(folder) in first and "loaded, and will be exported, in a wider dtype" in first
+    assert sorted(line.strip() for line in rest) == [
+        "moe_layers/attn/k_b: float32 from 2 bfloat16, 1 float16",
+        "moe_layers/attn/v_b: float32 from 2 bfloat16, 1 float16",
+        "moe_layers/experts/up: float32 from 23 bfloat16, 1 float32",
+        "moe_layers/router/bias: float32 from 2 float32, 1 float16",
+    ]
+    save_hf(model, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    promoted = {name.format(i, e) for name in (up, kv_b, bias) for i in (1, 2, 3) for e in range(8)}
+    assert written.keys() == x.keys() > promoted
+    for name, tensor in x.items():
+        wanted = tensor.astype(np.float32) if name in promoted else tensor
+        assert written[name].dtype == wanted.dtype, name
+        assert written[name].tobytes() == wanted.tobytes(), name
+    # A dtype that was asked for needs no warning.
+    caplog.clear()
+    load_hf(folder, dtype="bfloat16")
+    assert not caplog.records
 
 
 def test_every_problem_of_the_tensors_is_in_one_error(tmp_path):
