@@ -79,14 +79,8 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
         raise ValueError(
             f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
         )
-    stored = _open(path)
-    unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
-    if unread:
-        _log.info("%s holds an MTP layer; the config has none, so it is not loaded", path)
-        stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    stored, table = _open_all(path, cfg)
     shapes = glm5.abstract(cfg)
-    table = hf_names.pieces(cfg, glm5.letters(cfg), shapes, hf_names.fused_layers(stored))
-    _check(path, cfg, stored, table)
     by_leaf = collections.defaultdict(list)
     for piece in table:
         by_leaf[piece.path].append(piece)
@@ -98,6 +92,24 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None):
 
     trees = (shapes,) if shardings is None else (shapes, shardings)
     return tree.map_with_path(load, *trees)
+
+
+def check_params(path, cfg: ModelConfig) -> None:
+    """ValueError as `load_params`, from the files' headers alone."""
+    _open_all(path, cfg)
+
+
+def _open_all(path, cfg: ModelConfig):
+    """The stored tensors that cfg has, by name, and the table of pieces that they come from."""
+    stored = _open(path)
+    unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
+    if unread:
+        _log.info("%s holds an MTP layer; the config has none, so it is not loaded", path)
+        stored = {name: tensor for name, tensor in stored.items() if name not in unread}
+    letters, shapes = glm5.letters(cfg), glm5.abstract(cfg)
+    table = hf_names.pieces(cfg, letters, shapes, hf_names.fused_layers(stored))
+    _check(path, cfg, stored, table)
+    return stored, table
 
 
 @dataclasses.dataclass(frozen=True)

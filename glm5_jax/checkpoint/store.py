@@ -172,20 +172,25 @@ def load_meta(workdir, step: int) -> dict:
     return json.loads(file.read_text())
 
 
-def load_params(path, abstract):
-    """Parameters alone, from a workdir (its newest step) or from one step's folder.
-
-    abstract: tree of ShapeDtypeStruct with the shardings wanted. ValueError if the path holds no checkpoint or
-    one of other shapes.
-    """
+def check_params(path, abstract) -> pathlib.Path:
+    """The folder of one step that the path means: a workdir's newest, or itself. ValueError unless it
+    holds parameters of these shapes."""
     path = pathlib.Path(path).absolute()
     if (step := latest_step(path)) is not None:
         path = path / _FOLDER / str(step)
     if not (path / "model").is_dir():
         raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
-    wanted = {"model": _placed(abstract)}
-    _check_shapes(wanted, ocp.checkpointables_metadata(path).metadata, path.name)
-    return ocp.load_checkpointables(path, wanted)["model"]
+    _check_shapes({"model": abstract}, ocp.checkpointables_metadata(path).metadata, path.name)
+    return path
+
+
+def load_params(path, abstract):
+    """Parameters alone, from a workdir (its newest step) or from one step's folder.
+
+    abstract: tree of ShapeDtypeStruct with the shardings wanted. ValueError as `check_params`.
+    """
+    path = check_params(path, abstract)
+    return ocp.load_checkpointables(path, {"model": _placed(abstract)})["model"]
 
 
 def check_space(workdir, abstract: dict, keep: int) -> None:

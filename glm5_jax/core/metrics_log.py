@@ -22,12 +22,15 @@ _FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows, as a context manager; `after` is the step of the checkpoint that the run goes on from (0: anew)."""
+    """Appends rows, as a context manager; `after` is the step of the checkpoint that the run goes on from.
+
+    0 begins anew: the rows of a run that saved nothing are dropped, its step 0 too.
+    """
 
     def __init__(self, workdir, after: int = 0):
         workdir = pathlib.Path(workdir)
         (workdir / "tensorboard").mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read(workdir) if row["step"] <= after]
+        kept = [row for row in read(workdir) if after and row["step"] <= after]
         whole = workdir / f"{_FILE}.new"
         whole.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(whole, workdir / _FILE)

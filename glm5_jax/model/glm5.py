@@ -33,6 +33,11 @@ from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 
 STACKS = ("dense_layers", "moe_layers")
+# What stays cut while it is used: a device that held all of it would add it to the sum once more.
+DIVIDED = {
+    "tensor": ("intermediate_size", "moe_intermediate_size"),
+    "expert": ("n_routed_experts",),
+}
 
 
 class Glm5(nnx.Module):
@@ -117,7 +122,14 @@ def letters(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def param_shardings(cfg: ModelConfig, mesh):
-    """Tree of NamedShardings of the parameters on a mesh."""
+    """Tree of NamedShardings of the parameters on a mesh. ValueError if it cannot cut the model."""
+    for axis, names in DIVIDED.items():
+        for name in names:
+            if (size := getattr(cfg, name)) % mesh.shape[axis]:
+                raise ValueError(
+                    f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
+                    "divisor"
+                )
     return sharding.shardings_of(letters(cfg), abstract(cfg), mesh)
 
 

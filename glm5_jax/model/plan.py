@@ -5,6 +5,7 @@ import dataclasses
 import jax
 
 REMAT = ("none", "full", "topk", "dots")
+REDUCE = (None, "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,13 @@ class Plan:
     def __post_init__(self):
         if self.remat not in REMAT:
             raise ValueError(f"remat is {self.remat!r}; use one of {', '.join(REMAT)}")
+        for name in ("query_block", "gather_block", "token_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be positive")
+        if self.reduce_dtype not in REDUCE:
+            choice = ", ".join(map(repr, REDUCE))
+            raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}; use one of {choice}")
 
     def checkpoint(self, function):
         """The function under this plan's rematerialisation policy."""

@@ -225,17 +225,23 @@ class Tokenizer:
         inner = self._with_special if parse_special else self._plain
         return inner.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Sequence[int], *, skip_special: bool = False, errors: str = "strict"
+    ) -> str:
         """Text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD.
 
-        `skip_special` leaves the special tokens out. Raises ValueError for an id without a token.
+        `skip_special` leaves the special tokens out. An id without a token, such as the padding of a
+        model's vocabulary, raises ValueError, or becomes U+FFFD too with errors="replace".
         """
         special = set(self.special_ids.values()) if skip_special else ()
         pieces = []
         for token_id in map(int, ids):
             if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
-                raise ValueError(f"id {token_id} is no token; the ids are 0..{self.vocab_size - 1}")
-            if token_id not in special:
+                if errors == "strict":
+                    last = self.vocab_size - 1
+                    raise ValueError(f"id {token_id} is no token; the ids are 0..{last}")
+                pieces.append("\ufffd".encode())
+            elif token_id not in special:
                 pieces.append(self._bytes[token_id])
         return b"".join(pieces).decode("utf-8", errors="replace")
 

@@ -38,6 +38,15 @@ class SampleConfig:
     tokens: int = 100
     temperature: float = 0.8
 
+    def __post_init__(self):
+        if not all(self.prompts):
+            raise ValueError(f"prompts is {self.prompts!r}; a prompt must not be empty")
+        if self.tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"tokens is {self.tokens} and temperature {self.temperature}; the one must be positive, "
+                "the other not negative"
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentConfig:
@@ -47,7 +56,8 @@ class ExperimentConfig:
     name: str = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
     mesh: MeshConfig = MeshConfig()
-    tokenizer: str | None = None  # a tokenizer.json or its folder; None: the shipped one
+    # A tokenizer.json or its folder; None: the shipped one. Its end and padding ids are the model's.
+    tokenizer: str | None = None
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

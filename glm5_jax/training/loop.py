@@ -98,13 +98,16 @@ def train(
     step(state, batch) -> (state, metrics) may donate its state. loader.next(batch_size) gives this
     host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(tokens_seen)
     is its number of rows. evaluate(state, n) returns numbers to record and
-    sample(state, n) text to print, after n steps. TrainingStopped if too many steps were skipped or
-    the disk is full, SaveError if a checkpoint cannot be written; both name the last good checkpoint.
+    sample(state, n) text to print, after n steps. TrainingStopped if too many steps were skipped, the
+    data cannot be read or the disk is full, SaveError if a checkpoint cannot be written; both name the last good checkpoint.
     """
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:
         while done < steps and not stopping:
-            batch = loader.next(batch_size(seen))
+            try:
+                batch = loader.next(batch_size(seen))
+            except ValueError as error:
+                raise TrainingStopped(f"step {done}: {error}") from error
             placed = place(batch)
             state, metrics = step(state, placed)
             tokens = placed["token_ids"].size

@@ -60,21 +60,26 @@ class OptimizerConfig:
 def groups_of(config: OptimizerConfig, letters):
     """Tree of group names for a tree of axis letters.
 
-    ValueError names weights that no pattern covers, and frozen patterns that match nothing.
+    ValueError names weights that no pattern covers, and frozen patterns that match nothing or are broken.
     """
     paths = tree.flatten(letters)
     for pattern in config.frozen:
-        if not any(re.search(pattern, path) for path in paths):
+        try:
+            found = any(re.search(pattern, path) for path in paths)
+        except re.error as error:
+            raise ValueError(
+                f"frozen pattern {pattern!r} is no regular expression: {error}"
+            ) from None
+        if not found:
             raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
     return tree.match([(pattern, "frozen") for pattern in config.frozen] + list(GROUPS), letters)
 
 
-def make_optimizer(
-    config: OptimizerConfig, letters, schedule: optax.Schedule, mesh=None
-) -> optax.GradientTransformation:
-    """The optimiser of a parameter tree whose axis letters are given.
+def make_optimizer(config: OptimizerConfig, letters, mesh=None) -> optax.GradientTransformation:
+    """The optimiser of a parameter tree whose axis letters are given, at a learning rate of 1.
 
-    schedule: step (from 0) -> learning rate. mesh: where parameters and gradients are sharded as
+    The caller multiplies the updates by the step's rate: a schedule in here would count its own steps,
+    and fall behind at each one that is skipped. mesh: where parameters and gradients are sharded as
     `core.sharding.spec_of` says; None for one device. Parameters are expected in float32.
     """
     _check(config)
@@ -88,7 +93,7 @@ def make_optimizer(
     adamw = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            schedule,
+            1.0,
             b1=config.adam_b1,
             b2=config.adam_b2,
             eps=config.adam_eps,
@@ -109,7 +114,7 @@ def make_optimizer(
             rms=config.muon_rms,
         ),
         optax.add_decayed_weights(config.weight_decay),
-        optax.scale_by_learning_rate(schedule),
+        optax.scale(-1.0),
     )
     every = {"muon": muon, "adamw": adamw, "indexer": adamw, "frozen": optax.set_to_zero()}
     used = set(jax.tree.leaves(groups))

@@ -99,6 +99,14 @@ def batch_tokens(config: BatchRampConfig, tokens_seen: int) -> int:
     return config.start + int(raised) // config.multiple * config.multiple
 
 
+def batch_sizes(config: BatchRampConfig) -> range:
+    """Every number of tokens that a batch has along the ramp."""
+    _check(config)
+    return range(
+        config.start if config.ramp_tokens else config.end, config.end + 1, config.multiple
+    )
+
+
 def tokens_before(config: BatchRampConfig, step: int) -> int:
     """Tokens seen before a step (from 0). Walks along the ramp: call it once, when a run starts."""
     taken = seen = 0

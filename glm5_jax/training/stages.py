@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
+import shutil
 import sys
 from collections.abc import Callable
 from typing import Protocol
@@ -23,8 +25,10 @@ from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder
-from glm5_jax.training.schedule import batch_tokens, make_schedule
+from glm5_jax.training.schedule import batch_sizes, batch_tokens, make_schedule
 from glm5_jax.training.step import make_step
+
+_SAMPLES = "samples"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,13 @@ class Pretraining:
         workdir,
         evaluator: Callable[[Setting], Evaluator] | None = None,
     ):
-        self.config, self.workdir = config, pathlib.Path(workdir)
+        self.workdir = pathlib.Path(workdir)
+        if self.workdir.exists() and not self.workdir.is_dir():
+            raise ValueError(f"workdir {workdir} is a file; give a folder, or a path that is free")
+        self._tokenizer = (
+            Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
+        )
+        self.config = config = _ending_like(self._tokenizer, config)
         if store.latest_step(workdir) is not None:
             check_resume(workdir, config)
         mesh = make_mesh(dataclasses.asdict(config.mesh))
@@ -73,20 +83,16 @@ class Pretraining:
         if self.finished:
             return
         self._check_sizes()
-        self._tokenizer = (
-            Tokenizer.load(config.tokenizer) if config.tokenizer else (Tokenizer.default())
-        )
         if self._tokenizer.vocab_size > config.model.vocab_size:
             raise ValueError(
                 f"the tokenizer has {self._tokenizer.vocab_size} ids, model.vocab_size is "
                 f"{config.model.vocab_size}; use another tokenizer or a larger vocabulary"
             )
-        if config.checkpoint is not None and not pathlib.Path(config.checkpoint).exists():
-            raise ValueError(f"checkpoint {config.checkpoint} does not exist")
         self._step = make_step(
             config.model, config.step, config.optimizer, make_schedule(config.schedule), self._mesh
         )
         store.check_space(workdir, self._step.abstract, config.train.keep)
+        self._given = config.checkpoint and self._open_checkpoint(pathlib.Path(config.checkpoint))
         self._loader = Loader(
             config.data,
             self._tokenizer,
@@ -110,18 +116,16 @@ class Pretraining:
 
         A finished run only returns its summary. TrainingStopped and SaveError as `loop.train`.
         """
-        if not self.finished:
+        finished = self.finished
+        if not finished:
             with loop.StopSignal() as stop:
                 self._train(stop)
-            if jax.process_index() == 0:
-                report.write_page(self.workdir)
+        if jax.process_index() == 0 and not (finished and (self.workdir / report.PAGE).exists()):
+            report.write_page(self.workdir)
         return report.summarise(self.workdir)
 
     def _train(self, stop: loop.StopSignal) -> None:
         config, first = self.config, jax.process_index() == 0
-        if first:
-            write_config(self.workdir, config)
-            self._tokenizer.save(self.workdir / "tokenizer")
         own = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
         with contextlib.ExitStack() as stack:
             stack.callback(self._loader.close)
@@ -131,6 +135,11 @@ class Pretraining:
                 checkpoints, self._step.abstract, self._initialise, self._loader
             )
             done = int(state["step"])
+            if first:
+                write_config(self.workdir, config)
+                self._tokenizer.save(self.workdir / "tokenizer")
+                if not done:
+                    shutil.rmtree(self.workdir / _SAMPLES, ignore_errors=True)
             log = stack.enter_context(MetricsLog(own, done))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
@@ -184,6 +193,21 @@ class Pretraining:
                 )
         if self._mesh is not None:
             glm5.check_batch(config.batch.start // length, length, self._mesh)
+        chunk = config.step.token_chunk
+        for tokens in batch_sizes(config.batch) if chunk else ():
+            rows = tokens // (shards * self._region.context * config.step.microbatches)
+            if rows > chunk and rows % chunk:
+                raise ValueError(
+                    f"step.token_chunk {chunk} does not divide the {rows} tokens that a device has of "
+                    f"a batch of {tokens}; choose a divisor, or at least {rows}"
+                )
+        for prompt in config.sample.prompts:
+            needed = len(self._tokenizer.encode(prompt)) + config.sample.tokens
+            if needed > config.model.max_position_embeddings:
+                raise ValueError(
+                    f"sample.tokens {config.sample.tokens} after the prompt {prompt!r} needs {needed} "
+                    f"positions, the model has {config.model.max_position_embeddings}"
+                )
 
     def _rows(self, tokens_seen: int) -> int:
         """Rows of this process's batch after so many tokens."""
@@ -207,17 +231,23 @@ class Pretraining:
         }
 
     def _initialise(self) -> dict:
-        config = self.config
-        key = jax.random.key(config.seed)
-        if config.checkpoint is None:
-            return self._step.initialise(key)
-        path = pathlib.Path(config.checkpoint)
+        params = self._given and self._given()
+        return self._step.initialise(jax.random.key(self.config.seed), params)
+
+    def _open_checkpoint(self, path: pathlib.Path) -> Callable[[], dict]:
+        """What loads the initial weights from a workdir, one of its checkpoints or an HF folder.
+        ValueError if they are not there, broken, or of another model."""
+        if not path.exists():
+            raise ValueError(f"checkpoint {path} does not exist")
         if (path / "checkpoints").is_dir() or (path / "model").is_dir():
-            params = store.load_params(path, self._step.abstract["params"])
-        else:
-            shardings = self._mesh and glm5.param_shardings(config.model, self._mesh)
-            params = hf_import.load_params(path, config.model, shardings=shardings, dtype="float32")
-        return self._step.initialise(key, params)
+            abstract = self._step.abstract["params"]
+            store.check_params(path, abstract)
+            return functools.partial(store.load_params, path, abstract)
+        model = self.config.model
+        hf_import.check_params(path, model)
+        shardings = self._mesh and glm5.param_shardings(model, self._mesh)
+        load = functools.partial(hf_import.load_params, path, model, dtype="float32")
+        return functools.partial(load, shardings=shardings)
 
     def _sample(self, state: dict, step: int) -> str:
         """Continues the prompts; the texts go to samples/STEP.txt and are returned."""
@@ -241,9 +271,9 @@ class Pretraining:
         texts = []
         for prompt, ids in zip(sample.prompts, new.tolist()):
             cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-            texts.append(prompt + tokenizer.decode(ids[:cut]))
+            texts.append(prompt + tokenizer.decode(ids[:cut], errors="replace"))
         text = "\n\n".join(texts)
-        folder = self.workdir / "samples"
+        folder = self.workdir / _SAMPLES
         folder.mkdir(exist_ok=True)
         (folder / f"{step}.txt").write_text(text)
         return f"--- sample at step {step} ---\n{text}\n---"
@@ -266,6 +296,12 @@ def train(
 ) -> report.Summary:
     """Pre-trains as config says, in workdir, or goes on with what is there; see `Pretraining`."""
     return Pretraining(config, workdir, evaluator).run()
+
+
+def _ending_like(tokenizer: Tokenizer, config: ExperimentConfig) -> ExperimentConfig:
+    """The config with the ids that end and pad a text in this tokenizer."""
+    ids = {"eos_token_id": tokenizer.eos_ids, "pad_token_id": tokenizer.pad_id}
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))
 
 
 def _peak() -> float | None:

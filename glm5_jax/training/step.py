@@ -11,7 +11,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
-from glm5_jax.core.sharding import specs_of
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
@@ -45,6 +44,15 @@ class StepConfig:
     token_chunk: int | None = None  # tokens per device that travel to the experts at a time
     remat: str = "full"  # none, full, topk, dots
     reduce_dtype: str | None = None  # of gradient sums over devices; None: the compute dtype
+
+    def __post_init__(self):
+        for name in ("microbatches", "loss_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("mtp_steps", "balance_weight", "z_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        self.plan()
 
     def plan(self) -> Plan:
         return Plan(
@@ -92,7 +100,7 @@ def loss_function(cfg, config: StepConfig, mesh=None):
         args = (params, batch, shifted, totals, loss_weights)
         if mesh is None:
             return local(*args)
-        params_spec = specs_of(glm5.letters(cfg), glm5.abstract(cfg), mesh.shape)
+        params_spec = jax.tree.map(lambda s: s.spec, glm5.param_shardings(cfg, mesh))
         rows, stacked = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES, SEQUENCE_AXES)
         return jax.shard_map(
             local,
@@ -161,13 +169,14 @@ def make_step(
 ) -> Step:
     """The train step of a model on a mesh (None: one device).
 
-    The state is {params, optimizer, step, tokens, rng}: float32 weights, the optax state, updates
-    made, tokens seen (float32: it only feeds switches) and key data. A step whose loss or gradients
-    are not finite leaves params and optimizer as they were and reports `skipped` 1.
+    schedule: step (from 0) -> learning rate. The state is {params, optimizer, step, tokens, rng}: float32
+    weights, the optax state, steps made, tokens seen (float32: it only feeds switches) and key data. A
+    step whose loss or gradients are not finite leaves params and optimizer as they were and reports
+    `skipped` 1; it counts as a step all the same.
     """
     names = glm5.letters(cfg)
     groups = groups_of(optimizer_config, names)
-    optimizer = make_optimizer(optimizer_config, names, schedule, mesh)
+    optimizer = make_optimizer(optimizer_config, names, mesh)
     gradients = gradient_function(cfg, config, mesh)
     objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0), mesh)
 
@@ -198,6 +207,8 @@ def make_step(
         norms = gradient_norms(grads, groups)
         finite = jnp.isfinite(total) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
         updates, moments = optimizer.update(grads, state["optimizer"], params)
+        learning_rate = schedule(state["step"])
+        updates = jax.tree.map(lambda u: learning_rate * u, updates)
         moved = _balanced(optax.apply_updates(params, updates), parts.load, rates.bias_rate)
 
         def keep(new, old):
@@ -218,7 +229,7 @@ def make_step(
         metrics = {
             "loss": losses,
             "grad_norm": norms,
-            "learning_rate": schedule(state["step"] - 1),
+            "learning_rate": learning_rate,
             "max_logit": parts.max_logit,
             "skipped": ~finite,
         }

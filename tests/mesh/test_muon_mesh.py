@@ -123,14 +123,14 @@ def test_the_whole_optimizer_on_a_mesh():
     placed = shardings_of(letters, shapes, mesh)
 
     def run(mesh, place):
-        tx = make_optimizer(config, letters, optax.constant_schedule(0.1), mesh)
+        tx = make_optimizer(config, letters, mesh)
         moments = None
         if mesh is not None:
             moments = state_shardings(jax.eval_shape(tx.init, shapes), placed)
 
         def step(params, state, gradients):
             updates, state = tx.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
+            return jax.tree.map(lambda p, u: p + 0.1 * u, params, updates), state
 
         out = None if mesh is None else (placed, moments)
         step, params = jax.jit(step, out_shardings=out), place(draw(shapes))
@@ -150,7 +150,7 @@ def test_the_whole_optimizer_on_a_mesh():
         np.testing.assert_allclose(got[path], want[path], atol=1e-5, err_msg=path)
 
     scalars = [x for x in state.values() if x.ndim == 0]
-    assert len(scalars) >= 5 and all(x.sharding.is_fully_replicated for x in scalars)
+    assert len(scalars) == 2 and all(x.sharding.is_fully_replicated for x in scalars)
     for path, sharding in tree.flatten(placed).items():
         kept = [x for p, x in state.items() if p.endswith("/" + path)]
         muon_or_frozen = re.search(r"attn/q_b|experts/up|router/weight", path)
