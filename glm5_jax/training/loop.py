@@ -99,7 +99,8 @@ def train(
     host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(tokens_seen)
     is its number of rows. evaluate(state, n) returns numbers to record and
     sample(state, n) text to print, after n steps. TrainingStopped if too many steps were skipped, the
-    data cannot be read or the disk is full, SaveError if a checkpoint cannot be written; both name the last good checkpoint.
+    data cannot be read or the disk is full, SaveError if a checkpoint cannot be written; both name the
+    last good checkpoint.
     """
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:

@@ -10,6 +10,7 @@ import pytest
 
 from glm5_jax.checkpoint import store
 from glm5_jax.core import metrics_log
+from glm5_jax.text.tokenizer import Tokenizer
 from launch import run
 from tests.contracts.source_tree import ROOT
 
@@ -89,6 +90,10 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
     assert summary.strip().endswith(capsys.readouterr().out.strip())
     assert metrics_log.read(tmp_path) == rows
 
+    (tmp_path / "report" / "index.html").unlink()  # as if killed before it was written
+    assert run.main(command(tmp_path, **here)) == 0
+    assert (tmp_path / "report" / "index.html").read_text() == page
+
     other = {"mesh.fsdp": 4, "mesh.expert": 2, "train.steps": 14}
     assert run.main(command(tmp_path, **other)) == 0
     assert "going on from step 12" in capsys.readouterr().out
@@ -97,6 +102,41 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
 
     assert run.main(command(tmp_path, **{**here, "model.q_lora_rank": 20})) == 2
     assert "model.q_lora_rank was 24, is 20" in capsys.readouterr().err
+
+
+def test_a_run_that_saved_nothing_leaves_nothing_to_the_next(tmp_path, capsys):
+    """Killed before its first checkpoint, of another configuration; it had its own baselines."""
+    with metrics_log.MetricsLog(tmp_path) as log:
+        log.write({"step": 0, "baseline/unigram": 9.0})
+        log.write({"step": 1, "loss/ce": 9.0})
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "1.txt").write_text("another's")
+    (tmp_path / "config.json").write_text('{"seed": 9}')
+    assert run.main(command(tmp_path, **{"train.steps": 2, "mesh.fsdp": 8})) == 0
+    rows = metrics_log.read(tmp_path)
+    assert len(metrics_log.column(rows, "baseline/unigram")[0]) == 1
+    assert metrics_log.column(rows, "baseline/unigram")[1][0] < 4
+    assert metrics_log.column(rows, "loss/ce")[0] == [1, 2]
+    assert [p.name for p in (tmp_path / "samples").iterdir()] == ["2.txt"]
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
+
+
+def test_a_tokenizer_that_is_smaller_than_the_vocabulary_names_the_end(tmp_path, capsys):
+    """Ids without a token are sampled at first, and the model must end texts as its data does."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(200)))
+    tokenizer = Tokenizer.train(["to be or not to be"], 300)
+    tokenizer.save(tmp_path / "tokenizer")
+    own = {
+        "tokenizer": tmp_path / "tokenizer",
+        "data.sources": [{"kind": "jsonl", "path": str(text)}],
+    }
+    flags = {"train.steps": 1, "mesh.fsdp": 8, "sample.temperature": 5.0, "sample.tokens": 20}
+    assert run.main(command(tmp_path / "run", **own, **flags)) == 0
+    assert "\ufffd" in (tmp_path / "run" / "samples" / "1.txt").read_text()
+    model = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert tuple(model["eos_token_id"]) == tokenizer.eos_ids
+    assert model["pad_token_id"] == tokenizer.pad_id
 
 
 @pytest.mark.slow

@@ -53,6 +53,32 @@ def refused(capsys, workdir, *argv) -> str:
         ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),
         ([TINY, "--experiment.optimizer.clip_norm=0.0"], "clip_norm is 0.0; it must be positive"),
         ([TINY, "--experiment.schedule.warmup_steps=900000"], "warmup_steps 900000 must be in"),
+        ([TINY, "--experiment.step.remat=banana"], "remat is 'banana'; use one of none, full"),
+        ([TINY, "--experiment.step.loss_chunk=0"], "loss_chunk is 0; it must be positive"),
+        ([TINY, "--experiment.step.reduce_dtype=foo"], "reduce_dtype is 'foo'; use one of"),
+        ([TINY, "--experiment.step.microbatches=0"], "microbatches is 0; it must be positive"),
+        (
+            [TINY, "--experiment.step.token_chunk=100"],
+            "step.token_chunk 100 does not divide the 128 tokens that a device has",
+        ),
+        ([TINY, "--experiment.optimizer.frozen=('(',)"], "frozen pattern '(' is no regular"),
+        ([TINY, "--experiment.sample.tokens=2000"], "needs 2002 positions, the model has 1024"),
+        ([TINY, "--experiment.sample.prompts=('',)"], "a prompt must not be empty"),
+        (
+            [TINY, "--experiment.mesh.fsdp=4", "--experiment.mesh.tensor=2"]
+            + ["--experiment.model.moe_intermediate_size=63"],
+            "mesh axis tensor=2 does not divide moe_intermediate_size 63",
+        ),
+        (
+            [TINY, "--experiment.mesh.fsdp=4", "--experiment.mesh.expert=2"]
+            + ["--experiment.model.n_routed_experts=15"],
+            "mesh axis expert=2 does not divide n_routed_experts 15",
+        ),
+        ([TINY, f"--experiment.checkpoint={ROOT}/launch"], "holds neither model.safetensors nor"),
+        (
+            [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
+            "hf_tiny_a cannot be loaded: missing:",
+        ),
         (
             [TINY, "--experiment.data.sources=[{'kind': 'jsonl', 'path': 'no/*.jsonl'}]"],
             "source 'jsonl:no/*.jsonl': no file matches",
@@ -68,6 +94,13 @@ def test_empty_data_is_refused(capsys, tmp_path):
     sources = [{"kind": "jsonl", "path": str(tmp_path / "*.jsonl")}]
     line = refused(capsys, tmp_path, TINY, f"--experiment.data.sources={sources}")
     assert "1 file(s), but no document in them" in line
+
+
+def test_a_workdir_that_is_a_file_is_refused(capsys, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert run.main(["run", TINY, f"--workdir={tmp_path / 'file'}"]) == 2
+    assert "is a file; give a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_workdir_of_another_configuration_is_refused_by_field(capsys, tmp_path):

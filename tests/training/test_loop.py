@@ -104,6 +104,17 @@ def test_too_many_skipped_steps_stop_the_run_and_name_the_last_good_checkpoint(t
         assert store.latest == 6
 
 
+def test_data_that_cannot_be_read_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    class Torn(bigram.Loader):
+        def next(self, batch_size):
+            if self.position == 7:
+                raise ValueError("texts.jsonl, line 5, has no field 'text'; add it")
+            return super().next(batch_size)
+
+    with pytest.raises(TrainingStopped, match="step 7: texts.jsonl, line 5.*checkpoints/6"):
+        run(tmp_path, loader=Torn())
+
+
 def test_a_run_that_never_was_finite_says_that_nothing_is_saved(tmp_path):
     with pytest.raises(TrainingStopped, match="no checkpoint is complete yet"):
         run(tmp_path, loader=bigram.Loader(bad=range(12)), max_skipped_in_a_row=1)
