@@ -9,6 +9,7 @@ have the value that this model computes.
 
 import dataclasses
 import json
+import reprlib
 import types
 import typing
 
@@ -96,24 +97,29 @@ def _plain(model_type: str) -> dict[str, type]:
     return {f.name: f.type for f in dataclasses.fields(ModelConfig) if f.name not in skip}
 
 
-def from_hf(source: dict) -> ModelConfig:
+def from_hf(source: dict, file="config.json") -> ModelConfig:
     """`ModelConfig` of a parsed config.json, as the dict that it holds.
 
-    Fields that change nothing are kept in `hf_extra`. ValueError that lists every unknown field and
-    every field whose value contradicts the others or the architecture. Absent fields have
-    transformers' class defaults; no MTP layer unless `num_nextn_predict_layers` says so.
+    file: what errors call it. Fields that change nothing are kept in `hf_extra`. ValueError that lists
+    every unknown field and every field whose value contradicts the others or the architecture. Absent
+    fields have transformers' class defaults; no MTP layer unless `num_nextn_predict_layers` says so.
     """
+    if not isinstance(source, dict):
+        raise ValueError(f"{file} holds {reprlib.repr(source)}, not an object; fetch it again")
     model_type = source.get("model_type")
-    if model_type not in _DEFAULTS:
+    if model_type not in list(_DEFAULTS):
         raise ValueError(
-            f"config.json: model_type is {model_type!r}; use one of {', '.join(_DEFAULTS)} "
+            f"{file}: model_type is {model_type!r}; use one of {', '.join(_DEFAULTS)} "
             "(deepseek_v32 differs: its indexer's RoPE is half-split)"
         )
     reader = _Reader(model_type, dict(source))
     values = reader.read()
     if reader.problems:
-        raise ValueError("config.json cannot be used:\n  " + "\n  ".join(reader.problems))
-    return dataclasses.replace(_DEFAULTS[model_type], **values)
+        raise ValueError(f"{file} cannot be used:\n  " + "\n  ".join(reader.problems))
+    try:
+        return dataclasses.replace(_DEFAULTS[model_type], **values)
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be used: {error}") from None
 
 
 def to_hf(cfg: ModelConfig) -> dict:
@@ -201,7 +207,7 @@ class _Reader:
         size |= values
         layers = size["num_hidden_layers"]
         if "dtype" in self.given:
-            values["dtype"] = self.given["dtype"]
+            values["dtype"] = self._typed("dtype", self.given["dtype"], str, size["dtype"])
         if "eos_token_id" in self.given:
             eos = self.given["eos_token_id"]
             eos = eos if isinstance(eos, list) else [eos]
@@ -305,7 +311,7 @@ class _Reader:
         if scheduled is not None:
             names = ", ".join(n for n in _SCHEDULE if n in self.given)
             self._same("indexer_types", stated, list(scheduled), f"{names} give")
-        return tuple(stated)
+        return tuple(self._typed("indexer_types", kind, str, "full") for kind in stated)
 
     def _rope(self, max_positions: int, kept: dict) -> RopeParameters:
         fields = {k: v for k, v in self.given.get("rope_parameters", {}).items() if v is not None}
@@ -339,10 +345,16 @@ class _Reader:
             return RopeParameters()
 
     def _ours(self) -> dict:
-        ours = self.given.get(_OURS, {})
-        for name in sorted(set(ours) - {*_NOT_IN_HF, "index_topk"}):
+        ours, defaults = self.given.get(_OURS, {}), _DEFAULTS[self.model_type]
+        fields = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
+        known = (*_NOT_IN_HF, "index_topk")
+        for name in sorted(set(ours) - set(known)):
             self._wrong(f"{_OURS}.{name}", ours[name], "remove it: there is no such field")
-        return {n: ours[n] for n in (*_NOT_IN_HF, "index_topk") if n in ours}
+        return {
+            n: self._typed(f"{_OURS}.{n}", ours[n], fields[n], getattr(defaults, n))
+            for n in known
+            if n in ours
+        }
 
 
 def _schedule(fields: dict, layers: int) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import pathlib
+import reprlib
 
 import jax
 import jax.numpy as jnp
@@ -52,14 +53,9 @@ def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
 def read_config(path) -> ModelConfig:
     """The config of a HuggingFace folder, with as many MTP layers as its files really hold."""
     file = _folder(path) / "config.json"
-    try:
-        cfg = hf_config.from_hf(json.loads(file.read_text()))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{file} does not exist; give the folder of a HuggingFace checkpoint"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error}); fetch it again") from None
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; give the folder of a HuggingFace checkpoint")
+    cfg = hf_config.from_hf(_json(file), file)
     stored = int(bool(hf_names.mtp_names(cfg, _open(path))))
     if stored < cfg.num_nextn_predict_layers:
         _log.warning("%s holds no MTP layer; the model is loaded without one", path)
@@ -143,20 +139,46 @@ def _files(path) -> tuple[list[pathlib.Path], set[str]]:
     index, promised = folder / "model.safetensors.index.json", {}
     files = [folder / "model.safetensors"]
     if not files[0].exists():
-        if not index.exists():
+        if not index.is_file():
             raise ValueError(
                 f"{path} holds neither model.safetensors nor model.safetensors.index.json; "
                 "give the folder of a HuggingFace checkpoint"
             )
-        try:
-            promised = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise ValueError(
-                f"{index} is not a safetensors index ({error!r}); fetch it again"
-            ) from None
+        promised = _weight_map(index)
         files = [folder / name for name in sorted(set(promised.values()))]
     beside = folder / "mtp.safetensors"
     return files + [f for f in [beside] if f.exists() and f not in files], set(promised)
+
+
+def _json(file: pathlib.Path):
+    """What a json file holds. ValueError that names the file if it is not JSON in UTF-8."""
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}); fetch it again") from None
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """{tensor name: file name} of an index. ValueError unless the files are in the index's folder."""
+    content = _json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(
+            f"{index} is not a safetensors index: it holds {reprlib.repr(content)}, "
+            "without a weight_map from tensors to files; fetch it again"
+        )
+    wrong = {f"{name!r:.200}" for name in names.values() if not _inside(name)}
+    fix = "is no .safetensors file in this folder; fetch the index again"
+    _refuse(index, [f"weight_map: {name} {fix}" for name in sorted(wrong)])
+    return names
+
+
+def _inside(name) -> bool:
+    """Whether an index may name this file: in its folder, by name (a hub's cache links elsewhere)."""
+    if not isinstance(name, str) or not name.endswith(".safetensors"):
+        return False
+    path = pathlib.PurePath(name)
+    return not path.is_absolute() and ".." not in path.parts
 
 
 def _open(path) -> dict[str, _Stored]:

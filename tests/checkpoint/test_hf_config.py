@@ -190,6 +190,7 @@ def test_what_hf_cannot_say_survives_the_round_trip():
     assert written["index_topk"] == cfg.max_position_embeddings
     with pytest.raises(ValueError, match="glm5_jax.speed"):
         from_hf(written | {"glm5_jax": {"speed": 1}})
+    assert from_hf(written | {"glm5_jax": {"index_norm_eps": 1}}).index_norm_eps == 1.0
 
 
 def test_absent_fields_have_the_class_defaults_of_transformers():
@@ -292,6 +293,7 @@ def test_kept_fields_follow_a_model_that_was_changed():
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": "yarn"}, ["rope_parameters", "'yarn'", "dict"]),
         ({"indexer_types": "full"}, ["indexer_types", "'full'", "list"]),
+        ({"indexer_types": [["full"]] * 78}, ["indexer_types", "['full']", "str"]),
         ({"mlp_layer_types": 3}, ["mlp_layer_types", "3", "list"]),
         ({"hidden_size": "6144"}, ["hidden_size", "'6144'", "int"]),
         ({"hidden_size": True}, ["hidden_size", "True", "int"]),
@@ -300,15 +302,27 @@ def test_kept_fields_follow_a_model_that_was_changed():
         ({"eos_token_id": ["a"]}, ["eos_token_id", "'a'"]),
         ({"first_k_dense_replace": 99}, ["first_k_dense_replace", "99"]),
         ({"dtype": "int8"}, ["dtype", "'int8'"]),
+        ({"dtype": []}, ["dtype is []", "str"]),
+        ({"glm5_jax": {"latent_norm_eps": "x"}}, ["glm5_jax.latent_norm_eps", "'x'", "float"]),
+        ({"glm5_jax": {"index_norm_eps": None}}, ["glm5_jax.index_norm_eps", "None", "float"]),
+        ({"glm5_jax": {"index_topk": "8"}}, ["glm5_jax.index_topk", "'8'", "int"]),
+        ({"glm5_jax": {"attention": 3}}, ["glm5_jax.attention", "3", "str"]),
+        ({"glm5_jax": {"attention": "full"}}, ["attention", "'full'", "'dense'"]),
         ({"model_type": "deepseek_v32"}, ["deepseek_v32", "glm_moe_dsa"]),
+        ({"model_type": ["glm_moe_dsa"]}, ["model_type", "['glm_moe_dsa']"]),
     ],
     ids=str,
 )
 def test_a_contradiction_is_named_with_its_value_and_the_fix(change, words):
     with pytest.raises(ValueError) as error:
-        from_hf(GLM5 | change)
-    for word in words:
+        from_hf(GLM5 | change, "x/config.json")
+    for word in ["x/config.json", *words]:
         assert word in str(error.value)
+
+
+def test_what_is_no_object_is_no_config():
+    with pytest.raises(ValueError, match=r"config.json holds \[\], not an object; fetch it again"):
+        from_hf([])
 
 
 def test_unknown_and_contradictory_fields_are_all_in_one_error():

@@ -265,7 +265,9 @@ def test_a_long_list_ends_in_a_count(tmp_path):
     assert message.count("missing: ") == 50 and "and 46 more" in message
 
 
-@pytest.mark.parametrize("keep", [3, 200, -1], ids=["no header", "half a header", "a byte short"])
+@pytest.mark.parametrize(
+    "keep", [0, 3, 200, -1], ids=["nothing", "3 bytes", "header", "a byte short"]
+)
 def test_truncated_files_are_named(tmp_path, keep):
     folder = write(tmp_path / "x", golden("hf_tiny_a"))
     file = folder / "model.safetensors"
@@ -291,8 +293,49 @@ def test_an_index_that_promises_more_than_the_files_hold(tmp_path):
     content["weight_map"]["model.layers.9.norm"] = content["weight_map"]["lm_head.weight"]
     index.write_text(json.dumps(content))
     assert "model.layers.9.norm is in the index but in no file" in error_of(tmp_path / "x")
-    index.write_text("{}")
-    assert "not a safetensors index" in error_of(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON ('utf-8' codec"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "it holds [], without a weight_map"),
+        (b"{}", "it holds {}, without a weight_map"),
+        (b'{"weight_map": null}', "it holds {'weight_map': None}, without a weight_map"),
+        (b'{"weight_map": ["a"]}', "without a weight_map"),
+        (b'{"weight_map": {}}', "without a weight_map"),
+        (b'{"weight_map": {"a": 1}}', "weight_map: 1 is no .safetensors file in this folder"),
+        (b'{"weight_map": {"a": ["b"]}}', "weight_map: ['b'] is no .safetensors file"),
+        (b'{"weight_map": {"a": "config.json"}}', "'config.json' is no .safetensors file"),
+    ],
+    ids=lambda x: x[:24] if isinstance(x, bytes) else None,
+)
+def test_a_broken_index_is_named(tmp_path, content, words):
+    shutil.copy(A / "config.json", tmp_path / "config.json")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(content)
+    message = error_of(tmp_path)
+    assert str(index) in message and words in message and "fetch" in message
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+def test_an_index_reaches_no_file_outside_its_folder(tmp_path, absolute):
+    outside = write(tmp_path / "outside", golden("hf_tiny_a")) / "model.safetensors"
+    (tmp_path / "x").mkdir()
+    shutil.copy(A / "config.json", tmp_path / "x" / "config.json")
+    name = str(outside) if absolute else "../outside/model.safetensors"
+    index = {"weight_map": {n: name for n in golden("hf_tiny_a")}}
+    (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = error_of(tmp_path / "x")
+    assert f"'{name}' is no .safetensors file in this folder" in message
+    assert len(message.splitlines()) == 2
+    # A hub's cache holds links to where the files are.
+    index = {"weight_map": dict.fromkeys(index["weight_map"], "shard.safetensors")}
+    (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "x" / "shard.safetensors").symlink_to(outside)
+    assert_same(load_hf(tmp_path / "x"), load_hf(A))
 
 
 def test_a_tensor_in_two_files_is_an_error(tmp_path):
@@ -303,10 +346,29 @@ def test_a_tensor_in_two_files_is_an_error(tmp_path):
 
 def test_what_is_not_a_checkpoint_is_said_so(tmp_path):
     assert "config.json does not exist" in error_of(tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in error_of(tmp_path)
+    assert "config.json does not exist; give the folder" in error_of(A / "config.json")
     shutil.copy(A / "config.json", tmp_path / "config.json")
     assert "holds neither model.safetensors nor" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON ('utf-8' codec"),
+        (b"[]", "holds [], not an object"),
+        (b"null", "holds None, not an object"),
+        (b"{}", "model_type is None"),
+        (b'{"model_type": "glm_moe_dsa", "hidden_act": "gelu"}', "hidden_act is 'gelu'"),
+        (b'{"model_type": "glm_moe_dsa", "hidden_size": 0}', "hidden_size is 0"),
+    ],
+    ids=lambda x: x[-24:] if isinstance(x, bytes) else None,
+)
+def test_a_broken_config_is_named(tmp_path, content, words):
+    folder = write(tmp_path / "x", golden("hf_tiny_a"))
+    (folder / "config.json").write_bytes(content)
+    message = error_of(folder)
+    assert str(folder / "config.json") in message and words in message
 
 
 MESHES = [dict(fsdp=8), dict(data=2, expert=4), dict(fsdp=2, expert=2, context=2), dict(tensor=8)]
