@@ -6,7 +6,6 @@ nothing else. This is the only module that knows Orbax.
 """
 
 import errno
-import json
 import logging
 import pathlib
 import shutil
@@ -164,12 +163,6 @@ def latest_step(workdir) -> int | None:
     folder = pathlib.Path(workdir) / _FOLDER
     steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
     return max(steps, default=None)
-
-
-def load_meta(workdir, step: int) -> dict:
-    """What `Store.save` got as meta, and the step."""
-    [file] = (pathlib.Path(workdir) / _FOLDER / str(step) / "meta").glob("*.json")
-    return json.loads(file.read_text())
 
 
 def check_params(path, abstract) -> pathlib.Path:

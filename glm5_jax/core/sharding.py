@@ -163,10 +163,3 @@ def _fetcher(mesh, spec: P, ndim: int, depth: int):
 
     region = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=P(), check_vma=False)
     return jax.jit(region)
-
-
-def constrain(x, mesh, *entries):
-    """Auto mode: pin x to the mesh axes of each dimension; without a mesh, x itself."""
-    if mesh is None:
-        return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*entries)))

@@ -20,7 +20,7 @@ class ScheduleConfig:
     peak: float = 2e-4
     end: float = 4e-5
     warmup_steps: int = 2000  # not printed; 0.5% of pre-training's steps
-    total_steps: int = 409_633  # 27T tokens along the default batch ramp
+    total_steps: int = 409_633  # num_steps of the default batch ramp and 27e12 tokens
 
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
@@ -107,16 +107,11 @@ def batch_sizes(config: BatchRampConfig) -> range:
     )
 
 
-def tokens_before(config: BatchRampConfig, step: int) -> int:
-    """Tokens seen before a step (from 0). Walks along the ramp: call it once, when a run starts."""
-    taken = seen = 0
-    while taken < step and seen < config.ramp_tokens:
-        taken, seen = taken + 1, seen + batch_tokens(config, seen)
-    return seen + (step - taken) * config.end
-
-
 def num_steps(config: BatchRampConfig, tokens: int) -> int:
-    """Steps until at least so many tokens are seen."""
+    """Steps until at least so many tokens are seen: the total_steps of a run of so many.
+
+    The default total_steps is that of the default ramp and 27e12, pre-training's tokens.
+    """
     taken = seen = 0
     while seen < min(tokens, config.ramp_tokens):
         taken, seen = taken + 1, seen + batch_tokens(config, seen)
