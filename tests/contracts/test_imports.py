@@ -90,6 +90,15 @@ def test_the_table_means_what_the_design_says(source, target, allowed):
     assert may_import(source, target) == allowed
 
 
+@pytest.mark.parametrize(
+    ("word", "module"),
+    [("JAX", "jax"), ("NNX", "flax.nnx"), ("Pallas", "jax.experimental.pallas")],
+)
+def test_the_readme_is_built_on_what_is_imported(word, module):
+    claimed = word in (ROOT / "README.md").read_text("utf-8")
+    assert claimed == any(found.is_from(module) for found in all_imports())
+
+
 def test_kernels_need_only_jax_and_numpy():
     wrong = [
         str(found)
