@@ -60,7 +60,10 @@ class Loader:
         }
 
     def next(self, batch_size: int) -> Batch:
-        """The next `batch_size` rows (of this host) as one batch."""
+        """The next `batch_size` rows (of this host) as one batch.
+
+        ValueError, in one line, names a document that holds no text (sources.py).
+        """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
         return _stack([next(self._rows) for _ in range(batch_size)])

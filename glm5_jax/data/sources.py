@@ -2,7 +2,8 @@
 
 A source reads nothing but its index until a document is asked for, apart from `passages` and
 `parquet`, whose text is held in memory; corpora beyond memory belong in jsonl or array_record.
-Reads are thread-safe and deterministic, as Grain asks of its sources.
+Reads are thread-safe and deterministic, as Grain asks of its sources. What a file holds in place of
+text is a ValueError that names the file and the place.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Sequence
 from typing import Protocol
@@ -27,6 +29,7 @@ STDLIB_SKIPPED = frozenset(
 )
 STDLIB_MAX_BYTES = 256 * 1024
 PASSAGE_LENGTH = 4096  # characters
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a pair, as JSON escapes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +107,16 @@ class Passages:
 
 
 class JsonLines:
-    """A document per line: the string at `field` of a JSON object. Empty lines are skipped."""
+    """A document per line: the string at `field` of a JSON object. Empty lines are skipped.
+
+    A line that holds no text is a ValueError with its number. Opening parses only the lines that
+    look odd, since parsing all takes five times as long as the index; the rest wait until they are
+    read.
+    """
 
     def __init__(self, paths: Sequence[pathlib.Path], field: str):
         self._paths, self._field = list(paths), field
+        key = json.dumps(field, ensure_ascii=False).encode()
         lines = []  # file number, line number, offset, size
         for number, path in enumerate(self._paths):
             offset = 0
@@ -115,6 +124,8 @@ class JsonLines:
                 for line_number, line in enumerate(file, start=1):
                     if line.strip():
                         lines.append((number, line_number, offset, len(line)))
+                        if _looks_odd(line, key):
+                            _field(line, field, f"{path}, line {line_number}")
                     offset += len(line)
         self._lines = np.array(lines, np.int64).reshape(-1, 4)
 
@@ -150,6 +161,12 @@ class Parquet:
                 raise ValueError(
                     f"column {field!r} of {path} has {column.null_count} empty entries"
                 )
+            try:
+                column.validate(full=True)
+            except pyarrow.ArrowInvalid as error:
+                raise ValueError(
+                    f"column {field!r} of {path} is not UTF-8: {error}; convert it to UTF-8"
+                ) from error
             columns += column.cast(pyarrow.large_string()).chunks
         self._column = pyarrow.chunked_array(columns, pyarrow.large_string())
 
@@ -234,15 +251,36 @@ def _decode(content: bytes, where: object) -> str:
         ) from error
 
 
+def _looks_odd(line: bytes, key: bytes) -> bool:
+    """Whether a line may lack the text at a key, as far as can be told without parsing it."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return True
+    stripped = line.strip()
+    whole = stripped.startswith(b"{") and stripped.endswith(b"}")
+    return not whole or key not in line or SURROGATE.search(line) is not None
+
+
 def _field(content: bytes, field: str, where: str) -> str:
     text = _decode(content, where)
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}; correct or remove it") from error
     if not isinstance(value, dict) or not isinstance(value.get(field), str):
         have = list(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"{where} has no string at {field!r}; it has {have}")
+        raise ValueError(
+            f"{where} has no string at {field!r}; it has {have}; "
+            "correct or remove it, or name the text's key in the source's field"
+        )
+    try:
+        value[field].encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where} holds half of a surrogate pair, character {error.start} of {field!r}; "
+            "correct or remove it"
+        ) from error
     return value[field]
 
 

@@ -117,6 +117,20 @@ def test_a_position_on_other_data_is_refused(sources):
         other.close()
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_line_that_turns_out_to_be_broken_is_named_by_next(tmp_path, num_threads):
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(100)]
+    lines[40] = '{"body": "text"}'  # only parsing it shows that the key is missing
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    source = SourceConfig("jsonl", str(tmp_path / "x.jsonl"))
+    loader = Loader(_config((source,), num_threads=num_threads), TOKENIZER)
+    with pytest.raises(ValueError, match="x.jsonl, line 41 has no string at 'text'") as error:
+        for _ in range(100):
+            loader.next(8)
+    assert "\n" not in str(error.value)
+    loader.close()
+
+
 def test_held_out_batches_are_finite_repeatable_and_of_one_shape(sources):
     config = _config(sources)
     once, again = (list(held_out_batches(config, sources[0], TOKENIZER, 4)) for _ in range(2))

@@ -106,16 +106,47 @@ def test_bytes_that_are_not_utf8_name_the_file_and_the_place(tmp_path):
         open_source(SourceConfig("passages", str(tmp_path / "latin.txt")))
 
 
-def test_a_broken_json_line_is_named(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n{"text": \n{"text": 3}\n[]\n')
-    source = open_source(SourceConfig("jsonl", str(tmp_path / "x.jsonl")))
+BROKEN_LINES = [
+    ('{"text": ', "is not JSON: .*; correct or remove it"),
+    ('{"text": "a"', "is not JSON: "),
+    ('{"body": "a"}', r"has no string at 'text'; it has \['body'\]; .* the source's field"),
+    ("[]", "has no string at 'text'; it has list"),
+    (r'{"text": "\ud83d broken"}', "holds half of a surrogate pair, character 0 of 'text'; "),
+    ('{"text": "caf\udce9"}', "is not UTF-8: byte 0xe9 at offset 13"),
+]
+HIDDEN_LINES = [
+    ('{"text": 3}', r"has no string at 'text'; it has \['text'\]"),
+    ('{"body": "text"}', r"has no string at 'text'; it has \['body'\]"),
+    ('{"text": "a",}', "is not JSON: "),
+    ('{"text": ' + "9" * 5000 + "}", "is not JSON: Exceeds the limit"),
+    ('{"text": ' + "[" * 100_000 + "}", "is not JSON: maximum recursion depth"),
+]
+
+
+def _lines(folder, *lines) -> SourceConfig:
+    (folder / "x.jsonl").write_text("\n".join(lines), "utf-8", "surrogateescape")
+    return SourceConfig("jsonl", str(folder / "x.jsonl"))
+
+
+@pytest.mark.parametrize("line, message", BROKEN_LINES)
+def test_a_json_line_without_text_is_named_when_the_file_is_opened(line, message, tmp_path):
+    config = _lines(tmp_path, '{"text": "good"}', "", line, '{"text": "good"}')
+    with pytest.raises(ValueError, match=f"source 'jsonl:.*x.jsonl, line 3 {message}") as error:
+        open_source(config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("line, message", HIDDEN_LINES, ids=range(len(HIDDEN_LINES)))
+def test_a_json_line_whose_fault_only_parsing_shows_is_named_when_read(line, message, tmp_path):
+    source = open_source(_lines(tmp_path, '{"text": "good"}', line))
     assert source[0] == "good"
-    with pytest.raises(ValueError, match=r"x.jsonl, line 2 is not JSON"):
+    with pytest.raises(ValueError, match=f"x.jsonl, line 2 {message}"):
         source[1]
-    with pytest.raises(ValueError, match=r"line 3 has no string at 'text'; it has \['text'\]"):
-        source[2]
-    with pytest.raises(ValueError, match="line 4 has no string at 'text'; it has list"):
-        source[3]
+
+
+def test_what_only_looks_odd_in_a_json_line_is_read(tmp_path):
+    lines = [r' {"text": "\ud83d\ude00"} ', r'{"te\u0078t": "key"}', r'{"text": "\\ud83d"}']
+    assert _texts(_lines(tmp_path, *lines)) == ["\N{GRINNING FACE}", "key", r"\ud83d"]
 
 
 def test_parquet_columns_must_be_text_without_gaps(tmp_path):
@@ -125,6 +156,11 @@ def test_parquet_columns_must_be_text_without_gaps(tmp_path):
         open_source(SourceConfig("parquet", str(file)))
     with pytest.raises(ValueError, match="'gap' .* has 1 empty entries"):
         open_source(SourceConfig("parquet", str(file), field="gap"))
+    latin = pyarrow.array([b"ok", b"caf\xe9"]).buffers()
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 2, latin)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), file)
+    with pytest.raises(ValueError, match="'text' of .*x.parquet is not UTF-8: .*index 1; convert"):
+        open_source(SourceConfig("parquet", str(file)))
 
 
 @pytest.mark.parametrize(
