@@ -17,7 +17,7 @@ from glm5_jax.data.mixture import (
     training_rows,
 )
 from glm5_jax.data.packing import blank_row
-from glm5_jax.data.sources import SourceConfig
+from glm5_jax.data.sources import SourceConfig, fingerprint
 from glm5_jax.text.tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -38,7 +38,7 @@ class Loader:
         process_index: int = 0,
         process_count: int = 1,
     ):
-        """Opens the sources.
+        """Opens the sources, and reads some documents of each (`sources.fingerprint`).
 
         Raises ValueError for a source that has no training document, and for a host out of range.
         """
@@ -56,7 +56,8 @@ class Loader:
         self._stream = {
             "process": f"{process_index} of {process_count}",
             "sequence_length": config.sequence_length,
-            "documents": {name: len(source) for name, source in sources.items()},
+            "tokenizer": tokenizer.fingerprint,
+            "sources": {name: fingerprint(source) for name, source in sources.items()},
         }
 
     def next(self, batch_size: int) -> Batch:
@@ -72,17 +73,25 @@ class Loader:
         """The position after the last batch, as values that JSON can hold."""
         return copy.deepcopy({**self._stream, "rows": self._rows.get_state()})
 
-    def restore(self, state: dict) -> None:
-        """Goes to the position of a `state()`, also of one that went through JSON.
+    def check(self, state: dict) -> None:
+        """Refuses what `restore` would refuse; nothing moves.
 
-        Raises ValueError if it belongs to other data, another row length or another host.
+        ValueError if the `state()` belongs to other data, another tokenizer, row length or host.
+        Data that differ only outside of the fingerprints' documents pass.
         """
         for name, have in self._stream.items():
             if state.get(name) != have:
                 raise ValueError(
                     f"the data position was saved with {name} {state.get(name)}, this run has "
-                    f"{have}; resume with the same data and hosts, or start a new workdir"
+                    f"{have}; resume with the same data, tokenizer and hosts, or start a new workdir"
                 )
+
+    def restore(self, state: dict) -> None:
+        """Goes to the position of a `state()`, also of one that went through JSON.
+
+        ValueError as `check`.
+        """
+        self.check(state)
         self._rows.set_state(_tuples(state["rows"]))
 
     def close(self) -> None:

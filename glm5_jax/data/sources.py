@@ -29,6 +29,7 @@ STDLIB_SKIPPED = frozenset(
 )
 STDLIB_MAX_BYTES = 256 * 1024
 PASSAGE_LENGTH = 4096  # characters
+FINGERPRINT_DOCUMENTS = 256  # read at every start
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a pair, as JSON escapes it
 
 
@@ -239,6 +240,17 @@ def held_out(text: str, fraction: float) -> bool:
     """
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
+
+
+def fingerprint(source: Source) -> str:
+    """What tells a source from another: its number of documents, and a hash of the texts of at most
+    `FINGERPRINT_DOCUMENTS` of them, evenly spaced. The same on every machine."""
+    digest = hashlib.blake2b(digest_size=8)
+    count = min(len(source), FINGERPRINT_DOCUMENTS)
+    for number in range(count):
+        text = source[number * (len(source) - 1) // max(1, count - 1)]
+        digest.update(hashlib.blake2b(text.encode("utf-8")).digest())
+    return f"{len(source)} documents {digest.hexdigest()}"
 
 
 def _decode(content: bytes, where: object) -> str:

@@ -5,6 +5,7 @@ bytes, so that no data can forge a role. Only `encode(text, parse_special=True)`
 chats, turns the spelled-out names into their single ids.
 """
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -141,6 +142,12 @@ class Tokenizer:
                 "its eos_token beside the tokenizer.json"
             )
         return self.eos_ids[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides a document's ids: the definition and the ids that end a text."""
+        content = f"{self.eos_ids}{self._definition}".encode()
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     @classmethod
     def default(cls) -> "Tokenizer":

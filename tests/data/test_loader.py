@@ -1,6 +1,7 @@
 """The loader resumes to the bit from a JSON position, at any batch size."""
 
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from glm5_jax.data.loader import Loader, held_out_batches
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tokenizer import DEFAULT_PATH, Tokenizer
 
 TOKENIZER = Tokenizer.default()
 SIZES = [2, 1, 4, 8, 3, 9]
@@ -105,26 +106,73 @@ def test_a_position_on_other_data_is_refused(sources):
     config = _config(sources)
     loader = Loader(config, TOKENIZER)
     state = loader.state()
+    loader.check(json.loads(json.dumps(state)))
     loader.close()
     others = {
-        "documents": Loader(_config(sources[:1]), TOKENIZER),
+        "sources": Loader(_config(sources[:1]), TOKENIZER),
         "process": Loader(config, TOKENIZER, process_index=1, process_count=2),
         "sequence_length": Loader(_config(sources, sequence_length=32), TOKENIZER),
+        "tokenizer": Loader(config, _other_tokenizer()),
     }
     for name, other in others.items():
-        with pytest.raises(ValueError, match=f"was saved with {name} .*resume with the same data"):
-            other.restore(state)
+        before = other.state()
+        for take in (other.check, other.restore):
+            with pytest.raises(
+                ValueError, match=f"was saved with {name} .*resume with the same data"
+            ):
+                take(state)
+        assert other.state() == before
         other.close()
+
+
+def _other_tokenizer():
+    """As large as the shipped one, with two ids exchanged."""
+    definition = json.loads(DEFAULT_PATH.read_text("utf-8"))
+    vocabulary = definition["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    return Tokenizer(json.dumps(definition))
+
+
+def test_a_position_on_as_many_documents_of_other_text_is_refused(sources):
+    file = pathlib.Path(sources[0].path)
+    before, config = file.read_text(), _config(sources)
+    loader = Loader(config, TOKENIZER)
+    state = loader.state()
+    loader.close()
+    try:
+        file.write_text(before.replace("a59 ", "A59 "))
+        changed = Loader(config, TOKENIZER)
+    finally:
+        file.write_text(before)
+    with pytest.raises(ValueError, match="was saved with sources .*60 documents .*60 documents"):
+        changed.restore(state)
+    changed.close()
+
+
+def test_a_position_does_not_depend_on_threads_and_hosts_agree_on_the_data(sources):
+    shapes = [
+        ({"num_threads": 0}, {}),
+        ({"num_threads": 3, "prefetch_documents": 5}, {}),
+        ({}, {"process_index": 1, "process_count": 2}),
+    ]
+    states = []
+    for arguments, host in shapes:
+        loader = Loader(_config(sources, **arguments), TOKENIZER, **host)
+        states.append(loader.state())
+        loader.close()
+    for name in ("sources", "tokenizer"):
+        assert states[0][name] == states[1][name] == states[2][name]
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_line_that_turns_out_to_be_broken_is_named_by_next(tmp_path, num_threads):
-    lines = [json.dumps({"text": f"document {number}"}) for number in range(100)]
-    lines[40] = '{"body": "text"}'  # only parsing it shows that the key is missing
+    lines = [json.dumps({"text": f"document {number}"}) for number in range(1000)]
+    # Only parsing it shows that the key is missing, and its neighbours are in the fingerprint.
+    lines[1] = '{"body": "text"}'
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     source = SourceConfig("jsonl", str(tmp_path / "x.jsonl"))
     loader = Loader(_config((source,), num_threads=num_threads), TOKENIZER)
-    with pytest.raises(ValueError, match="x.jsonl, line 41 has no string at 'text'") as error:
+    with pytest.raises(ValueError, match="x.jsonl, line 2 has no string at 'text'") as error:
         for _ in range(100):
             loader.next(8)
     assert "\n" not in str(error.value)

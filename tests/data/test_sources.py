@@ -8,8 +8,10 @@ import pytest
 from array_record.python import array_record_module
 
 from glm5_jax.data.sources import (
+    FINGERPRINT_DOCUMENTS,
     SHAKESPEARE,
     SourceConfig,
+    fingerprint,
     held_out,
     open_source,
     stdlib_paths,
@@ -176,6 +178,31 @@ def test_parquet_columns_must_be_text_without_gaps(tmp_path):
 def test_contradictory_sources_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SourceConfig(**arguments)
+
+
+class _Counting(list):
+    """A source that notes which documents are read."""
+
+    def __init__(self, texts):
+        super().__init__(texts)
+        self.read = []
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("count", [1, 2, FINGERPRINT_DOCUMENTS, FINGERPRINT_DOCUMENTS + 1, 100_000])
+def test_a_fingerprint_reads_few_documents_from_the_first_to_the_last(count):
+    source = _Counting(f"document {number}" for number in range(count))
+    assert fingerprint(source) == fingerprint(source) and str(count) in fingerprint(source)
+    most = min(count, FINGERPRINT_DOCUMENTS)
+    assert sorted(set(source.read)) == source.read[:most]
+    assert source.read[0] == 0 and source.read[most - 1] == count - 1
+    for number in (0, count - 1):
+        other = _Counting(source)
+        list.__setitem__(other, number, "changed")
+        assert fingerprint(other) != fingerprint(source)
 
 
 def test_the_held_out_split_is_a_fixed_share_that_grows_with_the_fraction():

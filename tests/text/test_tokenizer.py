@@ -140,6 +140,16 @@ def test_a_tokenizer_that_names_no_end_of_document_says_so_when_asked(tmp_path):
         _ = tokenizer.eos_id
 
 
+def test_a_fingerprint_follows_the_definition_and_the_end_of_a_document(tmp_path):
+    _foreign(tmp_path, None)
+    definition = (tmp_path / "tokenizer.json").read_text()
+    configs = ({"eos_token": "<eos>"}, {"eos_token": "<bos>"}, {})
+    prints = [Tokenizer(definition, config).fingerprint for config in configs]
+    assert len({*prints, Tokenizer.default().fingerprint}) == 4
+    unrelated = {"eos_token": "<eos>", "model_max_length": 7}
+    assert Tokenizer(definition, unrelated).fingerprint == prints[0]
+
+
 def test_unreadable_tokenizers_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no tokenizer at .*nowhere"):
         Tokenizer.load(tmp_path / "nowhere")
