@@ -6,6 +6,7 @@ nothing else. This is the only module that knows Orbax.
 """
 
 import errno
+import json
 import logging
 import pathlib
 import shutil
@@ -129,8 +130,7 @@ class Store:
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
             **got["rng"],
         }
-        data = got["data"]
-        return state, data[min(jax.process_index(), len(data) - 1)], got["meta"]
+        return state, _own(got["data"]), got["meta"]
 
     def close(self) -> None:
         """Waits for the save under way. SaveError if it failed."""
@@ -163,6 +163,12 @@ def latest_step(workdir) -> int | None:
     folder = pathlib.Path(workdir) / _FOLDER
     steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
     return max(steps, default=None)
+
+
+def load_data(workdir, step: int) -> dict:
+    """This process's data position of a step, as `Store.save` got it."""
+    [file] = (pathlib.Path(workdir) / _FOLDER / str(step) / "data").glob("*.json")
+    return _own(json.loads(file.read_text()))
 
 
 def check_params(path, abstract) -> pathlib.Path:
@@ -234,6 +240,10 @@ def _check_shapes(wanted: dict, found: dict, step) -> None:
                 f"checkpoint {step} does not fit this model and optimiser: "
                 f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
             )
+
+
+def _own(everyones_data: list):
+    return everyones_data[min(jax.process_index(), len(everyones_data) - 1)]
 
 
 def disk_full(error: BaseException) -> bool:

@@ -99,6 +99,8 @@ class Pretraining:
             process_index=self._group,
             process_count=self._num_groups,
         )
+        if (saved := store.latest_step(workdir)) is not None:
+            self._loader.check(store.load_data(workdir, saved))
         self._evaluator = None
         if evaluator is not None and config.data.held_out_fraction:
             rows = self._rows(0) * self._num_groups

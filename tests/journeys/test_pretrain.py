@@ -121,7 +121,9 @@ def test_a_run_that_saved_nothing_leaves_nothing_to_the_next(tmp_path, capsys):
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 0
 
 
-def test_a_tokenizer_that_is_smaller_than_the_vocabulary_names_the_end(tmp_path, capsys):
+def test_a_tokenizer_smaller_than_the_vocabulary_ends_texts_and_other_data_are_refused(
+    tmp_path, capsys
+):
     """Ids without a token are sampled at first, and the model must end texts as its data does."""
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"line {i} of many"}) + "\n" for i in range(200)))
@@ -134,9 +136,16 @@ def test_a_tokenizer_that_is_smaller_than_the_vocabulary_names_the_end(tmp_path,
     flags = {"train.steps": 1, "mesh.fsdp": 8, "sample.temperature": 5.0, "sample.tokens": 20}
     assert run.main(command(tmp_path / "run", **own, **flags)) == 0
     assert "\ufffd" in (tmp_path / "run" / "samples" / "1.txt").read_text()
-    model = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    before = (tmp_path / "run" / "config.json").read_text()
+    model = json.loads(before)["model"]
     assert tuple(model["eos_token_id"]) == tokenizer.eos_ids
     assert model["pad_token_id"] == tokenizer.pad_id
+
+    text.write_text(text.read_text().replace("line", "LINE"))
+    capsys.readouterr()
+    assert run.main(command(tmp_path / "run", **own, **flags | {"train.steps": 2})) == 2
+    assert "resume with the same data" in capsys.readouterr().err
+    assert (tmp_path / "run" / "config.json").read_text() == before
 
 
 @pytest.mark.slow
