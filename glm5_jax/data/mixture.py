@@ -6,6 +6,7 @@ more over a window, since the rows of one long document follow each other and wo
 All of it follows from the seed alone.
 """
 
+import contextlib
 import dataclasses
 import zlib
 from collections.abc import Iterator
@@ -122,12 +123,16 @@ def held_out_rows(
 def training_documents(
     config: DataConfig, source_config: SourceConfig, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
-    """Token ids of each training document of one source, once, in the source's order."""
-    source = _open(config, source_config, training=True)
-    for index in range(len(source)):
-        text = source[index]
-        if text and not held_out(text, config.held_out_fraction):
-            yield document_ids(text, tokenizer)
+    """Token ids of each training document of one source, once, shuffled alike for all seeds."""
+    documents = (
+        grain.MapDataset.source(_open(config, source_config, training=True))
+        .seed(0)
+        .shuffle()
+        .filter(lambda text: text and not held_out(text, config.held_out_fraction))
+        .map(lambda text: document_ids(text, tokenizer))
+    )
+    with contextlib.closing(iter(_read_ahead(config, documents))) as ids:
+        yield from ids
 
 
 def document_ids(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -156,11 +161,15 @@ def _pack(
     def record(text: str) -> TokenRecord:
         return plain_record(document_ids(text, tokenizer))
 
+    records = _read_ahead(config, documents.map(record))
+    return pack(records, config.sequence_length, packing=config.packing, open_rows=config.open_rows)
+
+
+def _read_ahead(config: DataConfig, documents: grain.MapDataset) -> grain.IterDataset:
     threads = config.num_threads if config.prefetch_documents else 0
-    records = documents.map(record).to_iter_dataset(
+    documents = documents.to_iter_dataset(
         grain.ReadOptions(threads, max(config.prefetch_documents, threads))
     )
     # A held-out split is mostly filtered away, which is no reason for a warning.
     options = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
-    records = grain.experimental.WithOptionsIterDataset(records, options)
-    return pack(records, config.sequence_length, packing=config.packing, open_rows=config.open_rows)
+    return grain.experimental.WithOptionsIterDataset(documents, options)

@@ -7,9 +7,12 @@ same rows as the model (`loss_mask`), so the three figures compare directly.
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+
+CHUNK = 2**20  # tokens that are counted at a time, at least
 
 
 def bits_per_byte(nll: float, num_bytes: float) -> float:
@@ -28,6 +31,51 @@ def predicted_bytes(batch: Mapping[str, np.ndarray], token_bytes: np.ndarray) ->
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Counts:
+    """How often the tokens of a text occur, and the pairs of neighbours inside its documents."""
+
+    tokens: np.ndarray  # int64[v]
+    pairs: np.ndarray  # u * v + w of the pairs (u, w) seen, ascending
+    pair_counts: np.ndarray  # of them
+    cut: bool = False  # whether `max_tokens` left some of the text out
+
+    @classmethod
+    def of(
+        cls,
+        documents: Iterable[Sequence[int]],
+        vocab_size: int,
+        max_tokens: int = sys.maxsize,
+    ) -> "Counts":
+        """Counts the first `max_tokens` tokens of `documents`; holds the pairs, not the text."""
+        nothing = np.zeros(0, np.int64)
+        counts = cls(np.zeros(vocab_size, np.int64), nothing, nothing)
+        waiting, size, left, cut = [], 0, max_tokens, False
+        for document in documents:
+            ids = np.asarray(document[:left], np.int64)
+            waiting.append(ids)
+            size, left = size + len(ids), left - len(ids)
+            # Waiting for as many as there are pairs keeps the sorting in proportion to the text.
+            if size >= max(CHUNK, len(counts.pairs)):
+                counts, waiting, size = counts._with(waiting), [], 0
+            if cut := len(ids) < len(document):
+                break
+        return dataclasses.replace(counts._with(waiting), cut=cut)
+
+    def _with(self, documents: Sequence[np.ndarray]) -> "Counts":
+        vocab_size = len(self.tokens)
+        text = np.concatenate([np.zeros(0, np.int64), *documents])
+        tokens = self.tokens + np.bincount(text, minlength=vocab_size)
+        new = [ids[:-1] * vocab_size + ids[1:] for ids in documents]
+        pairs = np.concatenate([self.pairs, *new])
+        counts = np.ones(len(pairs), np.int64)
+        counts[: len(self.pairs)] = self.pair_counts
+        order = np.argsort(pairs, kind="stable")
+        pairs, counts = pairs[order], counts[order]
+        starts = np.flatnonzero(np.diff(pairs, prepend=-1))
+        return Counts(tokens, pairs[starts], np.add.reduceat(counts, starts))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Unigram:
     """Token frequencies with absolute discounting, interpolated with the uniform distribution.
 
@@ -37,12 +85,9 @@ class Unigram:
     log_probs: np.ndarray  # [v], nats
 
     @classmethod
-    def fit(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "Unigram":
-        """Counts the tokens of `documents`; ValueError if there are none."""
-        counts = np.zeros(vocab_size, np.int64)
-        for document in documents:
-            counts += np.bincount(document, minlength=vocab_size)
-        return cls(np.log(_discounted(counts)))
+    def fit(cls, counts: Counts) -> "Unigram":
+        """The model of a text's counts; ValueError if it has no token."""
+        return cls(np.log(_discounted(counts.tokens)))
 
     def log_prob(self, previous: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Log-probability of `tokens`; `previous` plays no part."""
@@ -67,19 +112,15 @@ class KneserNeyBigram:
     continuation: np.ndarray  # [v], p_cont
 
     @classmethod
-    def fit(cls, documents: Iterable[Sequence[int]], vocab_size: int) -> "KneserNeyBigram":
-        """Counts the bigrams inside each of `documents`; ValueError if there are none."""
-        pairs = [np.zeros(0, np.int64)]
-        for document in documents:
-            ids = np.asarray(document, np.int64)
-            pairs.append(ids[:-1] * vocab_size + ids[1:])
-        pairs, counts = np.unique(np.concatenate(pairs), return_counts=True)
-        contexts, tokens = np.divmod(pairs, vocab_size)
+    def fit(cls, counts: Counts) -> "KneserNeyBigram":
+        """The model of a text's counts; ValueError if it has no bigram."""
+        vocab_size = len(counts.tokens)
+        contexts, tokens = np.divmod(counts.pairs, vocab_size)
         return cls(
-            discount=_discount(counts),
-            pairs=pairs,
-            counts=counts,
-            context_counts=np.bincount(contexts, counts, vocab_size),
+            discount=_discount(counts.pair_counts),
+            pairs=counts.pairs,
+            counts=counts.pair_counts,
+            context_counts=np.bincount(contexts, counts.pair_counts, vocab_size),
             context_types=np.bincount(contexts, minlength=vocab_size),
             continuation=_discounted(np.bincount(tokens, minlength=vocab_size)),
         )

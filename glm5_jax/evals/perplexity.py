@@ -1,8 +1,13 @@
 """Held-out loss in bits per byte, beside what counting words achieves on the same tokens."""
 
+import contextlib
+
+import jax
+
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import training_documents
 from glm5_jax.evals.base import (
+    Counts,
     KneserNeyBigram,
     Unigram,
     baseline_bits_per_byte,
@@ -49,18 +54,26 @@ class HeldOut:
     def baselines(self) -> dict[str, float]:
         """Bits per byte of a unigram and a Kneser-Ney bigram on the same tokens.
 
-        Each source has its own, counted over all of its training documents, so they know of every
-        token which source it is from.
+        Each source has its own, counted over its training documents, so they know of every token
+        which source it is from. Of each, at most its part of `train.baseline_tokens` is counted; if
+        that left text out, `tokens` says how many were. Only the first process of a pod counts, as
+        its log alone is shown; the others get nothing.
         """
-        data, tokenizer = self._setting.config.data, self._setting.tokenizer
-        vocab_size = self._setting.config.model.vocab_size
-        bits, total_bytes = {"unigram": 0.0, "bigram": 0.0}, 0
+        if jax.process_index():
+            return {}
+        config, tokenizer = self._setting.config, self._setting.tokenizer
+        data, vocab_size = config.data, config.model.vocab_size
+        most = max(2, config.train.baseline_tokens // len(data.sources))  # a bigram takes two
+        bits, total_bytes, num_tokens, cut = {"unigram": 0.0, "bigram": 0.0}, 0, 0, False
         for source in data.sources:
-            documents = list(training_documents(data, source, tokenizer))
+            with contextlib.closing(training_documents(data, source, tokenizer)) as documents:
+                counts = Counts.of(documents, vocab_size, most)
+            num_tokens, cut = num_tokens + int(counts.tokens.sum()), cut or counts.cut
             batches = self._batches[source.name]
             num_bytes = sum(predicted_bytes(batch, self._token_bytes) for batch in batches)
             for name, kind in (("unigram", Unigram), ("bigram", KneserNeyBigram)):
-                fitted = kind.fit(documents, vocab_size)
+                fitted = kind.fit(counts)
                 bits[name] += num_bytes * baseline_bits_per_byte(fitted, batches, self._token_bytes)
             total_bytes += num_bytes
-        return {name: value / total_bytes for name, value in bits.items()}
+        found = {name: value / total_bytes for name, value in bits.items()}
+        return found | ({"tokens": num_tokens} if cut else {})

@@ -28,13 +28,15 @@ class TrainConfig:
     save_interval: int = 100
     keep: int = 2  # checkpoints
     eval_batches: int = 8
+    baseline_tokens: int = 2**24  # of the training text, that the n-gram baselines count at most
     max_skipped: int = 100  # steps without an update because of NaN or Inf, in all ...
     max_skipped_in_a_row: int = 10  # ... and one after another
 
     def __post_init__(self):
+        positive = ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 1 if field.name in ("steps", "log_interval", "keep", "eval_batches") else 0
+            least = 1 if field.name in positive else 0
             if value is not None and value < least:
                 raise ValueError(f"{field.name} is {value}; it must be at least {least}")
 

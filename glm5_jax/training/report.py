@@ -17,6 +17,7 @@ from glm5_jax.core.metrics_log import column, read
 
 PAGE = pathlib.Path("report") / "index.html"
 HELD_OUT = "held_out/bits_per_byte"
+BASELINE_TOKENS = "baseline/tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Summary:
     loss: float | None  # of the last 20 rows, nats per token
     bits_per_byte: float | None  # held out
     baselines: dict[str, float]  # bits per byte on the same tokens
+    baseline_tokens: int | None  # of the training text that they counted; None: all of it
     tokens_per_second: float | None  # median
     mfu: float | None  # median
     sample: str
@@ -41,6 +43,8 @@ class Summary:
             )
         if self.bits_per_byte is not None:
             others = ", ".join(f"{name} {x:.3f}" for name, x in self.baselines.items())
+            if self.baseline_tokens is not None:
+                others += f", counted on {self.baseline_tokens:,} tokens"
             against = f"  (baselines: {others})" if others else ""
             lines.append(f"held-out            {self.bits_per_byte:.3f} bits per byte{against}")
         if self.tokens_per_second is not None:
@@ -65,6 +69,7 @@ def summarise(workdir) -> Summary:
         loss=statistics.fmean(losses[-20:]) if losses else None,
         bits_per_byte=(column(rows, HELD_OUT)[1] or [None])[-1],
         baselines=_baselines(rows),
+        baseline_tokens=(column(rows, BASELINE_TOKENS)[1] or [None])[-1],
         tokens_per_second=statistics.median(rates) if rates else None,
         mfu=statistics.median(mfu) if mfu else None,
         sample=samples[-1][1] if samples else "",
@@ -95,7 +100,10 @@ def write_page(workdir) -> pathlib.Path:
 def _baselines(rows: list[dict]) -> dict[str, float]:
     prefix = "baseline/"
     return {
-        k.removeprefix(prefix): v for row in rows for k, v in row.items() if k.startswith(prefix)
+        k.removeprefix(prefix): v
+        for row in rows
+        for k, v in row.items()
+        if k.startswith(prefix) and k != BASELINE_TOKENS
     }
 
 
@@ -152,7 +160,9 @@ def _charts(rows: list[dict], model: dict):
             y_label=name,
             levels=tuple(_baselines(rows).items()),
         )
-        yield figure(drawing, "Dashed: what counting the training text alone achieves.")
+        counted = column(rows, BASELINE_TOKENS)[1]
+        text = f"{counted[-1]:,} tokens of the training text" if counted else "the training text"
+        yield figure(drawing, f"Dashed: what counting {text} alone achieves.")
     if losses := series("loss/"):
         main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
         yield figure(charts.line_chart(main, y_label="Training loss, nats per token", smooth=True))

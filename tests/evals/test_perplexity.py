@@ -1,14 +1,16 @@
 """Held-out bits per byte: the model's and the baselines' come from the same tokens."""
 
+import dataclasses
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.evals.base import Unigram, baseline_bits_per_byte, predicted_bytes
+from glm5_jax.evals.base import Counts, Unigram, baseline_bits_per_byte, predicted_bytes
 from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig
@@ -36,8 +38,8 @@ def setting(tmp_path_factory):
 
 
 def fitted(setting, source):
-    documents = list(training_documents(setting.config.data, source, setting.tokenizer))
-    return Unigram.fit(documents, VOCAB)
+    documents = training_documents(setting.config.data, source, setting.tokenizer)
+    return Unigram.fit(Counts.of(documents, VOCAB))
 
 
 def test_a_model_that_is_a_unigram_scores_as_the_unigram_does(setting):
@@ -63,6 +65,26 @@ def test_the_baselines_are_fitted_to_each_source(setting):
     assert baselines["bigram"] < 0.7 * baselines["unigram"]
     of_one = held_out(fitted(setting, setting.config.data.sources[0]).log_probs)
     assert baselines["unigram"] < of_one["held_out/bits_per_byte"]
+
+
+def test_baselines_of_a_part_of_the_text_say_how_much_was_counted(setting):
+    def baselines(tokens, num_threads):
+        train = dataclasses.replace(setting.config.train, baseline_tokens=tokens)
+        data = dataclasses.replace(setting.config.data, num_threads=num_threads)
+        config = dataclasses.replace(setting.config, train=train, data=data)
+        return HeldOut(dataclasses.replace(setting, config=config)).baselines()
+
+    whole, cut = baselines(2**24, 0), baselines(101, 0)
+    assert "tokens" not in whole and cut["tokens"] == 100  # 50 of each source
+    assert cut["unigram"] > whole["unigram"]
+    assert baselines(101, 3) == cut
+    assert baselines(1, 0)["tokens"] == 4
+
+
+def test_the_first_process_alone_counts(setting, monkeypatch):
+    held_out = HeldOut(setting)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert held_out.baselines() == {}
 
 
 def test_evaluating_twice_gives_the_same_numbers(setting):

@@ -132,7 +132,9 @@ def test_rarer_logging_leaves_out_rows_but_not_the_last_checkpoint(tmp_path):
     assert metrics_log.column(rows, "loss/total")[0] == [5, 10]
 
 
-@pytest.mark.parametrize("field", ["steps", "log_interval", "keep", "eval_batches"])
+@pytest.mark.parametrize(
+    "field", ["steps", "log_interval", "keep", "eval_batches", "baseline_tokens"]
+)
 def test_settings_that_make_no_sense_are_refused(field):
     with pytest.raises(ValueError, match=f"{field} is 0"):
         loop.TrainConfig(**{field: 0})

@@ -64,6 +64,19 @@ def test_the_summary_holds_the_final_numbers(workdir):
     assert text.endswith(str(workdir / "report" / "index.html"))
 
 
+def test_baselines_of_a_part_of_the_text_say_so(workdir):
+    assert "baselines: unigram 3.400, bigram 2.500)" in str(report.summarise(workdir))
+    assert "counting the training text alone" in report.write_page(workdir).read_text()
+    with MetricsLog(workdir, 40) as log:
+        log.write({"step": 40, "baseline/tokens": 16_777_216})
+    summary = report.summarise(workdir)
+    assert summary.baselines == {"unigram": 3.4, "bigram": 2.5}
+    assert "bigram 2.500, counted on 16,777,216 tokens)" in str(summary)
+    page = report.write_page(workdir).read_text()
+    assert "counting 16,777,216 tokens of the training text alone" in page
+    assert "tokens baseline" not in page
+
+
 class Checker(HTMLParser):
     """Collects tags, and fails on anything that would be fetched or run."""
 
