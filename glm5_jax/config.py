@@ -94,6 +94,9 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"{name} is {value!r}; it must be an integer >= 0")
+        for name in ("rms_norm_eps", "latent_norm_eps", "index_norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be positive")
         if self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE needs an even one")
         if self.first_k_dense_replace > self.num_hidden_layers:

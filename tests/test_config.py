@@ -9,6 +9,8 @@ from glm5_jax.config import ModelConfig, RopeParameters, yarn_mscale
 
 TINY = presets.tiny()
 REFUSED = [
+    (dict(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05; it must be positive"),
+    (dict(latent_norm_eps=float("nan")), "latent_norm_eps is nan; it must be positive"),
     (dict(hidden_size=0), "hidden_size is 0; it must be a positive integer"),
     (dict(vocab_size=12.5), "vocab_size is 12.5"),
     (dict(index_n_heads=-1), "index_n_heads is -1"),

@@ -2,8 +2,6 @@
 
 import contextlib
 
-import jax
-
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import training_documents
 from glm5_jax.evals.base import (
@@ -56,11 +54,8 @@ class HeldOut:
 
         Each source has its own, counted over its training documents, so they know of every token
         which source it is from. Of each, at most its part of `train.baseline_tokens` is counted; if
-        that left text out, `tokens` says how many were. Only the first process of a pod counts, as
-        its log alone is shown; the others get nothing.
+        that left text out, `tokens` says how many were.
         """
-        if jax.process_index():
-            return {}
         config, tokenizer = self._setting.config, self._setting.tokenizer
         data, vocab_size = config.data, config.model.vocab_size
         most = max(2, config.train.baseline_tokens // len(data.sources))  # a bigram takes two

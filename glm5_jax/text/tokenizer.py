@@ -117,6 +117,8 @@ class Tokenizer:
         self.special_ids = {token["content"]: token["id"] for token in added}
         if config is None:
             config = CONFIG if END_OF_DOCUMENT in self.special_ids else {}
+        if not isinstance(config, dict):
+            raise ValueError(f"tokenizer_config.json holds {config!r}; it must be an object")
         self._config = dict(config)
         vocabulary = self._with_special.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
@@ -128,10 +130,10 @@ class Tokenizer:
             else:
                 self._bytes[token_id] = bytes(byte_of[letter] for letter in token)
 
-        eos = _token_name(self._config.get("eos_token"))
+        eos, pad = (_token_name(self._config, kind) for kind in ("eos_token", "pad_token"))
         stops = STOP_TOKENS if END_OF_DOCUMENT in self.special_ids else (eos,)
         self.eos_ids = tuple(self.special_ids[t] for t in stops if t in self.special_ids)
-        self.pad_id = self.special_ids.get(_token_name(self._config.get("pad_token")))
+        self.pad_id = self.special_ids.get(pad)
 
     @property
     def eos_id(self) -> int:
@@ -259,9 +261,13 @@ class Tokenizer:
         return sizes
 
 
-def _token_name(entry: str | dict | None) -> str | None:
+def _token_name(config: dict, kind: str) -> str | None:
     """The name in a config entry, which transformers writes as a string or as a dict."""
-    return entry["content"] if isinstance(entry, dict) else entry
+    entry = config.get(kind)
+    name = entry.get("content", entry) if isinstance(entry, dict) else entry
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{kind} of tokenizer_config.json is {entry!r}; it must be a token")
+    return name
 
 
 def _byte_letters() -> list[str]:

@@ -47,7 +47,8 @@ class Setting:
 
 
 class Evaluator(Protocol):
-    """Judges parameters while they train; `baselines` are computed once, for comparison."""
+    """Judges parameters while they train; `baselines` are computed once, for comparison, by the first
+    process of a pod, whose log is the one that is shown."""
 
     def __call__(self, params) -> dict[str, float]: ...
 
@@ -145,7 +146,7 @@ class Pretraining:
             log = stack.enter_context(MetricsLog(own, done))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
-            if self._evaluator is not None and not column(read(own), "baseline/unigram")[0]:
+            if first and self._evaluator and not column(read(own), "baseline/unigram")[0]:
                 progress.print("counting the training text for the baselines ...")
                 found = self._evaluator.baselines()
                 log.write({"step": 0, **{f"baseline/{name}": x for name, x in found.items()}})

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import jax
 import numpy as np
 import pytest
 
@@ -79,12 +78,6 @@ def test_baselines_of_a_part_of_the_text_say_how_much_was_counted(setting):
     assert cut["unigram"] > whole["unigram"]
     assert baselines(101, 3) == cut
     assert baselines(1, 0)["tokens"] == 4
-
-
-def test_the_first_process_alone_counts(setting, monkeypatch):
-    held_out = HeldOut(setting)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert held_out.baselines() == {}
 
 
 def test_evaluating_twice_gives_the_same_numbers(setting):

@@ -51,6 +51,8 @@ def test_processes_that_share_a_row_read_the_same_data(tmp_path):
         finish(start(tmp_path / str(processes), processes, **shape))
     one, two = (losses(tmp_path / str(n)) for n in (1, 2))
     assert len(one) > 10
+    for log, count in ((tmp_path / "2", 1), (tmp_path / "2" / "hosts" / "1", 0)):
+        assert len(metrics_log.column(metrics_log.read(log), "baseline/unigram")[0]) == count
     assert [row[:2] for row in one] == [row[:2] for row in two]
     np.testing.assert_allclose([r[2] for r in two], [r[2] for r in one], rtol=2e-5)
 

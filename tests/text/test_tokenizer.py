@@ -160,3 +160,24 @@ def test_unreadable_tokenizers_are_named(tmp_path):
     file.write_text(tokenizers.Tokenizer(models.BPE()).to_str())
     with pytest.raises(ValueError, match="only byte-level BPE"):
         Tokenizer.load(file)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (3, "tokenizer_config.json holds 3; it must be an object"),
+        ({"eos_token": [1]}, r"eos_token of tokenizer_config.json is \[1\]; it must be a token"),
+        ({"pad_token": {}}, "pad_token of tokenizer_config.json is {}; it must be a token"),
+    ],
+)
+def test_a_broken_tokenizer_config_is_named(tmp_path, config, message):
+    with pytest.raises(ValueError, match=f"cannot read the tokenizer at .*{message}"):
+        _foreign(tmp_path, config)
+
+
+def test_ids_without_a_token_are_replaced_on_request():
+    tokenizer = Tokenizer.default()
+    ids = [*tokenizer.encode("to be"), tokenizer.vocab_size, -1]
+    assert tokenizer.decode(ids, errors="replace") == "to be\ufffd\ufffd"
+    with pytest.raises(ValueError, match="id 2048 is no token"):
+        tokenizer.decode(ids)
