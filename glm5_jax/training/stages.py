@@ -93,14 +93,16 @@ class Pretraining:
             config.model, config.step, config.optimizer, make_schedule(config.schedule), self._mesh
         )
         store.check_space(workdir, self._step.abstract, config.train.keep)
-        self._given = config.checkpoint and self._open_checkpoint(pathlib.Path(config.checkpoint))
+        saved, self._given = store.latest_step(workdir), None
+        if saved is None and config.checkpoint is not None:
+            self._given = self._open_checkpoint(pathlib.Path(config.checkpoint))
         self._loader = Loader(
             config.data,
             self._tokenizer,
             process_index=self._group,
             process_count=self._num_groups,
         )
-        if (saved := store.latest_step(workdir)) is not None:
+        if saved is not None:
             self._loader.check(store.load_data(workdir, saved))
         self._evaluator = None
         if evaluator is not None and config.data.held_out_fraction:
