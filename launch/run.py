@@ -144,12 +144,18 @@ def _spec(argv: list[str]) -> str:
 def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
     # Imported here so that a mistyped flag is answered at once.
     from glm5_jax.checkpoint.store import SaveError
+    from glm5_jax.core import hosts
     from glm5_jax.training.metrics import TrainingStopped
     from glm5_jax.training.stages import Pretraining
 
     for stage_config, folder in _stages(config, workdir):
+        stage = problem = None
         try:
             stage = Pretraining(stage_config, folder, getattr(module, "evaluator", None))
+        except (ValueError, OSError) as error:
+            problem = error
+        try:
+            hosts.agree(problem)
         except (ValueError, OSError) as error:
             return _fail(error, 2)
         try:

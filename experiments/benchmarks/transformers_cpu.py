@@ -4,9 +4,9 @@
 
 takes about 20 minutes for all rows on 2 cores and needs about 8 GB. Both arms are processes with two
 threads, float32 and the same weights, which ours wrote and transformers loads. For each row a quick
-trial finds transformers' fastest variant; then the arms take turns, and the fastest run of each is
-compared, in wall and in process CPU time: a shared host slows both by up to a half for seconds at a
-time. Where CPU time is far below twice the wall time, the machine was busy or the work not parallel.
+trial finds transformers' fastest variant; then the arms take turns, and medians of wall and of process
+CPU time are compared. Where the two differ much between runs, or CPU time is far below twice the wall
+time, the machine was busy or the work not parallel.
 
 Outputs are compared in the same run, twice. As they come out: float32 rounding turns the choice of a
 key between two of nearly equal score, and one other key changes all that follows, so the share of
@@ -25,6 +25,7 @@ import json
 import os
 import pathlib
 import platform
+import statistics
 import sys
 import tempfile
 
@@ -94,7 +95,7 @@ ROWS = (
 
 
 def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -> dict:
-    """One row, measured: seconds of the fastest runs, the variant that won and the difference of outputs."""
+    """One row, measured: medians in seconds, the variant that won and the difference of outputs."""
     case = {"kind": row.kind, "b": row.b, "t": row.t}
     theirs.call("clear", SECONDS)
     tried = {}
@@ -123,8 +124,11 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
         apart = ours.call("follow", SECONDS, **case, choices=path)
         same = difference(row, *saved(row, ours, theirs, folder / f"{row.name}-same"))
         apart_by["same_choices"] = f"{same}; {in_words(apart)}"
-    best_runs = {arm: min(runs, key=lambda run: run["wall"]) for arm, runs in times.items()}
-    result = {f"{arm}_{clock}": run[clock] for arm, run in best_runs.items() for clock in run}
+    result = {
+        f"{arm}_{clock}": statistics.median(run[clock] for run in runs)
+        for arm, runs in times.items()
+        for clock in ("wall", "cpu")
+    }
     return (
         result
         | apart_by
@@ -256,7 +260,7 @@ def main(arguments: list[str]) -> None:
         f"{platform.processor() or platform.machine()}, {THREADS} threads, "
         f"load {load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end; "
         f"2048 x 2048 matmul {peaks[0]:.0f} GFLOP/s in jax, {peaks[1]:.0f} in torch. "
-        f"The fastest of {min(r.repeats for r in rows)} to {max(r.repeats for r in rows)} runs each."
+        f"Medians of {min(r.repeats for r in rows)} to {max(r.repeats for r in rows)} runs."
     )
     Console().print(rich_table(results))
     text = markdown(results, about)

@@ -39,6 +39,7 @@ def save_hf(
     max_shard_bytes: float = 5e9,
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files (with an index if several).
+    All processes of a pod must call it.
 
     model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
     `save(folder)`. dtype: of every tensor but the router bias, which is float32; by default each has
@@ -97,11 +98,11 @@ def save_hf(
                 tensor = _tensor(table[name], leaves, kinds[name])
                 if first:
                     tensors[name] = tensor
-            write = functools.partial(save_file, tensors, partial / file, {"format": "pt"})
+            write = functools.partial(_save, tensors, partial / file)
             hosts.first_does(write)
             del tensors, tensor, write  # the next file's would be gathered beside them
         hosts.first_does(finish)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+    except OSError as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
     finally:
         if first:
@@ -189,6 +190,13 @@ def _generation(cfg: ModelConfig) -> dict:
         "eos_token_id": list(cfg.eos_token_id) or None,
         "pad_token_id": cfg.pad_token_id,
     }
+
+
+def _save(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def _write(path: pathlib.Path, content: dict) -> None:

@@ -29,6 +29,16 @@ def anyone(flag) -> bool:
     return bool(multihost_utils.process_allgather(bool(flag)).any())
 
 
+def agree(error: Exception | None) -> None:
+    """Raises in every process if one has passed an error: its own, or a ValueError that tells the first
+    of the others'. Without it the others would wait for one that has stopped."""
+    if anyone(error is not None):
+        if error is not None:
+            everyones(str(error))
+            raise error
+        raise ValueError(next(told for told in everyones(None) if told is not None))
+
+
 def first_does(action: Callable[[], Any]) -> None:
     """Runs action in the first process alone. What it raises there, every process raises: of the same
     kind if it is an OSError or a ValueError, otherwise a RuntimeError."""

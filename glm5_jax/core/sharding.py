@@ -1,10 +1,11 @@
 """One table from axis letters to mesh axes; weights, momentum and manual regions all read it.
 
 A rule claims its mesh axis for a dimension if no other dimension of the weight has claimed that axis
-and the dimension divides; the table's order is the priority. So each mesh axis shards a tensor
-dimension of its own, which is what makes XLA emit an all-gather forward and a reduce-scatter backward
-(one dimension sharded by two batch axes became full all-reduces). `data` replicates. "e f" is the f
-behind an e, "*d f" the d before an f: a last dimension would be summed in full, see `gather`.
+and the dimension divides; the table's order is the priority. Axes go to dimensions of their own where
+they can, which is what makes XLA emit an all-gather forward and a reduce-scatter backward. `data`
+replicates. A pattern's letters follow each other; the starred one, or else the last, is the dimension.
+XLA:TPU sums in full what it should scatter along a last dimension (see `gather`), so of an expert's
+down projection ("e f") fsdp takes f, and of "d f" context goes to d, before f takes what remains.
 """
 
 import functools

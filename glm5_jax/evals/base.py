@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-CHUNK = 2**20  # tokens that are counted at a time, at least
+CHUNK = 2**20  # tokens that wait before they are counted
 
 
 def bits_per_byte(nll: float, num_bytes: float) -> float:

@@ -107,11 +107,7 @@ def train(
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:
         while done < steps and not stopping:
-            try:
-                batch = loader.next(batch_size(seen))
-            except ValueError as error:
-                raise TrainingStopped(f"step {done}: {error}") from error
-            placed = place(batch)
+            placed = place(_next(loader, batch_size(seen), done))
             state, metrics = step(state, placed)
             tokens = placed["token_ids"].size
             done, seen = done + 1, seen + tokens
@@ -147,3 +143,17 @@ def train(
 
 def _is_due(done: int, interval: int) -> bool:
     return interval > 0 and done % interval == 0
+
+
+def _next(loader, batch_size: int, step: int) -> dict:
+    """This host's part of a batch; TrainingStopped on all of them if one cannot read its own."""
+    batch = problem = None
+    try:
+        batch = loader.next(batch_size)
+    except ValueError as error:
+        problem = error
+    try:
+        hosts.agree(problem)
+    except ValueError as error:
+        raise TrainingStopped(f"step {step}: {error}") from error
+    return batch

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.checkpoint import hf_import, store
+from glm5_jax.core import hosts
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
 from glm5_jax.core.metrics_log import MetricsLog, column, read
@@ -24,7 +25,7 @@ from glm5_jax.model.generate import generate
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
-from glm5_jax.training.metrics import Recorder
+from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import batch_sizes, batch_tokens, make_schedule
 from glm5_jax.training.step import make_step
 
@@ -140,18 +141,29 @@ class Pretraining:
                 checkpoints, self._step.abstract, self._initialise, self._loader
             )
             done = int(state["step"])
-            if first:
+
+            def describe():
                 write_config(self.workdir, config)
                 self._tokenizer.save(self.workdir / "tokenizer")
                 if not done:
                     shutil.rmtree(self.workdir / _SAMPLES, ignore_errors=True)
+
+            hosts.first_does(describe)
             log = stack.enter_context(MetricsLog(own, done))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
-            if first and self._evaluator and not column(read(own), "baseline/unigram")[0]:
-                progress.print("counting the training text for the baselines ...")
-                found = self._evaluator.baselines()
-                log.write({"step": 0, **{f"baseline/{name}": x for name, x in found.items()}})
+
+            def count():
+                if not column(read(own), "baseline/unigram")[0]:
+                    progress.print("counting the training text for the baselines ...")
+                    found = self._evaluator.baselines()
+                    log.write({"step": 0, **{f"baseline/{name}": x for name, x in found.items()}})
+
+            if self._evaluator is not None:
+                try:
+                    hosts.first_does(count)
+                except ValueError as error:
+                    raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
             progress.print("compiling the train step ...")
             recorder = Recorder(
                 log,

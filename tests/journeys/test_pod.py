@@ -57,6 +57,38 @@ def test_processes_that_share_a_row_read_the_same_data(tmp_path):
     np.testing.assert_allclose([r[2] for r in two], [r[2] for r in one], rtol=2e-5)
 
 
+@pytest.mark.parametrize("broken", [0, 1])
+def test_an_error_in_one_process_is_an_error_in_all(broken):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    code = f"""
+import sys, jax
+jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
+from glm5_jax.core import hosts
+hosts.agree(None)
+assert hosts.everyones([jax.process_index()]) == [[0], [1]]
+for attempt in (
+    lambda: hosts.agree(ValueError("mine") if jax.process_index() == {broken} else None),
+    lambda: hosts.first_does(lambda: open("/nowhere/file")),
+):
+    try:
+        attempt()
+    except (ValueError, OSError) as error:
+        print(type(error).__name__.replace("FileNotFoundError", "OSError"), error)
+"""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for i in range(2)
+    ]
+    for process in started:
+        out = process.communicate(timeout=120)[0]
+        assert process.returncode == 0
+        assert "ValueError mine" in out and "OSError [Errno 2]" in out
+
+
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_nothing_is_lost(tmp_path):
     shape = {"mesh.fsdp": 2, "mesh.expert": 2}

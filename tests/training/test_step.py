@@ -70,7 +70,7 @@ def test_every_weight_moves_and_the_loss_falls(three):
     assert [m["skipped"] for m in metrics] == [False] * 3
 
 
-def test_the_learning_rate_that_is_reported_is_the_one_that_moves(three):
+def test_the_reported_learning_rate_follows_the_schedule(three):
     _, metrics = three
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [1e-2, 9e-3, 8e-3], rtol=1e-5)
 
@@ -87,10 +87,10 @@ def test_a_skipped_step_does_not_hold_up_the_schedule():
     """The same first update, one step later and so at 0.9 of the rate."""
     plain, late = (steps(build(), b)[0] for b in ([cases.batch()], [broken(), cases.batch()]))
     (zero, first), (_, _, second) = plain, late
-    path = "moe_layers/attn/q_b"
-    moved, moved_late = flat(first)[path] - flat(zero)[path], flat(second)[path] - flat(zero)[path]
-    np.testing.assert_allclose(moved_late, 0.9 * moved, atol=2e-6)
-    assert np.abs(moved).max() > 1e-3
+    for path in ("moe_layers/attn/q_b", "embed/weight"):  # Muon, AdamW
+        before, one, two = (flat(state)[path] for state in (zero, first, second))
+        np.testing.assert_allclose(two - before, 0.9 * (one - before), atol=2e-6, err_msg=path)
+        assert 1e-3 < np.abs(one - before).max() < 3e-2, path  # about the rate of 1e-2
 
 
 def test_router_biases_move_towards_balance_until_the_switch(three):
