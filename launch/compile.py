@@ -63,26 +63,30 @@ def abstract_mesh(axes: dict[str, int]) -> AbstractMesh:
     return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def topology_mesh(target: str, axes: dict[str, int]) -> Mesh:
-    """A mesh of chips that are not there: "v5p:8x8x16", or "h200:128x8" (hosts x GPUs).
+def topology_devices(target: str) -> list:
+    """Chips that are not there: "v5p:8x8x16", or "h200:128x8" (hosts x GPUs).
 
-    ValueError if the compiler does not know the target or is not installed, or the axes do not fit.
+    ValueError if the compiler does not know the target or is not installed.
     """
     name, _, shape = target.partition(":")
     try:
         if name == "h200":
-            devices = topologies.get_topology_desc(
+            return topologies.get_topology_desc(
                 "", platform="cuda", target_config=H200.read_text(), topology=f"1x{shape}"
             ).devices
-        else:
-            devices = topologies.get_topology_desc(target, platform="tpu").devices
+        return topologies.get_topology_desc(target, platform="tpu").devices
     except (RuntimeError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"target {target!r}: {reason}; the aot extra holds the compilers"
         ) from None
+
+
+def topology_mesh(target: str, axes: dict[str, int]) -> Mesh:
+    """A mesh of the chips of a target (`topology_devices`); ValueError if the axes do not fit them."""
+    devices = topology_devices(target)
     sizes = resolve(axes, len(devices))
-    if name == "h200":
+    if target.startswith("h200"):
         placed = np.array(devices).reshape(sizes)
     else:  # an axis may take a part of a dimension of the torus
         placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)

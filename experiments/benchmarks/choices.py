@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm5_jax.model import block
-from glm5_jax.model.indexer import index_scores
+from pallas_kernels.lightning_indexer import index_scores
 
 BLOCK = 64  # queries whose scores over all keys are held at a time
 
@@ -33,7 +33,7 @@ def replayed(keys, experts) -> Iterator[dict[str, list[Apart]]]:
     """While tracing inside: full layer i attends to keys[i] int32[b t k] (-1 at the end: none), MoE layer
     i sends its tokens to experts[i] int32[m a]. Yields lists of `Apart` per layer, which running it fills.
     """
-    plain_select, plain_route = block.select_keys, block.route
+    plain_select, plain_route = block.lightning_indexer, block.route
     layers = {"keys": enumerate(keys), "experts": enumerate(experts)}
     apart = {"keys": [None] * len(keys), "experts": [None] * len(experts)}
 
@@ -45,8 +45,8 @@ def replayed(keys, experts) -> Iterator[dict[str, list[Apart]]]:
 
         return jnp.asarray(theirs), lambda found: jax.debug.callback(note, *together(found))
 
-    def select_keys(idx_q, idx_w, idx_k, *rest):
-        own = plain_select(idx_q, idx_w, idx_k, *rest)
+    def lightning_indexer(idx_q, idx_w, idx_k, *rest, **named):
+        own = plain_select(idx_q, idx_w, idx_k, *rest, **named)
         theirs, note = following("keys")
 
         def one_query(args):
@@ -71,7 +71,7 @@ def replayed(keys, experts) -> Iterator[dict[str, list[Apart]]]:
         return plain_route(w | {"bias": 2 * wanted}, x, cfg)
 
     with (
-        mock.patch.object(block, "select_keys", select_keys),
+        mock.patch.object(block, "lightning_indexer", lightning_indexer),
         mock.patch.object(block, "route", route),
     ):
         yield apart

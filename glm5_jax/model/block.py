@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from glm5_jax.core.mesh import Region
 from glm5_jax.model.cache import LayerCache, write
 from glm5_jax.model.dispatch import routed_experts
-from glm5_jax.model.dsa import select_keys
 from glm5_jax.model.experts import Experts
 from glm5_jax.model.indexer import Indexer, index_keys, index_queries
 from glm5_jax.model.mla import Keys, Mla, Queries, mla, project_keys, project_queries
@@ -20,6 +19,7 @@ from glm5_jax.model.mlp import Mlp, mlp
 from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import Router, expert_load, route, sequence_balance
+from pallas_kernels.lightning_indexer import lightning_indexer
 
 
 class Block(nnx.Module):
@@ -120,15 +120,16 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
                 keys = index_keys(indexer, still, context.cos, context.sin, cfg)
                 keys = region.all_gather(keys, region.sequence_axes, 1)
             idx_q, idx_w = index_queries(indexer, still, c_q_still, context.cos, context.sin, cfg)
-            return select_keys(
+            return lightning_indexer(
                 idx_q,
                 idx_w,
                 keys,
-                context.start,
-                context.segments,
-                context.key_segments,
                 cfg.index_topk,
-                context.plan.query_block,
+                start=context.start,
+                q_segments=context.segments,
+                k_segments=context.key_segments,
+                block=context.plan.query_block,
+                implementation=context.plan.kernels,
             )
 
         topk = fresh() if full is True else lax.cond(full, fresh, lambda: topk)
@@ -153,7 +154,8 @@ def mixture(w, x, context: Context):
     if region.shard_sequence:
         tokens = tuple(region.all_gather(a, ("tensor",), 1) for a in tokens)
     rows = (a.reshape(-1, a.shape[-1]) for a in tokens)
-    y = routed_experts(w["experts"], *rows, region, context.plan.token_chunk)
+    plan = context.plan
+    y = routed_experts(w["experts"], *rows, region, plan.token_chunk, plan.kernels)
     y = y.reshape(b, -1, d)
     y = (
         region.psum_scatter(y, ("tensor",), 1)

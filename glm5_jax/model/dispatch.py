@@ -11,32 +11,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, grouped_swiglu
+from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu
+from pallas_kernels.grouped_matmul import grouped_swiglu
 
 
-def routed_experts(w, x, expert_ids, combine_weights, region, token_chunk: int | None = None):
+def routed_experts(
+    w, x, expert_ids, combine_weights, region, token_chunk: int | None = None, kernels="auto"
+):
     """sum_a combine_weights * expert(x) for tokens x [m d], expert_ids int32[m a] -> [m d].
 
     w holds this device's slice of the expert stacks. token_chunk tokens (default: all) travel at a
-    time; it must divide m.
+    time; it must divide m. kernels: see `pallas_kernels.dispatch.choose`.
     """
     rows = x.shape[0]
     if token_chunk is None or token_chunk >= rows:
-        return _exchange_and_compute(w, x, expert_ids, combine_weights, region)
+        return _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels)
     if rows % token_chunk:
         raise ValueError(f"token_chunk {token_chunk} does not divide the {rows} tokens of a device")
 
     @jax.checkpoint
     def chunk(args):
-        return _exchange_and_compute(w, *args, region)
+        return _exchange_and_compute(w, *args, region, kernels)
 
     parts = (x, expert_ids, combine_weights)
     parts = jax.tree.map(lambda p: p.reshape(-1, token_chunk, *p.shape[1:]), parts)
     return lax.map(chunk, parts).reshape(x.shape)
 
 
-def _exchange_and_compute(w, x, expert_ids, combine_weights, region):
+def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
     m, a = expert_ids.shape
+    stacks = (w["gate"], w["up"], w["down"])
     local = w["gate"].shape[0]
     shards = region.expert
     if shards == 1 and m * a <= FETCH_SHARE * local:
@@ -44,13 +48,13 @@ def _exchange_and_compute(w, x, expert_ids, combine_weights, region):
     order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
     rows = permute(x, order // a, inverse.reshape(m, a))
     if shards == 1:
-        out = grouped_swiglu(rows, counts, w)
+        out = grouped_swiglu(rows, counts, *stacks, implementation=kernels)
     else:
         plan = _plan(counts, shards, local)
         received = _exchange(rows, shards * m * min(a, local), plan)
         sizes, regroup, back = _regroup(plan["received_counts"], received.shape[0])
         mine = permute(received, regroup, back[:, None])
-        done = grouped_swiglu(mine, sizes, w, expected_rows=m * a)
+        done = grouped_swiglu(mine, sizes, *stacks, expected_rows=m * a, implementation=kernels)
         returned = permute(done, back, regroup[:, None])
         out = _exchange(returned, m * a, _reversed(plan))
     out = permute(out, inverse, order[:, None]).reshape(m, a, -1)

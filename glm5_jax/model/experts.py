@@ -1,19 +1,9 @@
-"""The routed experts: rows sorted by expert, each through its own SwiGLU, dropless.
+"""The routed experts' weights, and their use where few rows meet many experts, as in decoding."""
 
-This is the portable form of the grouped matmul. The first `span` rows of every expert are one batched
-matmul; what an expert has beyond them goes through in blocks, one after another, as many as there are
-at run time. A skewed router costs time, never a token and never memory. Where few rows meet many
-experts, as in decoding, each row fetches the weights of its own instead.
-"""
-
-import functools
-
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from glm5_jax.core.numerics import wide
+from pallas_kernels.grouped_matmul.ref import swiglu
 
 
 class Experts(nnx.Module):
@@ -23,16 +13,6 @@ class Experts(nnx.Module):
         self.gate = declare.normal("gate", "e d f")
         self.up = declare.normal("up", "e d f")
         self.down = declare.normal("down", "e f d")
-
-
-def grouped_swiglu(x, group_sizes, w, expected_rows: int | None = None):
-    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each, with w's gate, up and down.
-
-    Rows beyond the sum of group_sizes come out as zero. expected_rows (default m) is how many rows
-    are likely to be filled; it sets the sizes of span and block and no result.
-    """
-    mean = -(-(expected_rows or x.shape[0]) // w["gate"].shape[0])
-    return _grouped(spans(mean), x, group_sizes, w["gate"], w["up"], w["down"])
 
 
 # Fetching a row's weights reads, writes and reads them: up to this many rows per expert it is cheaper
@@ -47,133 +27,5 @@ def fetched_swiglu(x, expert_ids, w):
         jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip")
         for v in (w["gate"], w["up"], w["down"])
     )
-    y, _, _ = _swiglu(jnp.repeat(x, a, axis=0)[:, None], *own)
+    y, _, _ = swiglu(jnp.repeat(x, a, axis=0)[:, None], *own)
     return y.reshape(m, a, -1)
-
-
-def spans(mean_rows: int) -> tuple[int, int]:
-    """(rows of every expert that are computed together, rows of a later block) for a mean load.
-
-    Three quarters of the mean leave few rows of the joint product empty; a block wastes half of
-    itself on average.
-    """
-    together = max(mean_rows * 3 // 4 // 8 * 8, 8)
-    return together, min(max(together // 4 // 8 * 8, 8), 64)
-
-
-class _Rows:
-    """Where the sorted rows are: the first `span` of each expert, and the blocks of the rest."""
-
-    def __init__(self, sizes, group_sizes, rows: int):
-        self._span, self._block = sizes
-        self._sizes = group_sizes
-        ends = jnp.cumsum(group_sizes)
-        self._starts = ends - group_sizes
-        row = jnp.arange(rows, dtype=jnp.int32)
-        self._owner = jnp.searchsorted(ends, row, side="right").astype(jnp.int32)
-        self._rank = row - jnp.take(self._starts, self._owner, mode="clip")
-        self._real = self._owner < group_sizes.shape[0]
-        blocks = -(-jnp.maximum(group_sizes - self._span, 0) // self._block)
-        self._block_ends = jnp.cumsum(blocks)
-        self._block_starts = self._block_ends - blocks
-        self.num_blocks = self._block_ends[-1]
-
-    def pad(self, x):
-        """[e span d]: the first rows of every expert, zeros where it has fewer."""
-        rank = jnp.arange(self._span, dtype=jnp.int32)
-        block = jnp.take(x, self._starts[:, None] + rank, axis=0, mode="clip")
-        return jnp.where((rank < self._sizes[:, None])[..., None], block, 0)
-
-    def unpad(self, block):
-        """[m + block d]: the rows of [e span d] at their places, the others zero. The rows beyond m
-        are room for `store`."""
-        mine = self._real & (self._rank < self._span)
-        flat = block.reshape(-1, block.shape[-1])
-        taken = jnp.take(flat, self._owner * self._span + self._rank, axis=0, mode="clip")
-        return self.room(jnp.where(mine[:, None], taken, 0))
-
-    def room(self, x):
-        return jnp.pad(x, ((0, self._block), (0, 0)))
-
-    def block(self, i):
-        """(expert, first row, rows of it [block]) of the later block i."""
-        expert = jnp.searchsorted(self._block_ends, i, side="right").astype(jnp.int32)
-        rank = self._span + (i - self._block_starts[expert]) * self._block
-        left = self._sizes[expert] - rank
-        return expert, self._starts[expert] + rank, jnp.arange(self._block) < left
-
-    def load(self, x, place):
-        """[block d] of x [m + block d], zeros beyond the expert's rows."""
-        _, first, filled = place
-        part = lax.dynamic_slice_in_dim(x, first, self._block)
-        return jnp.where(filled[:, None], part, 0)
-
-    def store(self, x, new, place):
-        _, first, filled = place
-        part = lax.dynamic_slice_in_dim(x, first, self._block)
-        part = jnp.where(filled[:, None], new, part)
-        return lax.dynamic_update_slice_in_dim(x, part, first, 0)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(sizes, x, group_sizes, gate, up, down):
-    return _forward(sizes, x, group_sizes, gate, up, down)[0]
-
-
-def _swiglu(x, gate, up, down):
-    g, u = jnp.matmul(x, gate), jnp.matmul(x, up)
-    return jnp.matmul(jax.nn.silu(g) * u, down), g, u
-
-
-def _forward(sizes, x, group_sizes, gate, up, down):
-    rows = _Rows(sizes, group_sizes, x.shape[0])
-    done = tuple(rows.unpad(a) for a in _swiglu(rows.pad(x), gate, up, down))
-    wider = rows.room(x)
-
-    def later(i, done):
-        place = rows.block(i)
-        own = (w[place[0]] for w in (gate, up, down))
-        new = _swiglu(rows.load(wider, place), *own)
-        return tuple(rows.store(a, n, place) for a, n in zip(done, new))
-
-    done = lax.fori_loop(0, rows.num_blocks, later, done)
-    return tuple(a[: x.shape[0]] for a in done)
-
-
-def _forward_saving(sizes, x, group_sizes, gate, up, down):
-    y, g, u = _forward(sizes, x, group_sizes, gate, up, down)
-    return y, (x, group_sizes, gate, up, down, g, u)
-
-
-def _swiglu_backward(x, g, u, dy, gate, up, down, inner):
-    """(dx, dgate, dup, ddown) of blocks [... c d]; the weights' gradients are wide."""
-
-    def weight(a, b):
-        return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=inner)
-
-    h, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, g, u)
-    dg, du = pull(jnp.matmul(dy, down.swapaxes(-1, -2)))
-    dx = jnp.matmul(dg, gate.swapaxes(-1, -2)) + jnp.matmul(du, up.swapaxes(-1, -2))
-    return dx, weight(x, dg), weight(x, du), weight(h, dy)
-
-
-def _backward(sizes, saved, dy):
-    x, group_sizes, gate, up, down, g, u = saved
-    rows = _Rows(sizes, group_sizes, x.shape[0])
-    inner = wide(x.dtype)
-    padded = (rows.pad(a) for a in (x, g, u, dy))
-    dx, *dw = _swiglu_backward(*padded, gate, up, down, inner)
-    wider = [rows.room(a) for a in (x, g, u, dy)]
-
-    def later(i, carry):
-        place = rows.block(i)
-        own = (w[place[0]] for w in (gate, up, down))
-        dx, *new = _swiglu_backward(*(rows.load(a, place) for a in wider), *own, inner)
-        dw = [total.at[place[0]].add(part) for total, part in zip(carry[1], new)]
-        return rows.store(carry[0], dx, place), dw
-
-    dx, dw = lax.fori_loop(0, rows.num_blocks, later, (rows.unpad(dx), dw))
-    return dx[: x.shape[0]], None, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
-
-
-_grouped.defvjp(_forward_saving, _backward)

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import axes, sharding
 from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region
-from glm5_jax.core.numerics import wide
 from glm5_jax.core.params import (
     Declare,
     given_values,
@@ -31,6 +30,7 @@ from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
+from pallas_kernels.numerics import wide
 
 STACKS = ("dense_layers", "moe_layers")
 # What stays cut while it is used: a device that held all of it would add it to the sum once more.

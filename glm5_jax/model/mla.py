@@ -7,19 +7,20 @@ with equal results, chosen by their arithmetic cost, which depends on shapes alo
 
     expanded   keys and values per head, softmax over all keys (training and prefill)
     absorbed   k_b folded into the query, v_b applied after: nothing is expanded (decoding)
-    gathered   absorbed, over the selected keys only (`dsa.py`)
+    gathered   absorbed, over the selected keys only
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from glm5_jax.model.dsa import gathered_attention
-from glm5_jax.model.flash import flash_attention
 from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.rope import rotate
+from pallas_kernels.flash_mla import flash_mla
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 
 
 class Mla(nnx.Module):
@@ -87,8 +88,17 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
     """
     form = plan.attention_form or cheapest_form(queries, keys, cfg, topk)
     c = cfg.kv_lora_rank
-    scale, block = cfg.softmax_scale, plan.query_block
-    mask = (queries.start, queries.segments, keys.segments, topk)
+    scale = cfg.softmax_scale
+    dense = functools.partial(
+        flash_mla,
+        scale=scale,
+        start=queries.start,
+        q_segments=queries.segments,
+        k_segments=keys.segments,
+        topk=topk,
+        block=plan.query_block,
+        implementation=plan.kernels,
+    )
     if form == "expanded":
         c_kv, k_rope = jnp.split(keys.latent, [c], axis=-1)
         k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
@@ -96,18 +106,27 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
         q = jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, shared], axis=-1)
-        out, top = flash_attention(q, k, v, *mask, scale, block)
+        out, _, top = dense(q, k, v)
     elif form in ("absorbed", "gathered"):
         folded = jnp.einsum("btnh,cnh->btnc", queries.q_nope, w["k_b"])
         q = jnp.concatenate([folded, queries.q_rope], axis=-1)
-        # The latent serves as key and value whole: a copy of its first c columns costs more than
-        # the r columns of output that are dropped.
         if form == "absorbed":
+            # The latent serves as key and value whole: a copy of its first c columns costs more than
+            # the r columns of output that are dropped.
             shared = keys.latent[:, :, None]
-            out, top = flash_attention(q, shared, shared, *mask, scale, block)
+            out, _, top = dense(q, shared, shared)
+            out = out[..., :c]
         else:
-            out, top = gathered_attention(q, keys.latent, topk, scale, plan.gather_block)
-        out = jnp.einsum("btnc,cnu->btnu", out[..., :c], w["v_b"])
+            out, _, top = sparse_flash_attention(
+                q,
+                keys.latent,
+                topk,
+                scale=scale,
+                value_dim=c,
+                block=plan.gather_block,
+                implementation=plan.kernels,
+            )
+        out = jnp.einsum("btnc,cnu->btnu", out, w["v_b"])
     else:
         raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
     y = jnp.einsum("btnu,nud->btd", out, w["o"])

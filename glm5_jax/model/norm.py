@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.core.numerics import wide
+from pallas_kernels.numerics import wide
 
 
 def rms_norm(x, weight, eps: float):

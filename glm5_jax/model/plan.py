@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.dispatch import Implementation
+
 REMAT = ("none", "full", "topk", "dots")
 REDUCE = (None, "bfloat16", "float32", "float64")
 
@@ -16,7 +18,8 @@ class Plan:
     of sparse attention. token_chunk: tokens of a device that travel to the experts at a time (None:
     all). remat: what a layer keeps for its backward: "none" everything, "full" nothing, "topk" the
     selected keys only, "dots" matmul results. reduce_dtype: in which gradients are summed over
-    devices (None: the compute dtype). attention_form: None, or a form of `mla` to insist on.
+    devices (None: the compute dtype). attention_form: None, or a form of `mla` to insist on. kernels:
+    which implementations to run, "auto" or a name (`pallas_kernels.dispatch.choose`).
     """
 
     query_block: int = 128
@@ -25,6 +28,7 @@ class Plan:
     remat: str = "none"
     reduce_dtype: str | None = None
     attention_form: str | None = None
+    kernels: str | Implementation = "auto"
 
     def __post_init__(self):
         if self.remat not in REMAT:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.config import RopeParameters, yarn_mscale
-from glm5_jax.core.numerics import wide
+from pallas_kernels.numerics import wide
 
 
 def inverse_frequencies(rope: RopeParameters, dim: int) -> np.ndarray:

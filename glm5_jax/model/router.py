@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from glm5_jax.core.numerics import wide
+from pallas_kernels.numerics import wide
 
 
 class Router(nnx.Module):

@@ -11,63 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm5_jax.core.mesh import AXES, Region
-from glm5_jax.core.numerics import wide
 from glm5_jax.model import glm5
 from glm5_jax.model.mtp import mtp_step
 from glm5_jax.model.plan import Plan
-
-
-def linear_cross_entropy(hidden, head, targets, chunk: int):
-    """(nll, log partition), wide[m], of targets int32[m] under softmax(hidden [m d] @ head [d v]).
-
-    chunk rows of logits exist at a time, forward and backward; gradients are exact.
-    """
-    rows = hidden.shape[0]
-    chunk = min(chunk, rows)
-    missing = -rows % chunk
-    hidden = jnp.pad(hidden, ((0, missing), (0, 0))).reshape(-1, chunk, hidden.shape[1])
-    targets = jnp.pad(targets, (0, missing)).reshape(-1, chunk)
-    nll, logz = _chunked(hidden, head, targets)
-    return nll.reshape(-1)[:rows], logz.reshape(-1)[:rows]
-
-
-@jax.custom_vjp
-def _chunked(hidden, head, targets):
-    return lax.map(lambda args: _chunk(args[0], head, args[1]), (hidden, targets))
-
-
-def _chunk(hidden, head, targets):
-    logits = jnp.matmul(hidden, head, preferred_element_type=wide(hidden.dtype))
-    logz = jax.nn.logsumexp(logits, axis=-1)
-    return logz - jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0], logz
-
-
-def _forward(hidden, head, targets):
-    nll, logz = _chunked(hidden, head, targets)
-    return (nll, logz), (hidden, head, targets, logz)
-
-
-def _backward(saved, cotangents):
-    hidden, head, targets, logz = saved
-    inner = wide(hidden.dtype)
-
-    # The head's gradient is summed wide over the chunks; bfloat16 would lose hundreds of terms.
-    def one(dhead, args):
-        hidden, targets, logz, dnll, dlogz = args
-        logits = jnp.matmul(hidden, head, preferred_element_type=inner)
-        p = jnp.exp(logits - logz[:, None]) * (dnll + dlogz)[:, None]
-        hit = targets[:, None] == jnp.arange(head.shape[1], dtype=targets.dtype)
-        dlogits = (p - jnp.where(hit, dnll[:, None], 0)).astype(hidden.dtype)
-        dhead = dhead + jnp.einsum("md,mv->dv", hidden, dlogits, preferred_element_type=inner)
-        return dhead, jnp.einsum("mv,dv->md", dlogits, head)
-
-    dhead, dhidden = lax.scan(
-        one, jnp.zeros(head.shape, inner), (hidden, targets, logz, *cotangents)
-    )
-    return dhidden, dhead.astype(head.dtype), None
-
-
-_chunked.defvjp(_forward, _backward)
+from pallas_kernels.cross_entropy import linear_cross_entropy
 
 
 class Shifted(NamedTuple):
@@ -161,6 +108,7 @@ def local_objective(
         glm5.head(params, weights),
         shifted.targets.reshape(-1),
         chunk,
+        implementation=plan.kernels,
     )
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
     # A head without a single target (totals 0) adds nothing.

@@ -13,7 +13,7 @@ import numpy as np
 from glm5_jax.checkpoint import hf_import, hf_names
 from glm5_jax.config import ModelConfig
 from glm5_jax.model import block, glm5
-from glm5_jax.model.indexer import index_scores
+from pallas_kernels.lightning_indexer import index_scores
 
 FOLDER = pathlib.Path(__file__).parents[1] / "goldens"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/arrays.npz"))
@@ -96,7 +96,11 @@ def traced_forward(cfg):
             spy(glm5, "embed", lambda args, out: seen["hidden_states"].append(out)),
             spy(block, "attention", lambda args, out: seen["attn_out"].append(out[0])),
             spy(block, "mla", lambda args, out: seen["topk"].append(args[5])),
-            spy(block, "select_keys", lambda args, _: seen["index_scores"].append(_scores(*args))),
+            spy(
+                block,
+                "lightning_indexer",
+                lambda args, _: seen["index_scores"].append(_scores(*args)),
+            ),
             spy(block, "mlp", lambda args, out: feed_forwards.append(out)),
             spy(block, "mixture", lambda args, out: feed_forwards.append(out[0])),
             spy(block, "route", lambda args, out: seen["routing"].append(out)),

@@ -128,10 +128,10 @@ def test_up_to_k_keys_nothing_is_selected(monkeypatch):
         run = functools.partial(goldens.glm5.forward, cfg=golden.cfg)
         jax.eval_shape(lambda p, x: run(p, x), golden.params, tokens)
 
-    def select_keys(*args):
+    def lightning_indexer(*args, **named):
         raise AssertionError("selected")
 
-    monkeypatch.setattr(block, "select_keys", select_keys)
+    monkeypatch.setattr(block, "lightning_indexer", lightning_indexer)
     forward(k - 1)
     forward(k)
     with pytest.raises(AssertionError, match="selected"):

@@ -11,8 +11,8 @@ import pytest
 
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.training.loss import linear_cross_entropy
 from glm5_jax.training.step import Rates, StepConfig, gradient_function
+from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.model import golden as goldens
 from tests.oracles import experts, glm5 as oracle
 

@@ -8,8 +8,9 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.core.flops import count_flops
-from glm5_jax.model import block, blocks, glm5
+from glm5_jax.model import block, glm5
 from glm5_jax.model.plan import Plan
+from pallas_kernels import blocks
 
 
 @pytest.fixture(autouse=True)

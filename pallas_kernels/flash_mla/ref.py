@@ -4,53 +4,22 @@ Memory is linear in the length: neither pass keeps probabilities, the backward r
 log-sum-exp. Causality cuts the keys at each block's end where the first query's index is known.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.core.numerics import wide
-from glm5_jax.model.blocks import join, query_runs, split
-from glm5_jax.model.mask import HIDDEN, visible
+from pallas_kernels.blocks import join, query_runs, split
+from pallas_kernels.mask import HIDDEN, visible
+from pallas_kernels.numerics import wide
 
 FEW_QUERIES = 32  # of one key's heads and positions, below which its logits have the keys first
 
 
-def flash_attention(q, k, v, start, q_segments, k_segments, topk, scale: float, block: int):
-    """Attention of q [b t n x] over k [b s m x], v [b s m y] -> ([b t n y], largest logit).
-
-    n is a multiple of m (m = 1: all heads share one key). Key s is visible to query t if
-    s <= start + t, the segments agree (None: one document) and topk int32[b t k] holds s (None: all).
-    Sums are wide; a query without visible keys gives zeros. The largest logit carries no gradient.
-    """
-    b, t, n, _ = q.shape
-    heads = k.shape[2]
-    grouped = q.reshape(b, t, heads, n // heads, -1).transpose(0, 2, 3, 1, 4)
-    known = start if isinstance(start, int) else None
-    out, top = _flash(
-        scale,
-        block,
-        known,
-        grouped,
-        k.transpose(0, 2, 1, 3),
-        v.transpose(0, 2, 1, 3),
-        0 if known is not None else start,
-        q_segments,
-        k_segments,
-        topk,
-    )
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1), lax.stop_gradient(top)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _flash(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
-    return _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk)[0]
-
-
-def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
+def forward(static, q, k, v, start, q_segments, k_segments, topk):
+    """(out [b m g t y], lse wide[b m g t], largest logit) of q [b m g t x] over k [b m s x], v [b m s y]."""
+    scale, block = static.scale, static.block
     t, s = q.shape[3], k.shape[2]
-    first = start if known is None else known
+    first = start if static.start is None else static.start
     outs, lses, tops = [], [], []
     # Few queries: a transposed copy of the keys, or of what is cached, would cost more than their product.
     # Otherwise the keys are transposed once, or XLA:CPU does it for every run.
@@ -79,19 +48,15 @@ def _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
         lses.append(join(lse, 3))
         tops.append(jnp.max(top))
     out, lse = jnp.concatenate(outs, axis=3), jnp.concatenate(lses, axis=3)
-    return (out, jnp.max(jnp.stack(tops))), lse
+    return out, lse, jnp.max(jnp.stack(tops))
 
 
-def _forward_saving(scale, block, known, q, k, v, start, q_segments, k_segments, topk):
-    result, lse = _forward(scale, block, known, q, k, v, start, q_segments, k_segments, topk)
-    return result, (q, k, v, start, q_segments, k_segments, topk, result[0], lse)
-
-
-def _backward(scale, block, known, saved, cotangents):
+def backward(static, saved, dout):
+    """(dq, dk, dv) for what `forward` took, out and lse that it gave, and the gradient of out."""
     q, k, v, start, q_segments, k_segments, topk, out, lse = saved
-    dout, _ = cotangents
+    scale, block = static.scale, static.block
     t, s = q.shape[3], k.shape[2]
-    first = start if known is None else known
+    first = start if static.start is None else static.start
     inner = wide(q.dtype)
     delta = jnp.sum(dout.astype(inner) * out.astype(inner), axis=-1)
     dk, dv = jnp.zeros(k.shape, inner), jnp.zeros(v.shape, inner)
@@ -124,10 +89,7 @@ def _backward(scale, block, known, saved, cotangents):
         dv = dv.at[:, :, : run.keys].set(part[1])
         dqs.append(join(dq, 3))
     dq = jnp.concatenate(dqs, axis=3)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
-
-
-_flash.defvjp(_forward_saving, _backward)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _blocks(run, q, q_segments, topk):

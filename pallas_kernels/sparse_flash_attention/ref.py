@@ -1,61 +1,12 @@
-"""DeepSeek Sparse Attention: selection by the indexer, attention over the selected keys alone.
-
-Work after selection is linear in the length: each query gathers its k latents and no other key is
-touched. Selection itself scores all pairs, in query blocks, so memory stays linear too.
-"""
-
-import functools
+"""Attention over selected latents in XLA: each query gathers its own k rows and touches no other key."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.core.numerics import wide
-from glm5_jax.model.blocks import join, query_runs, split
-from glm5_jax.model.indexer import index_scores, select
-from glm5_jax.model.mask import HIDDEN, visible
-
-
-def select_keys(idx_q, idx_w, idx_k, start, q_segments, k_segments, k: int, block: int):
-    """topk int32[b t k] of idx_q [b t i j], idx_w [b t i] over idx_k [b s j]; see `indexer.select`.
-
-    start: key index of query 0 (int or scalar); segments int[b t], int[b s] or None.
-    """
-    s = idx_k.shape[1]
-    width = min(k, s)
-    parts = []
-    for run in query_runs(idx_q.shape[1], s, start, block):
-        keys = idx_k[:, : run.keys]
-        segments = None if k_segments is None else k_segments[:, : run.keys]
-
-        def one(args, run=run, keys=keys, segments=segments):
-            q, w, own, offset = args
-            query_index = start + offset + jnp.arange(run.size, dtype=jnp.int32)
-            key_index = jnp.arange(run.keys, dtype=jnp.int32)
-            mask = visible(query_index, key_index, own, segments)
-            picked = select(index_scores(q, w, keys), mask, k)
-            missing = width - picked.shape[-1]
-            return jnp.pad(picked, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
-
-        offsets = run.first + run.size * jnp.arange(run.count, dtype=jnp.int32)
-        args = (split(idx_q, run, 1), split(idx_w, run, 1), split(q_segments, run, 1), offsets)
-        parts.append(join(lax.map(one, args), 1))
-    return jnp.concatenate(parts, axis=1)
-
-
-def gathered_attention(q, latents, topk, scale: float, block: int):
-    """Attention of absorbed queries q [b t n x] over their own rows of latents [b s x], which are keys
-    and values at once -> ([b t n x], largest logit).
-
-    topk int32[b t k] names the rows (-1: none). The largest logit carries no gradient.
-    """
-    out, top = _gathered(scale, block, q, latents, topk)
-    return out, lax.stop_gradient(top)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(scale, block, q, latents, topk):
-    return _forward(scale, block, q, latents, topk)[0]
+from pallas_kernels.blocks import join, query_runs, split
+from pallas_kernels.mask import HIDDEN
+from pallas_kernels.numerics import wide
 
 
 def _taken(latents, topk):
@@ -70,7 +21,10 @@ def _logits(q, rows, topk, scale):
     return logits + jnp.where(topk >= 0, 0, HIDDEN).astype(inner)[..., None]
 
 
-def _forward(scale, block, q, latents, topk):
+def forward(static, q, latents, topk):
+    """(out [b t n y], lse wide[b t n], largest logit) of q [b t n x] over rows topk [b t k] of latents [b s x]."""
+    scale, block = static.scale, static.block
+
     def one(args):
         q, topk = args
         rows = _taken(latents, topk)
@@ -93,19 +47,18 @@ def _forward(scale, block, q, latents, topk):
         lses.append(join(lse, 1))
         tops.append(jnp.max(top))
     out, lse = jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1)
-    return (out, jnp.max(jnp.stack(tops))), lse
+    return out[..., : static.value_dim], lse, jnp.max(jnp.stack(tops))
 
 
-def _forward_saving(scale, block, q, latents, topk):
-    result, lse = _forward(scale, block, q, latents, topk)
-    return result, (q, latents, topk, result[0], lse)
-
-
-def _backward(scale, block, saved, cotangents):
+def backward(static, saved, dout):
+    """(dq, dlatents) for what `forward` took, out and lse that it gave, and the gradient of out."""
     q, latents, topk, out, lse = saved
-    dout, _ = cotangents
+    scale, block = static.scale, static.block
     inner = wide(q.dtype)
     delta = jnp.sum(dout.astype(inner) * out.astype(inner), axis=-1)
+    # The latent serves as key and value whole: a copy of its first columns costs more than the others.
+    unused = latents.shape[-1] - static.value_dim
+    dout = jnp.pad(dout, ((0, 0), (0, 0), (0, 0), (0, unused)))
     batch = jnp.arange(q.shape[0])[:, None, None]
 
     def one(dlatents, args):
@@ -128,7 +81,4 @@ def _backward(scale, block, saved, cotangents):
         args = tuple(split(x, run, 1) for x in (q, topk, dout, lse, delta))
         dlatents, dq = lax.scan(one, dlatents, args)
         dqs.append(join(dq, 1))
-    return jnp.concatenate(dqs, axis=1), dlatents.astype(latents.dtype), None
-
-
-_gathered.defvjp(_forward_saving, _backward)
+    return jnp.concatenate(dqs, axis=1), dlatents.astype(latents.dtype)

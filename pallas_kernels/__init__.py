@@ -1,0 +1,11 @@
+"""The kernels of the model: one public function per package, with its meaning in XLA and its Pallas forms.
+
+    lightning_indexer        scores of the sparse attention's indexer and their exact top-k
+    sparse_flash_attention   MLA over the selected latents
+    flash_mla                attention over all visible keys
+    grouped_matmul           rows sorted by expert, each through its own expert's weights
+    cross_entropy            output projection and its loss, without the logits as a whole
+
+Every package holds `ref.py` (runs anywhere and says what is meant) and, where there is one, `tpu.py`
+(Mosaic) and `gpu.py` (Mosaic GPU, Hopper). `dispatch.choose` picks one of them.
+"""

@@ -1,0 +1,177 @@
+"""Times the kernels at the shapes of GLM-5, and checks them first.
+
+    python -m pallas_kernels.bench KERNEL [--case NAME] [--shape m=4096,d=1024] [--small]
+    python -m pallas_kernels.bench all --json results.jsonl
+
+A line per case: the time of a call, its FLOP/s and bytes/s by `cost`, its share of the chip's floor, and
+how many times longer XLA and the best library on this machine take. Every case is run twice before it is
+timed, and must give the same bits; what it gives is compared with XLA's.
+
+On a machine without an accelerator only XLA runs, and a line says so: interpreted kernels have no speed.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import cost as costs, dispatch
+from pallas_kernels.cases import KERNELS, Case, cases, worst_difference
+
+
+class Timing(NamedTuple):
+    """Seconds of one call: median over runs of `calls` calls each, and the fastest of them."""
+
+    median: float
+    best: float
+
+
+def time_calls(function, inputs, seconds: float = 1.0, runs: int = 7) -> Timing:
+    """How long function(inputs) takes on the device, dispatch left out: the calls are one program's loop."""
+
+    def repeat(inputs, calls):
+        def once(_, carry):
+            # Tied to the call before it, or XLA takes it out of the loop.
+            tied, carry = lax.optimization_barrier((inputs, carry))
+            first = jax.tree.leaves(function(tied))[0]
+            return carry + first.reshape(-1)[0].astype(jnp.float32)
+
+        return lax.fori_loop(0, calls, once, jnp.zeros((), jnp.float32))
+
+    run = jax.jit(repeat)
+
+    def once(calls: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(inputs, calls))
+        return time.perf_counter() - start
+
+    once(1)
+    calls = max(1, min(1000, int(seconds / runs / max(once(1), 1e-6))))
+    times = [once(calls) / calls for _ in range(runs)]
+    return Timing(statistics.median(times), min(times))
+
+
+def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
+    """Runs a case twice and XLA once: {"same_bits": bool, "difference": from XLA's}."""
+    inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(seed))
+    run = jax.jit(lambda inputs: case.run(inputs, sizes, implementation))
+    first, second = (jax.device_get(run(inputs)) for _ in range(2))
+    same = all(
+        np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
+    expected = jax.device_get(jax.jit(lambda inputs: case.run(inputs, sizes, "ref"))(inputs))
+    return {"same_bits": same, "difference": worst_difference(first, expected)}
+
+
+def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
+    """One line's figures: of the implementation that "auto" picks, and of XLA."""
+    case = cases(kernel)[name]
+    sizes = dict(case.sizes) | sizes
+    best = dispatch.OF_PLATFORM.get(dispatch.platform(), "ref")
+    found = {"kernel": kernel, "case": name, "sizes": sizes, "device": dispatch.device_kind()}
+    found |= {"date": datetime.date.today().isoformat(), "jax": jax.__version__}
+    inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(0))
+
+    def timed(implementation):
+        try:
+            return time_calls(lambda x: case.run(x, sizes, implementation), inputs, seconds)
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            found[f"{implementation}_error"] = " ".join(str(error).split())[:200]
+
+    xla = timed("ref")
+    ours = timed(best) if best != "ref" else None
+    if ours:
+        found |= check(case, dict(case.small), best)
+    spent = ours or xla
+    if spent is None:
+        return found
+    cost, chip = case.cost(sizes), costs.chip_of(found["device"])
+    found |= {"implementation": best if ours else "ref", "seconds": spent.median}
+    found |= {"best_seconds": spent.best, "tflops": cost.flops / spent.median / 1e12}
+    found |= {"gb_per_s": cost.bytes / spent.median / 1e9}
+    least = costs.floor(cost, chip) if chip else None
+    if least:
+        found["share_of_floor"] = least / spent.median
+    if ours and xla:
+        found["times_xla"] = xla.median / ours.median
+    return found
+
+
+def line(found: dict) -> str:
+    """One printed line."""
+    head = f"{found['kernel']:24}{found['case']:20}"
+    errors = " ".join(v for k, v in found.items() if k.endswith("_error"))
+    if "seconds" not in found:
+        return f"{head}failed: {errors}"
+    text = f"{head}{found['implementation']:5}{found['seconds'] * 1e3:10.3f} ms"
+    text += f"{found['tflops']:9.2f} TFLOP/s{found['gb_per_s']:9.1f} GB/s"
+    if "share_of_floor" in found:
+        text += f"  {found['share_of_floor']:.0%} of the floor"
+    if "times_xla" in found:
+        text += f"  {found['times_xla']:.2f}x XLA"
+    if "difference" in found:
+        bits = "same bits twice" if found["same_bits"] else "BITS DIFFER BETWEEN RUNS"
+        text += f"  {bits}, {found['difference']:.1e} from XLA"
+    return f"{text}  {errors}".rstrip()
+
+
+def parse_sizes(text: str) -> dict[str, int]:
+    """{"m": 4096} of "m=4096"; ValueError if it is not that."""
+    pairs = [part.partition("=") for part in text.split(",") if part]
+    wrong = [name for name, _, value in pairs if not value.isdigit() or int(value) < 1]
+    if wrong:
+        raise ValueError(
+            f"--shape {text!r}: {', '.join(wrong)} needs a positive integer, as in m=4096"
+        )
+    return {name: int(value) for name, _, value in pairs}
+
+
+def main(argv=None) -> int:
+    description = __doc__.partition("\n")[0]
+    parser = argparse.ArgumentParser("python -m pallas_kernels.bench", description=description)
+    parser.add_argument("kernel", choices=["all", *KERNELS])
+    parser.add_argument("--case", help="only this case")
+    parser.add_argument("--shape", default="", help="sizes to change, as in m=4096,d=1024")
+    parser.add_argument("--small", action="store_true", help="the sizes of the tests")
+    parser.add_argument("--seconds", type=float, default=1.0, help="to spend on each timing")
+    parser.add_argument("--json", type=pathlib.Path, help="also append every line to this file")
+    args = parser.parse_args(argv)
+    wanted = KERNELS if args.kernel == "all" else [args.kernel]
+    plan = [(k, c) for k in wanted for c in cases(k) if args.case in (None, c)]
+    if not plan:
+        parser.error(f"no case {args.case!r}; {args.kernel} has {', '.join(cases(wanted[0]))}")
+    try:
+        changed = parse_sizes(args.shape)
+    except ValueError as error:
+        parser.error(str(error))
+    for kernel, name in plan:
+        unknown = sorted(set(changed) - set(cases(kernel)[name].sizes))
+        if unknown:
+            parser.error(f"{kernel} {name} has no size {unknown[0]!r}: {cases(kernel)[name].sizes}")
+    print(f"{dispatch.device_kind()}, jax {jax.__version__}, {datetime.date.today()}")
+    if dispatch.platform() not in dispatch.OF_PLATFORM:
+        print("No accelerator: these are the times of XLA on this machine, not of the kernels.")
+    failed = False
+    for kernel, name in plan:
+        sizes = dict(cases(kernel)[name].small) if args.small else {}
+        found = measure(kernel, name, sizes | changed, args.seconds)
+        failed = failed or "seconds" not in found or not found.get("same_bits", True)
+        print(line(found), flush=True)
+        if args.json:
+            with args.json.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""What differs between the jax versions that are supported, and the private names that tests need."""
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
+
+
+def emulator(name: str, **params):
+    """Parameters under which a Pallas form ("tpu" or "gpu") runs in jax's emulator of that chip on a CPU.
+
+    detect_races=True makes `races_found` tell afterwards whether two accesses were unordered.
+    """
+    if name == "tpu":
+        return pltpu.InterpretParams(**params)
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams(**params)
+    from jax._src.pallas.mosaic_gpu.interpret import params as private
+
+    return private.InterpretGPUParams(**params)
+
+
+def races_found(name: str) -> bool:
+    """Whether the last program that ran in the emulator with detect_races had a race.
+
+    RuntimeError if no such program has run, so that a test cannot pass by looking at nothing.
+    """
+    if name == "tpu":
+        from jax._src.pallas.mosaic.interpret import interpret_pallas_call as private
+
+        races = private.races
+    else:
+        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as private
+
+        races = private.get_races()
+    if races is None:
+        raise RuntimeError("no kernel ran with detect_races; there is nothing to tell")
+    return bool(races.races_found)
+
+
+JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])

@@ -1,0 +1,46 @@
+"""Problems that the attention kernels share, and plain softmax attention in float64 as their answer."""
+
+import numpy as np
+
+from tests.oracles import attention as oracle, indexer
+
+B, T, S, N, X, Y = 2, 13, 20, 4, 6, 5
+SCALE = 0.37
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+SEGMENTS = np.repeat([[0, 1, 2, 3], [4, 5, 5, 6]], [3, 5, 5, 7], axis=1)  # key segments [b s]
+
+
+def keep(start, segments, topk):
+    """bool [b t s] of the keys that each query attends to."""
+    mask = np.arange(S) <= start + np.arange(T)[:, None]
+    mask = np.broadcast_to(mask, (B, T, S))
+    if segments is not None:
+        own = segments[:, start : start + T]
+        mask = mask & (own[:, :, None] == segments[:, None]) & (own != 0)[..., None]
+    if topk is not None:
+        mask = mask & (topk[..., None] == np.arange(S)).any(-2)
+    return mask
+
+
+def plain(q, k, v, dy, mask):
+    """(y, largest logit, dq, dk, dv) of softmax attention in float64; k and v [b s n .]."""
+    q, k, v, dy = (a.astype(np.float64) for a in (q, k, v, dy))
+    logits = np.where(mask[:, None], np.einsum("btnx,bsnx->bnts", q, k) * SCALE, -np.inf)
+    p = oracle.softmax(logits)
+    dp = np.einsum("btny,bsny->bnts", dy, v)
+    ds = p * (dp - np.sum(p * dp, axis=-1, keepdims=True)) * SCALE
+    dq, dk = np.einsum("bnts,bsnx->btnx", ds, k), np.einsum("bnts,btnx->bsnx", ds, q)
+    y = oracle.attend(q, k, v, mask, SCALE)
+    return y, logits.max(), dq, dk, np.einsum("bnts,btny->bsny", p, dy)
+
+
+def topk_of(start, segments):
+    """int32 [b t 4] random visible keys, -1 where fewer are visible."""
+    mask = keep(start, segments, None)
+    return indexer.select(RNG.random(mask.shape), mask, 4)

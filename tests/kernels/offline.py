@@ -1,0 +1,38 @@
+"""Compiling a function for one chip that is not there, by that chip's real compiler."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+from launch.compile import topology_devices
+
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "h200": "h200:1x1"}
+COMPILERS = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
+CUSTOM_CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
+
+
+def form_of(chip: str) -> str:
+    """The name of the Pallas implementation for a chip."""
+    return "gpu" if chip == "h200" else "tpu"
+
+
+def compile_for(chip: str, function, *shapes):
+    """`function(*shapes)` compiled for one device of a chip of TOPOLOGIES; shapes without shardings.
+
+    Skips the test where the compiler is not installed.
+    """
+    package = COMPILERS[form_of(chip)]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed; bash launch/test.sh aot installs it")
+    device = topology_devices(TOPOLOGIES[chip])[:1]
+    mesh = Mesh(np.array(device), ("one",), axis_types=(AxisType.Auto,))
+    where = NamedSharding(mesh, P())
+    # A manual region: what is traced inside knows the chip of its mesh.
+    local = jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tuple(shapes)
+    )
+    return jax.jit(local).lower(*shapes).compile()
