@@ -37,3 +37,15 @@ def races_found(name: str) -> bool:
 
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+def load(ref, index, layout):
+    """ref[index] in registers of a Mosaic GPU layout."""
+    if JAX_VERSION < (0, 11):
+        return plgpu.load(ref, index, layout=layout, optimized=False)
+    return plgpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
+
+
+def transposed(ref):
+    """The transposed view of a two-dimensional Mosaic GPU ref."""
+    return plgpu.transpose_ref(ref, (1, 0)) if JAX_VERSION < (0, 11) else ref.T

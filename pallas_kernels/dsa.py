@@ -1,0 +1,102 @@
+"""Sparse against dense attention of one layer, by length: what DeepSeek Sparse Attention saves.
+
+Both start from projected queries and the cached latents, and end before the output projection. Dense
+expands keys and values and attends to all of them; sparse scores, selects, folds and attends.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cost import Cost
+from pallas_kernels.flash_mla import flash_mla
+from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+
+
+class Sizes(NamedTuple):
+    """Of one layer, by axis letters; k: selected keys."""
+
+    n: int = 64
+    h: int = 192
+    r: int = 64
+    u: int = 256
+    c: int = 512
+    i: int = 32
+    j: int = 128
+    k: int = 2048
+
+
+GLM5 = Sizes()
+# The same ratios of FLOPs for a CPU.
+MINIATURE = Sizes(n=8, h=48, r=16, u=64, c=128, i=4, j=32, k=256)
+
+
+def inputs(sizes: Sizes, t: int, dtype, key):
+    """Random queries, latents, up-projections and index vectors of t tokens."""
+    n, h, r, u, c, i, j, _ = sizes
+    shapes = {
+        "q": (1, t, n, h + r),
+        "latent": (1, t, c + r),
+        "k_b": (c, n, h),
+        "v_b": (c, n, u),
+        "idx_q": (1, t, i, j),
+        "idx_k": (1, t, j),
+    }
+    keys = jax.random.split(key, len(shapes) + 1)
+    arrays = {
+        name: jax.random.normal(one, shape, dtype)
+        for one, (name, shape) in zip(keys, shapes.items())
+    }
+    arrays |= {name: arrays[name] * c**-0.5 for name in ("k_b", "v_b")}
+    return arrays | {"idx_w": jax.random.normal(keys[-1], (1, t, i), jnp.float32)}
+
+
+def dense(x, sizes: Sizes, implementation="auto", block: int = 128):
+    """[1 t n u]: every query over all keys before it."""
+    c_kv, k_rope = jnp.split(x["latent"], [sizes.c], axis=-1)
+    k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, x["k_b"])
+    v = jnp.einsum("bsc,cnu->bsnu", c_kv, x["v_b"])
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], sizes.r))
+    k = jnp.concatenate([k_nope, shared], axis=-1)
+    scale = (sizes.h + sizes.r) ** -0.5
+    return flash_mla(x["q"], k, v, scale=scale, block=block, implementation=implementation)[0]
+
+
+def select(x, sizes: Sizes, implementation="auto", block: int = 128):
+    """topk int32[1 t k]."""
+    queries = (x["idx_q"], x["idx_w"], x["idx_k"])
+    return lightning_indexer(*queries, sizes.k, block=block, implementation=implementation)
+
+
+def sparse(x, sizes: Sizes, implementation="auto", block: int = 128, gather_block: int = 32):
+    """[1 t n u]: every query over the keys that its indexer selects."""
+    topk = select(x, sizes, implementation, block)
+    q_nope, q_rope = jnp.split(x["q"], [sizes.h], axis=-1)
+    q = jnp.concatenate([jnp.einsum("btnh,cnh->btnc", q_nope, x["k_b"]), q_rope], axis=-1)
+    out, _, _ = sparse_flash_attention(
+        q,
+        x["latent"],
+        topk,
+        scale=(sizes.h + sizes.r) ** -0.5,
+        value_dim=sizes.c,
+        block=gather_block,
+        implementation=implementation,
+    )
+    return jnp.einsum("btnc,cnu->btnu", out, x["v_b"])
+
+
+def costs(sizes: Sizes, t: int) -> dict[str, Cost]:
+    """{"dense", "sparse"}: products of t tokens from the first on, and inputs and outputs once."""
+    n, h, r, u, c, i, j, k = sizes
+    pairs = t * (t + 1) / 2
+    chosen = sum(min(q + 1, k) for q in range(min(t, k))) + max(t - k, 0) * k
+    expand = 2 * t * c * n * (h + u)
+    moved = 2 * (t * n * (h + r + u) + t * (c + r))
+    return {
+        "dense": Cost(expand + 2 * pairs * n * (h + r + u), moved),
+        "sparse": Cost(
+            expand + 2 * pairs * i * j + 2 * chosen * n * (2 * c + r), moved + 2 * t * (i + 1) * j
+        ),
+    }

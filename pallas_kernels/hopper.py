@@ -1,0 +1,74 @@
+"""What the kernels for Hopper share: operations of Mosaic GPU that its CPU emulator lacks, in a form that has both.
+
+A kernel body takes an `Ops` and is then one source for the chip and for the emulator. On the chip the
+values that it passes around are registers of a warpgroup in the layout that is named; in the emulator they
+are plain arrays, and `dot` is a plain product, so that the emulator checks addresses, copies, barriers
+and arithmetic, and the offline compiler checks layouts, shared memory and tensor-core shapes.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat
+
+WGMMA = plgpu.Layout.WGMMA
+SMEM_BYTES = 232448  # of one block on an H100 or H200
+
+
+def compiler_params(**named) -> plgpu.CompilerParams:
+    """Lane semantics: the default differs between jax versions, and with it what a body means."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **named)
+
+
+def tiled(dtype) -> tuple:
+    """Transforms of a shared-memory tile that tensor cores read: 8 rows of 128 bytes, swizzled."""
+    columns = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+
+
+class Ops:
+    """Operations of one kernel body; interpret: as for `plgpu.kernel` (None or False: the chip)."""
+
+    def __init__(self, interpret):
+        self.emulated = bool(interpret)
+
+    def load(self, ref, index=(), layout=WGMMA):
+        """ref[index] in registers, from shared or global memory; index holds whole slices or `pl.ds`."""
+        if self.emulated:
+            return ref[index] if index else ref[...]
+        return compat.load(ref, index, layout)
+
+    def cast(self, x, layout=WGMMA):
+        """x in registers of that layout; what a loop carries must have one that does not change."""
+        return x if self.emulated else plgpu.layout_cast(x, layout)
+
+    def zeros(self, shape, dtype=jnp.float32, layout=WGMMA):
+        """Registers of zeros."""
+        return self.cast(jnp.zeros(shape, dtype), layout)
+
+    def dot(self, acc, a, b, b_transposed: bool = False):
+        """acc + a @ b (or a @ b^T) by tensor cores; a: registers or a tile, b: a tile; acc: registers.
+
+        Tiles of 8-bit numbers must be contracted along their last dimension: b_transposed.
+        """
+        if self.emulated:
+            dims = (((1,), (1 if b_transposed else 0,)), ((), ()))
+            return acc + lax.dot_general(
+                a[...], b[...], dims, preferred_element_type=acc.dtype
+            ).astype(acc.dtype)
+
+        def accumulate(acc_ref):
+            plgpu.wgmma(acc_ref, a, compat.transposed(b) if b_transposed else b)
+
+        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+
+def kernel(body, *, interpret, **named):
+    """`plgpu.kernel` under Lane semantics; interpret as the implementations of `dispatch` take it."""
+    params = named.pop("compiler_params", None) or compiler_params()
+    emulator = interpret if interpret else None
+    if emulator is True:
+        emulator = compat.emulator("gpu")
+    return plgpu.kernel(body, interpret=emulator, compiler_params=params, **named)
