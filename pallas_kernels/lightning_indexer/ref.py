@@ -44,39 +44,102 @@ def select(scores, visible, k: int):
     """topk int32[b t k]: the k best visible keys, ascending, -1 at the end where fewer are visible.
 
     scores [b t s], visible bool broadcastable to it. Equal scores (-0.0 equals 0.0, NaN is -inf) go
-    to the lower index. Exact: the k-th value is found bit by bit from counts, without sorting.
+    to the lower index. Exact, and without sorting: see `_choose`.
+
+    Long rows are filtered first. Of 2k groups of keys the k-th largest maximum is a lower bound of the k-th
+    largest key, and seldom far below: what reaches it mostly fits into 2k places, among which the choice is
+    cheap. Where it does not, the choice is made among all.
     """
     s = scores.shape[-1]
     k = min(k, s)
-    keys = _ordered_bits(scores, visible)
-    cut = _kth_largest(keys, k)
-    above, level = keys > cut, (keys == cut) & visible
-    spare = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    tied = jnp.any(jnp.sum(level, axis=-1, keepdims=True, dtype=jnp.int32) > spare)
-    first = lax.cond(tied, lambda: level & (_running_count(level) <= spare), lambda: level)
-    chosen = above | first
-    # The n-th key chosen goes to place n of its row, the others nowhere. In one dimension: XLA writes the
-    # indices of a scatter out, coordinate by coordinate.
-    rows = scores.size // s
-    rank = (_running_count(chosen) - 1).reshape(rows, s)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    place = jnp.where(chosen.reshape(rows, s), row * k + rank, rows * k)
-    key = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (rows, s))
-    topk = jnp.full(rows * k, -1, jnp.int32).at[place.reshape(-1)].set(key.reshape(-1), mode="drop")
+    # Without the barrier XLA:CPU computes the scores again for every use of the keys.
+    keys = lax.optimization_barrier(_ordered_bits(scores, visible)).reshape(-1, s)
+    if s < LONG * k:
+        return _choose(keys, k).reshape(*scores.shape[:-1], k)
+    lowest = jnp.iinfo(keys.dtype).min
+    padded = jnp.pad(keys, ((0, 0), (0, -s % (2 * k))), constant_values=lowest)
+    # A group's keys lie 2k apart: neighbours score alike, and any 2k consecutive visible keys meet all groups.
+    bound = _kth_largest(jnp.max(padded.reshape(keys.shape[0], -1, 2 * k), axis=1), k)
+    above = _words(keys > bound)
+    level = _words((keys == bound) & (keys > lowest))
+    # Of what equals the bound only the first matter: whole words until k are reached.
+    sizes = lax.population_count(level).astype(jnp.int32)
+    spare = k - jnp.sum(lax.population_count(above), axis=-1, keepdims=True).astype(jnp.int32)
+    likely = above | jnp.where(_running_sum(sizes) - sizes < spare, level, 0)
+    room = 2 * k + 32
+    fits = jnp.max(jnp.sum(lax.population_count(likely), axis=-1)) <= room
+
+    def among_likely():
+        ids = _places(likely, room)
+        own = jnp.take_along_axis(keys, ids, axis=1, mode="clip")
+        best = _choose(jnp.where(ids >= 0, own, lowest), k)
+        return jnp.where(best >= 0, jnp.take_along_axis(ids, best, axis=1, mode="clip"), -1)
+
+    topk = lax.cond(fits, among_likely, lambda: _choose(keys, k))
     return topk.reshape(*scores.shape[:-1], k)
 
 
-def _running_count(mask):
-    """How many of mask [... s] are true up to each place. Two small triangular products are several
+LONG = 4  # rows of so many times k keys are filtered (measured on CPU)
+
+
+def _choose(keys, k: int):
+    """int32[m k]: places of the k largest of integers keys [m s] above the smallest integer, ascending, then
+    -1; equal ones by the lower place. The k-th value is found bit by bit from counts."""
+    cut = _kth_largest(keys, k)
+    above, level = keys > cut, (keys == cut) & (keys > jnp.iinfo(keys.dtype).min)
+    spare = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    tied = jnp.any(jnp.sum(level, axis=-1, keepdims=True, dtype=jnp.int32) > spare)
+    first = lax.cond(tied, lambda: level & (_running_sum(level) <= spare), lambda: level)
+    return _places(_words(above | first), k)
+
+
+def _words(mask):
+    """uint32[m w]: mask [m s] in words of 32 bits, the first place in the lowest bit."""
+    rows, s = mask.shape
+    bits = jnp.pad(mask, ((0, 0), (0, -s % 32))).reshape(rows, -1, 32).astype(jnp.uint32)
+    return jnp.sum(bits << jnp.arange(32, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def _places(words, k: int):
+    """int32[m k]: where the mask in words uint32[m w] is true, ascending, the first k, then -1.
+
+    The word of the n-th true place follows from where the words before it end, its bit by halving. A
+    scatter of every place is six times slower on CPU, where it is one loop over all of them.
+    """
+    rows = words.shape[0]
+    sizes = lax.population_count(words).astype(jnp.int32)
+    ends = _running_sum(sizes)
+    # How many words end at or before place n. In one dimension: XLA writes the indices of a scatter out,
+    # coordinate by coordinate.
+    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    end = jnp.where(ends < k, row * k + ends, rows * k).reshape(-1)
+    ended = jnp.zeros(rows * k, jnp.int32).at[end].add(1, mode="drop").reshape(rows, k)
+    word = jnp.minimum(_running_sum(ended), words.shape[1] - 1)
+    left = jnp.take_along_axis(words, word, axis=1, mode="clip")
+    n = jnp.arange(k, dtype=jnp.int32)
+    skip = n - jnp.take_along_axis(ends - sizes, word, axis=1, mode="clip")
+    bit = jnp.zeros_like(skip)
+    for half in (16, 8, 4, 2, 1):
+        low = left & jnp.uint32((1 << half) - 1)
+        inside = lax.population_count(low).astype(jnp.int32)
+        beyond = skip >= inside
+        skip = jnp.where(beyond, skip - inside, skip)
+        left = jnp.where(beyond, left >> half, low)
+        bit = jnp.where(beyond, bit + half, bit)
+    return jnp.where(n < ends[:, -1:], word * 32 + bit, -1)
+
+
+def _running_sum(x):
+    """Sums of integers x [... s] up to each place, exact below 2^24. Two small triangular products are several
     times faster than a cumulative sum, on any platform."""
-    s = mask.shape[-1]
-    pad = [(0, 0)] * (mask.ndim - 1) + [(0, -s % 64)]
-    tiles = jnp.pad(mask, pad).reshape(*mask.shape[:-1], -1, 64).astype(jnp.float32)
+    s = x.shape[-1]
+    pad = [(0, 0)] * (x.ndim - 1) + [(0, -s % 64)]
+    tiles = jnp.pad(x, pad).reshape(*x.shape[:-1], -1, 64).astype(jnp.float32)
     within = tiles @ jnp.triu(jnp.ones((64, 64), jnp.float32))
     totals = within[..., -1]
     before = totals @ jnp.triu(jnp.ones((totals.shape[-1],) * 2, jnp.float32), 1)
-    count = (within + before[..., None]).reshape(*mask.shape[:-1], -1)
-    return count[..., :s].astype(jnp.int32)
+    total = (within + before[..., None]).reshape(*x.shape[:-1], -1)
+    return total[..., :s].astype(jnp.int32)
 
 
 def _ordered_bits(scores, visible):

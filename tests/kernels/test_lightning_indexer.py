@@ -99,3 +99,33 @@ def test_selection_in_blocks(start, block):
 
     got = jax.jit(run)(5) if start == "traced" else run(start)
     np.testing.assert_array_equal(got, expected)
+
+
+LONG_ROWS = {
+    "distinct": lambda rng, shape: rng.standard_normal(shape),
+    "all equal": lambda rng, shape: np.zeros(shape),
+    "zeros of both signs": lambda rng, shape: rng.choice([0.0, -0.0, -1.0], shape),
+    "few values": lambda rng, shape: rng.integers(-2, 3, shape),
+    # Of 16 groups, so for k = 8 the filter lets too many through.
+    "two groups hold the best": lambda rng, shape: np.where(
+        np.arange(shape[-1]) % 16 < 2, 9.0 + rng.random(shape), rng.standard_normal(shape)
+    ),
+    "nan and infinity": lambda rng, shape: rng.choice(SPECIAL, shape),
+    "growing": lambda rng, shape: np.broadcast_to(np.arange(shape[-1]), shape),
+}
+
+
+@pytest.mark.parametrize("visible", ["all", "some", "few", "the last"])
+@pytest.mark.parametrize("name", LONG_ROWS)
+@pytest.mark.parametrize("k", [1, 8, 40])
+def test_long_rows_are_filtered_before_the_choice(name, visible, k):
+    rng = np.random.default_rng(7)
+    shape = (1, 3, 405)
+    scores = LONG_ROWS[name](rng, shape).astype(np.float32)
+    mask = {
+        "all": np.ones(shape, bool),
+        "some": rng.random(shape) < 0.5,
+        "few": rng.random(shape) < 0.02,
+        "the last": np.broadcast_to(np.arange(405) >= 395, shape),
+    }[visible]
+    np.testing.assert_array_equal(select(scores, mask, k), oracle.select(scores, mask, k))
