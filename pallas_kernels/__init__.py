@@ -4,6 +4,7 @@
     sparse_flash_attention   MLA over the selected latents
     flash_mla                attention over all visible keys
     grouped_matmul           rows sorted by expert, each through its own expert's weights
+    mla_prologue             projections, norms, rotation and cache write before attention
     cross_entropy            output projection and its loss, without the logits as a whole
 
 Every package holds `ref.py` (runs anywhere and says what is meant) and, where there is one, `tpu.py`

@@ -85,14 +85,12 @@ def attention_flops(t: int, cfg) -> int:
         glm5.abstract(cfg)["dense_layers"]["attn"],
     )
 
-    def attend(w, c_q, q_nope, q_rope, latent, topk):
-        queries = Queries(c_q, q_nope, q_rope, 0, None)
+    def attend(w, q, latent, topk):
+        queries = Queries(q, 0, None)
         return mla(w, queries, Keys(latent, None), cfg, Plan(), topk)[0]
 
     latent = array(cfg.kv_lora_rank + r)
-    per_layer = count_flops(
-        attend, layer, array(cfg.q_lora_rank), array(n, h), array(n, r), latent, topk
-    )
+    per_layer = count_flops(attend, layer, array(n, h + r), latent, topk)
     return cfg.num_hidden_layers * per_layer
 
 

@@ -14,12 +14,13 @@ from glm5_jax.model.cache import LayerCache, write
 from glm5_jax.model.dispatch import routed_experts
 from glm5_jax.model.experts import Experts
 from glm5_jax.model.indexer import Indexer, index_keys, index_queries
-from glm5_jax.model.mla import Keys, Mla, Queries, mla, project_keys, project_queries
+from glm5_jax.model.mla import Keys, Mla, Queries, mla
 from glm5_jax.model.mlp import Mlp, mlp
-from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import Router, expert_load, route, sequence_balance
 from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.mla_prologue import mla_prologue
+from pallas_kernels.pointwise import rms_norm
 
 
 class Block(nnx.Module):
@@ -98,8 +99,15 @@ def block(w, x, topk, cache: LayerCache | None, context: Context, full=True):
 def attention(w, indexer, x, topk, cache, context: Context, full):
     """MLA over this device's queries and everyone's keys -> (y [b t d], topk, cache, max logit)."""
     cfg, region = context.cfg, context.region
-    c_q, q_nope, q_rope = project_queries(w, x, context.cos, context.sin, cfg)
-    latent = project_keys(w, x, context.cos, context.sin, cfg)
+    c_q, q, latent, _ = mla_prologue(
+        x,
+        w,
+        context.cos,
+        context.sin,
+        eps=cfg.latent_norm_eps,
+        # Without a cache there may be a gradient to take, which the Pallas forms have not.
+        implementation="ref" if cache is None else context.plan.kernels,
+    )
     # The trunk takes no gradient from selection, nor the indexer one from the trunk.
     still, c_q_still = lax.stop_gradient((x, c_q))
     idx_k = None
@@ -134,7 +142,7 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
 
         topk = fresh() if full is True else lax.cond(full, fresh, lambda: topk)
         topk = checkpoint_name(topk, "topk")
-    queries = Queries(c_q, q_nope, q_rope, context.start, context.segments)
+    queries = Queries(q, context.start, context.segments)
     keys = Keys(latent, context.key_segments)
     selected = topk if context.selects else None
     y, max_logit = mla(w, queries, keys, cfg, context.plan, selected)

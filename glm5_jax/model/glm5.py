@@ -27,10 +27,10 @@ from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model.block import Block, Context, LayerStats, block
 from glm5_jax.model.cache import Cache, write
 from glm5_jax.model.mtp import Mtp, mtp_step
-from glm5_jax.model.norm import rms_norm
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 from pallas_kernels.numerics import wide
+from pallas_kernels.pointwise import rms_norm
 
 STACKS = ("dense_layers", "moe_layers")
 # What stays cut while it is used: a device that held all of it would add it to the sum once more.

@@ -10,9 +10,8 @@ opposite order to the main heads.
 import jax.numpy as jnp
 from flax import nnx
 
-from glm5_jax.model.norm import layer_norm
-from glm5_jax.model.rope import rotate
 from pallas_kernels.numerics import wide
+from pallas_kernels.pointwise import layer_norm, rotate
 
 
 class Indexer(nnx.Module):

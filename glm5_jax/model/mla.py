@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from glm5_jax.model.norm import rms_norm
-from glm5_jax.model.rope import rotate
 from pallas_kernels.flash_mla import flash_mla
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 
@@ -42,12 +40,10 @@ class Mla(nnx.Module):
 
 
 class Queries(NamedTuple):
-    """c_q [b t q] normed; q_nope [b t n h]; q_rope [b t n r]; start: index of the first query among
-    the keys (an int if known when tracing); segments int[b t] or None."""
+    """q [b t n h+r], its last r rotated; start: index of the first query among the keys (an int if known
+    when tracing); segments int[b t] or None."""
 
-    c_q: jax.Array
-    q_nope: jax.Array
-    q_rope: jax.Array
+    q: jax.Array
     start: int | jax.Array
     segments: jax.Array | None
 
@@ -57,27 +53,6 @@ class Keys(NamedTuple):
 
     latent: jax.Array
     segments: jax.Array | None
-
-
-def project_queries(w, x, cos, sin, cfg):
-    """(c_q, q_nope, q_rope) of the block's normed input x [b t d]."""
-    c_q = jnp.einsum("btd,dq->btq", x, w["q_a"])
-    if "q_a_bias" in w:
-        c_q = c_q + w["q_a_bias"]
-    c_q = rms_norm(c_q, w["q_a_norm"], cfg.latent_norm_eps)
-    q = jnp.einsum("btq,qnx->btnx", c_q, w["q_b"])
-    q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
-    return c_q, q_nope, rotate(q_rope, cos, sin)
-
-
-def project_keys(w, x, cos, sin, cfg):
-    """latent [b t c+r] of x [b t d]: c_kv is normed, the shared rotated key behind it is not."""
-    c = jnp.einsum("btd,dx->btx", x, w["kv_a"])
-    if "kv_a_bias" in w:
-        c = c + w["kv_a_bias"]
-    c_kv, k_rope = jnp.split(c, [cfg.kv_lora_rank], axis=-1)
-    c_kv = rms_norm(c_kv, w["kv_a_norm"], cfg.latent_norm_eps)
-    return jnp.concatenate([c_kv, rotate(k_rope, cos, sin)], axis=-1)
 
 
 def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
@@ -104,12 +79,12 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
         k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
         v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
-        q = jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1)
         k = jnp.concatenate([k_nope, shared], axis=-1)
-        out, _, top = dense(q, k, v)
+        out, _, top = dense(queries.q, k, v)
     elif form in ("absorbed", "gathered"):
-        folded = jnp.einsum("btnh,cnh->btnc", queries.q_nope, w["k_b"])
-        q = jnp.concatenate([folded, queries.q_rope], axis=-1)
+        q_nope, q_rope = jnp.split(queries.q, [cfg.qk_nope_head_dim], axis=-1)
+        folded = jnp.einsum("btnh,cnh->btnc", q_nope, w["k_b"])
+        q = jnp.concatenate([folded, q_rope], axis=-1)
         if form == "absorbed":
             # The latent serves as key and value whole: a copy of its first c columns costs more than
             # the r columns of output that are dropped.
@@ -140,7 +115,7 @@ GATHER_COST = 3
 
 def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
     """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice."""
-    t, s, n = queries.q_nope.shape[1], keys.latent.shape[1], cfg.num_attention_heads
+    t, s, n = queries.q.shape[1], keys.latent.shape[1], cfg.num_attention_heads
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
     c = cfg.kv_lora_rank
     pairs = t * (s - t / 2) if isinstance(queries.start, int) else t * s

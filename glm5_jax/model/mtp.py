@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.model.block import Block, Context, block
-from glm5_jax.model.norm import rms_norm
+from pallas_kernels.pointwise import rms_norm
 
 
 class Mtp(nnx.Module):

@@ -51,15 +51,3 @@ def rope_table(rope: RopeParameters, dim: int, positions, dtype):
     angles = positions[..., None].astype(inner) * frequencies
     scale = magnitude(rope)
     return (jnp.cos(angles) * scale).astype(dtype), (jnp.sin(angles) * scale).astype(dtype)
-
-
-def rotate(x, cos, sin):
-    """Rotates the pairs (2i, 2i+1) of x [b t ... dim] by [b t dim/2].
-
-    The result is stored de-interleaved (first members of the pairs, then second members), as
-    transformers stores it; queries and keys agree, so dot products are those of the plain rotation.
-    """
-    shape = cos.shape[:2] + (1,) * (x.ndim - 3) + cos.shape[2:]
-    cos, sin = cos.reshape(shape), sin.reshape(shape)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)

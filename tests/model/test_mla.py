@@ -10,9 +10,10 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.model import block
-from glm5_jax.model.mla import Keys, Queries, cheapest_form, mla, project_keys, project_queries
+from glm5_jax.model.mla import Keys, Queries, cheapest_form, mla
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
+from pallas_kernels.mla_prologue import mla_prologue
 from tests.model import golden as goldens
 from tests.oracles import attention, indexer
 
@@ -38,9 +39,9 @@ def inputs():
     cos, sin = rope_table(CFG.rope_parameters, r, jnp.arange(S)[None].repeat(B, 0), jnp.float32)
     segments = np.repeat([[0, 1, 2], [1, 2, 0]], [4, 8, 5], axis=1)
     late = slice(S - T, S)
-    c_q, q_nope, q_rope = project_queries(w, x[:, late], cos[:, late], sin[:, late], CFG)
-    queries = Queries(c_q, q_nope, q_rope, S - T, jnp.asarray(segments[:, late]))
-    keys = Keys(project_keys(w, x, cos, sin, CFG), jnp.asarray(segments))
+    projected = mla_prologue(x, w, cos, sin, eps=CFG.latent_norm_eps)
+    queries = Queries(projected.q[:, late], S - T, jnp.asarray(segments[:, late]))
+    keys = Keys(projected.latent, jnp.asarray(segments))
     visible = attention.visible_keys(segments)[:, late]
     topk = indexer.select(rng.random(visible.shape), visible, 5)
     everything = indexer.select(rng.random(visible.shape), visible, S)
@@ -54,12 +55,12 @@ def attend(form, w, queries, keys, topk):
     start = queries.start
 
     def loss(floats):
-        w, c_q, q_nope, q_rope, latent = floats
-        own = Queries(c_q, q_nope, q_rope, start, queries.segments)
+        w, q, latent = floats
+        own = Queries(q, start, queries.segments)
         y, top = mla(w, own, Keys(latent, keys.segments), CFG, plan, topk)
         return jnp.sum(jnp.sin(y)), (y, top)
 
-    floats = (w, *queries[:3], keys.latent)
+    floats = (w, queries.q, keys.latent)
     grads, out = jax.grad(loss, has_aux=True)(floats)
     return *out, grads
 
@@ -97,7 +98,7 @@ def test_padding_attends_to_nothing():
 
 def shapes(t, s, cfg, k=None, start=0):
     n = cfg.num_attention_heads
-    queries = Queries(None, jax.ShapeDtypeStruct((1, t, n, 1), jnp.float32), None, start, None)
+    queries = Queries(jax.ShapeDtypeStruct((1, t, n, 1), jnp.float32), start, None)
     width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
     keys = Keys(jax.ShapeDtypeStruct((1, s, width), jnp.float32), None)
     topk = None if k is None else jax.ShapeDtypeStruct((1, t, k), jnp.int32)

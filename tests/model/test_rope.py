@@ -8,6 +8,7 @@ import pytest
 
 from glm5_jax.config import ModelConfig, RopeParameters
 from glm5_jax.model import rope
+from pallas_kernels.pointwise import rotate
 from tests.oracles import attention as oracle
 
 YARN = RopeParameters(
@@ -56,8 +57,8 @@ def test_rotation(parameters):
         *oracle.rope_frequencies(dataclasses.asdict(parameters), DIM, 128), positions
     )
     expected = oracle.rope_interleaved(x.astype(np.float64), turns)
-    np.testing.assert_allclose(rope.rotate(jnp.asarray(x), cos, sin), expected, atol=1e-4)
-    one_head = rope.rotate(jnp.asarray(x[:, :, 0]), cos, sin)
+    np.testing.assert_allclose(rotate(jnp.asarray(x), cos, sin), expected, atol=1e-4)
+    one_head = rotate(jnp.asarray(x[:, :, 0]), cos, sin)
     np.testing.assert_allclose(one_head, expected[:, :, 0], atol=1e-4)
 
 
@@ -67,7 +68,7 @@ def test_dot_products_depend_on_distance_alone():
 
     def dot(q_position, k_position):
         turned = [
-            rope.rotate(
+            rotate(
                 jnp.asarray(x)[None],
                 *rope.rope_table(CASES["plain"], DIM, jnp.array([[at]]), jnp.float32),
             )

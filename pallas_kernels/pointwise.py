@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm over the last dimension (spec: transformers' `glm_moe_dsa`)."""
+"""Norms and the rotation of positions, which the model and its kernels share."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,3 +19,15 @@ def layer_norm(x, weight, bias, eps: float):
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * weight.astype(y.dtype) + bias.astype(y.dtype)).astype(x.dtype)
+
+
+def rotate(x, cos, sin):
+    """Rotates the pairs (2i, 2i+1) of x [b t ... dim] by [b t dim/2].
+
+    The result is stored de-interleaved (first members of the pairs, then second members), as
+    transformers stores it; queries and keys agree, so dot products are those of the plain rotation.
+    """
+    shape = cos.shape[:2] + (1,) * (x.ndim - 3) + cos.shape[2:]
+    cos, sin = cos.reshape(shape), sin.reshape(shape)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return jnp.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.model.norm import layer_norm, rms_norm
+from pallas_kernels.pointwise import layer_norm, rms_norm
 from tests.oracles import attention as oracle
 
 RNG = np.random.default_rng(0)
