@@ -1,11 +1,23 @@
 """Projection and cross-entropy in chunks against the NumPy oracle, with exact gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.cross_entropy import linear_cross_entropy
+from pallas_kernels import compat
+from pallas_kernels.cross_entropy import Static, linear_cross_entropy, tpu
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+    written,
+)
+from tests.kernels.offline import compile_for
 from tests.oracles import cross_entropy
 
 ROWS, D, V = 13, 6, 11
@@ -19,26 +31,74 @@ def projection():
     return hidden, head, rng.integers(0, V, ROWS).astype(np.int32), weight
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 13, 4096])
-def test_cross_entropy_and_its_gradients(projection, chunk):
-    """13 rows in chunks of 5 leave a remainder; the z-loss reaches the second output."""
-    hidden, head, targets, weight = projection
-    z_weight = 0.3
-    expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, z_weight)
+def over_forms(test):
+    """XLA in chunks that leave a remainder or not, and the Pallas forms, which choose their own blocks."""
+    chunks = [pytest.param("ref", chunk, id=f"ref-{chunk}") for chunk in (1, 5, 13, 4096)]
+    forms = [(interpreted(name), 13) for name in written("cross_entropy") if name != "ref"]
+    return pytest.mark.parametrize(("implementation", "chunk"), chunks + forms)(test)
 
-    @jax.jit
-    def run(hidden, head):
-        def loss(hidden, head):
-            nll, logz = linear_cross_entropy(hidden, head, targets, chunk)
-            return jnp.sum(weight.astype(np.float32) * (nll + z_weight * logz**2)), nll
 
-        return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, head)
+def gradients(targets, weight, z_weight, **named):
+    """jitted (hidden, head) -> ((loss, nll), (d_hidden, d_head)); the z-loss reaches the second output."""
 
-    (loss, nll), (d_hidden, d_head) = run(hidden.astype(np.float32), head.astype(np.float32))
+    def loss(hidden, head):
+        nll, logz = linear_cross_entropy(hidden, head, targets, **named)
+        return jnp.sum(weight.astype(np.float32) * (nll + z_weight * logz**2)), nll
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+
+def assert_is_the_oracle(got, expected):
+    (loss, nll), (d_hidden, d_head) = got
     np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(-nll, expected["logp"], atol=1e-5)
     np.testing.assert_allclose(d_hidden, expected["d_hidden"], atol=1e-5)
     np.testing.assert_allclose(d_head, expected["d_weight"], atol=2e-5)
+
+
+@over_forms
+def test_cross_entropy_and_its_gradients(projection, implementation, chunk):
+    hidden, head, targets, weight = projection
+    expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, 0.3)
+    run = gradients(targets, weight, 0.3, chunk=chunk, implementation=implementation)
+    assert_is_the_oracle(run(hidden.astype(np.float32), head.astype(np.float32)), expected)
+
+
+@pytest.fixture(scope="module")
+def tiles():
+    """Two blocks of rows of three pieces, two of words, neither full; every block of words raises the
+    maximum of some row and holds its target."""
+    rng = np.random.default_rng(1)
+    hidden, head = rng.standard_normal((1100, D)), rng.standard_normal((D, 1500))
+    targets = rng.integers(0, 1500, 1100).astype(np.int32)
+    return hidden, head, targets, rng.random(1100)
+
+
+@over_implementations("cross_entropy")
+def test_many_tiles(tiles, implementation, monkeypatch):
+    monkeypatch.setattr(tpu, "BACKWARD_ROWS", 400)
+    hidden, head, targets, weight = tiles
+    assert tpu._tile(1100, D, 1500, 4) == (224, 3, 1024)
+    expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, 0.3)
+    run = gradients(targets, weight, 0.3, chunk=512, implementation=implementation)
+    (loss, nll), (d_hidden, d_head) = run(hidden.astype(np.float32), head.astype(np.float32))
+    np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(-nll, expected["logp"], atol=2e-5)
+    np.testing.assert_allclose(d_hidden, expected["d_hidden"], rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(d_head, expected["d_weight"], rtol=1e-5, atol=2e-4)
+
+
+@over_implementations("cross_entropy")
+@pytest.mark.parametrize("slope", [40.0, -40.0])
+def test_logits_of_tens_of_thousands(implementation, slope):
+    """They rise or fall over the vocabulary, so that the last or the first block holds the maximum."""
+    head = slope * np.arange(1500, dtype=np.float32)[None]
+    hidden, targets = np.float32([[1.0], [0.5]]), np.int32([3, 1499])
+    run = jax.jit(functools.partial(linear_cross_entropy, chunk=2, implementation=implementation))
+    nll, logz = run(hidden, head, targets)
+    top = hidden[:, 0] * (slope * 1499 if slope > 0 else 0)
+    np.testing.assert_allclose(logz, top, atol=1e-2)
+    np.testing.assert_allclose(nll, top - hidden[:, 0] * slope * targets, atol=1e-2)
 
 
 def test_logits_never_exist_as_a_whole():
@@ -55,17 +115,130 @@ def test_logits_never_exist_as_a_whole():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e6
 
 
-def test_bfloat16_sums_the_head_gradient_wide(projection):
+@over_implementations("cross_entropy")
+def test_bfloat16_sums_the_head_gradient_wide(implementation, monkeypatch):
     """4096 equal rows: a bfloat16 sum would stop growing at 256 of them."""
+    monkeypatch.setattr(tpu, "BACKWARD_ROWS", 64)
     rows = 4096
     hidden = jnp.ones((rows, 2), jnp.bfloat16)
     head = jnp.zeros((2, 4), jnp.bfloat16)
 
     def loss(head):
-        return linear_cross_entropy(hidden, head, jnp.zeros(rows, jnp.int32), 1)[0].sum()
+        targets = jnp.zeros(rows, jnp.int32)
+        return linear_cross_entropy(hidden, head, targets, 1, implementation=implementation)[
+            0
+        ].sum()
 
-    got = jax.grad(loss)(head)
+    got = jax.jit(jax.grad(loss))(head)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         got[0].astype(np.float32), rows * np.array([-0.75, 0.25, 0.25, 0.25])
     )
+
+
+@over_pallas_forms("cross_entropy")
+def test_pallas_forms_take_bfloat16(tiles, name):
+    hidden, head, targets, _ = tiles
+    hidden, head = (jnp.asarray(x, jnp.bfloat16) for x in (hidden[:600], head))
+    expected = cross_entropy.linear_cross_entropy(
+        np.float64(hidden), np.float64(head), targets[:600], np.ones(600)
+    )
+    run = jax.jit(
+        functools.partial(linear_cross_entropy, chunk=1, implementation=interpreted(name))
+    )
+    nll, logz = run(hidden, head, targets[:600])
+    assert nll.dtype == logz.dtype == jnp.float32
+    np.testing.assert_allclose(-nll, expected["logp"], atol=2e-5)
+
+
+@over_pallas_forms("cross_entropy")
+def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name):
+    hidden, head, targets, _ = tiles
+    run = jax.jit(functools.partial(linear_cross_entropy, chunk=1, implementation=watched(name)))
+    args = hidden.astype(np.float32), head.astype(np.float32), targets
+    first, second = (jax.device_get(run(*args)) for _ in range(2))
+    assert not compat.races_found(name)
+    np.testing.assert_array_equal(first, second)
+    plain = jax.jit(
+        functools.partial(linear_cross_entropy, chunk=1, implementation=interpreted(name))
+    )
+    np.testing.assert_allclose(first, plain(*args), atol=1e-5)
+
+
+@over_implementations("cross_entropy")
+def test_batched_and_traced_once(projection, implementation):
+    hidden, head, targets, _ = projection
+    traces = []
+
+    def run(hidden, targets):
+        traces.append(hidden.shape)
+        head_ = jnp.asarray(head, jnp.float32)
+        return linear_cross_entropy(hidden, head_, targets, 4, implementation=implementation)[0]
+
+    batched = jax.jit(jax.vmap(run))
+    hidden = np.stack([hidden, -hidden, 2 * hidden]).astype(np.float32)
+    targets = np.stack([targets, targets[::-1], (targets + 1) % V])
+    got = batched(hidden, targets)
+    np.testing.assert_array_equal(got, batched(hidden, targets))
+    assert len(traces) == 1
+    for i in range(3):
+        np.testing.assert_allclose(got[i], run(hidden[i], targets[i]), atol=1e-5)
+
+
+@over_implementations("cross_entropy")
+def test_rows_and_head_sharded_over_a_mesh(implementation):
+    """As the loss uses it: rows stay, the head is gathered, its gradient is scattered again."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(2)
+    hidden, head = rng.standard_normal((40, 8)), rng.standard_normal((8, 24))
+    targets, weight = rng.integers(0, 24, 40).astype(np.int32), rng.random(40)
+    expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight)
+
+    def local(hidden, head, targets, weight):
+        def loss(hidden, head):
+            whole = jax.lax.all_gather(head, "fsdp", tiled=True)
+            nll, _ = linear_cross_entropy(hidden, whole, targets, 4, implementation=implementation)
+            return jnp.sum(nll * weight)
+
+        value, grads = jax.value_and_grad(loss, (0, 1))(hidden, head)
+        return jax.lax.psum(value, "fsdp"), grads
+
+    rows = P("fsdp")
+    out = P(), (rows, rows)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=out, check_vma=False))
+    args = hidden.astype(np.float32), head.astype(np.float32), targets, weight.astype(np.float32)
+    value, (d_hidden, d_head) = run(*args)
+    np.testing.assert_allclose(value, expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(d_hidden, expected["d_hidden"], atol=1e-5)
+    np.testing.assert_allclose(d_head, expected["d_weight"], atol=1e-5)
+
+
+@over_pallas_forms("cross_entropy")
+def test_pallas_forms_refuse_other_dtypes(projection, name):
+    hidden, head, targets, _ = projection
+    with pytest.raises(ValueError, match="float16"):
+        args = hidden.astype(np.float16), head.astype(np.float16), targets, 4
+        linear_cross_entropy(*args, implementation=interpreted(name))
+    with pytest.raises(ValueError, match="both alike"):
+        args = hidden.astype(np.float32), jnp.asarray(head, jnp.bfloat16), targets, 4
+        linear_cross_entropy(*args, implementation=interpreted(name))
+
+
+@pytest.mark.aot
+def test_backward_on_a_tpu_is_three_products_and_one_array_of_all_logits():
+    """XLA's part of it: were the logits' gradient not made inside its product, they would be there too."""
+    m, d, v = 8192, 6144, 154880
+    rows = jax.ShapeDtypeStruct((m,), jnp.float32)
+    saved = (
+        jax.ShapeDtypeStruct((m, d), jnp.bfloat16),
+        jax.ShapeDtypeStruct((d, v), jnp.bfloat16),
+        jax.ShapeDtypeStruct((m,), jnp.int32),
+        rows,
+    )
+    compiled = compile_for(
+        "v5p", functools.partial(tpu.backward, Static(None, 1)), saved, rows, rows
+    )
+    entry = compiled.as_text().partition("\nENTRY")[2]
+    assert f"f32[{m},{v}]" not in entry and f"f32[{d},{v}]" not in entry
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 2 * m * v + 2e7, temporary
