@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.cost import Cost
 
-KERNELS = ("cross_entropy", "mla_prologue")
+KERNELS = ("grouped_matmul", "mla_prologue", "cross_entropy")
 
 
 class Case(NamedTuple):

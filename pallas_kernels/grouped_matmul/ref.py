@@ -1,4 +1,4 @@
-"""SwiGLU of rows sorted by expert in XLA, dropless.
+"""Products of rows sorted by expert in XLA, dropless.
 
 The first `span` rows of every expert are one batched matmul; what an expert has beyond them goes through
 in blocks, one after another, as many as there are at run time. A skewed router costs time, never a token
@@ -12,6 +12,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.numerics import wide
+
+
+def forward(static, x, w, group_sizes):
+    """[m n] of x [m k], w [e k n]."""
+    rows = Rows(spans(-(-static.expected_rows // w.shape[0])), group_sizes, x.shape[0])
+    return rows.map(lambda x, w: (product(x, w),), (x,), (w,))[0]
+
+
+def backward(static, saved, dy):
+    """(dx, dw) for what `forward` took and the gradient of its output."""
+    x, w, group_sizes = saved
+    rows = Rows(spans(-(-static.expected_rows // w.shape[0])), group_sizes, x.shape[0])
+    inner = wide(w.dtype)
+
+    def block(x, dy, w):
+        return product(dy, w.swapaxes(-1, -2)), _over_rows(x, dy, inner)
+
+    dx, (dw,) = rows.map_and_sum(block, (x, dy), (w,))
+    return dx, dw.astype(w.dtype)
+
+
+def product(x, w):
+    """x [... m k] w [... k n] in the dtype of x, summed wide."""
+    return jnp.matmul(x, w, preferred_element_type=wide(x.dtype)).astype(x.dtype)
+
+
+def _over_rows(a, b, inner):
+    return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=inner)
 
 
 def grouped_swiglu(x, group_sizes, gate, up, down, expected_rows: int):
@@ -30,10 +58,11 @@ def spans(mean_rows: int) -> tuple[int, int]:
     return together, min(max(together // 4 // 8 * 8, 8), 64)
 
 
-class _Rows:
+class Rows:
     """Where the sorted rows are: the first `span` of each expert, and the blocks of the rest."""
 
     def __init__(self, sizes, group_sizes, rows: int):
+        self._count = rows
         self._span, self._block = sizes
         self._sizes = group_sizes
         ends = jnp.cumsum(group_sizes)
@@ -83,6 +112,35 @@ class _Rows:
         part = jnp.where(filled[:, None], new, part)
         return lax.dynamic_update_slice_in_dim(x, part, first, 0)
 
+    def map(self, function, arrays, weights):
+        """Tuple of [m ...]: function(*blocks, *their expert's weights) of arrays [m ...], row by row."""
+        done = tuple(self.unpad(a) for a in function(*map(self.pad, arrays), *weights))
+        wider = [self.room(a) for a in arrays]
+
+        def later(i, done):
+            place = self.block(i)
+            own = (w[place[0]] for w in weights)
+            new = function(*(self.load(a, place) for a in wider), *own)
+            return tuple(self.store(a, n, place) for a, n in zip(done, new))
+
+        done = lax.fori_loop(0, self.num_blocks, later, done)
+        return tuple(a[: self._count] for a in done)
+
+    def map_and_sum(self, function, arrays, weights):
+        """([m ...], list of [e ...]) of a function that gives (rows, *sums over its block's rows)."""
+        first, *sums = function(*map(self.pad, arrays), *weights)
+        wider = [self.room(a) for a in arrays]
+
+        def later(i, carry):
+            place = self.block(i)
+            own = (w[place[0]] for w in weights)
+            new, *parts = function(*(self.load(a, place) for a in wider), *own)
+            sums = [total.at[place[0]].add(part) for total, part in zip(carry[1], parts)]
+            return self.store(carry[0], new, place), sums
+
+        done, sums = lax.fori_loop(0, self.num_blocks, later, (self.unpad(first), sums))
+        return done[: self._count], sums
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(sizes, x, group_sizes, gate, up, down):
@@ -96,18 +154,7 @@ def swiglu(x, gate, up, down):
 
 
 def _forward(sizes, x, group_sizes, gate, up, down):
-    rows = _Rows(sizes, group_sizes, x.shape[0])
-    done = tuple(rows.unpad(a) for a in swiglu(rows.pad(x), gate, up, down))
-    wider = rows.room(x)
-
-    def later(i, done):
-        place = rows.block(i)
-        own = (w[place[0]] for w in (gate, up, down))
-        new = swiglu(rows.load(wider, place), *own)
-        return tuple(rows.store(a, n, place) for a, n in zip(done, new))
-
-    done = lax.fori_loop(0, rows.num_blocks, later, done)
-    return tuple(a[: x.shape[0]] for a in done)
+    return Rows(sizes, group_sizes, x.shape[0]).map(swiglu, (x,), (gate, up, down))
 
 
 def _forward_saving(sizes, x, group_sizes, gate, up, down):
@@ -115,35 +162,20 @@ def _forward_saving(sizes, x, group_sizes, gate, up, down):
     return y, (x, group_sizes, gate, up, down, g, u)
 
 
-def _swiglu_backward(x, g, u, dy, gate, up, down, inner):
+def _swiglu_backward(x, g, u, dy, gate, up, down):
     """(dx, dgate, dup, ddown) of blocks [... c d]; the weights' gradients are wide."""
-
-    def weight(a, b):
-        return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=inner)
-
+    inner = wide(x.dtype)
     h, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, g, u)
     dg, du = pull(jnp.matmul(dy, down.swapaxes(-1, -2)))
     dx = jnp.matmul(dg, gate.swapaxes(-1, -2)) + jnp.matmul(du, up.swapaxes(-1, -2))
-    return dx, weight(x, dg), weight(x, du), weight(h, dy)
+    return dx, _over_rows(x, dg, inner), _over_rows(x, du, inner), _over_rows(h, dy, inner)
 
 
 def _backward(sizes, saved, dy):
     x, group_sizes, gate, up, down, g, u = saved
-    rows = _Rows(sizes, group_sizes, x.shape[0])
-    inner = wide(x.dtype)
-    padded = (rows.pad(a) for a in (x, g, u, dy))
-    dx, *dw = _swiglu_backward(*padded, gate, up, down, inner)
-    wider = [rows.room(a) for a in (x, g, u, dy)]
-
-    def later(i, carry):
-        place = rows.block(i)
-        own = (w[place[0]] for w in (gate, up, down))
-        dx, *new = _swiglu_backward(*(rows.load(a, place) for a in wider), *own, inner)
-        dw = [total.at[place[0]].add(part) for total, part in zip(carry[1], new)]
-        return rows.store(carry[0], dx, place), dw
-
-    dx, dw = lax.fori_loop(0, rows.num_blocks, later, (rows.unpad(dx), dw))
-    return dx[: x.shape[0]], None, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
+    rows = Rows(sizes, group_sizes, x.shape[0])
+    dx, dw = rows.map_and_sum(_swiglu_backward, (x, g, u, dy), (gate, up, down))
+    return dx, None, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
 
 
 _grouped.defvjp(_forward_saving, _backward)

@@ -1,33 +1,19 @@
-"""SwiGLU of rows sorted by expert against a loop over experts."""
+"""Rows sorted by expert: products with their expert's weights and SwiGLU, against a loop over experts."""
 
 import functools
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec as P
 
-from pallas_kernels.grouped_matmul import grouped_swiglu
-from tests.kernels.expert_problem import D, gradients, weights
+from pallas_kernels import compat
+from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, tiles, tpu
+from tests.kernels.expert_problem import D, E, F, gradients, weights
+from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
 from tests.oracles import experts as oracle
-
-
-def swiglu(x, sizes, w, **named):
-    return grouped_swiglu(x, sizes, w["gate"], w["up"], w["down"], **named)
-
-
-def loop(x, dy, sizes):
-    """(y, dx, dw) of rows sorted by expert, one expert after the other; zeros behind the last."""
-    w, first = weights(), 0
-    y, dx = np.zeros(x.shape), np.zeros(x.shape)
-    dw = {k: np.zeros(v.shape) for k, v in w.items()}
-    for e, size in enumerate(sizes):
-        rows = slice(first, first + size)
-        y[rows], dx[rows], dw["gate"][e], dw["up"][e], dw["down"][e] = gradients(
-            x[rows], dy[rows], w["gate"][e], w["up"][e], w["down"][e]
-        )
-        first += size
-    return y, dx, dw
-
 
 ROWS = 140  # on one expert they are several rounds of a block's capacity
 SIZES = {
@@ -35,9 +21,220 @@ SIZES = {
     "empty experts": (0, 70, 0, 70, 0),
     "all on the first": (ROWS, 0, 0, 0, 0),
     "all on the last": (0, 0, 0, 0, ROWS),
+    "whole tiles": (32, 0, 64, 32, 0),
     "rows without an owner": (3, 0, 4, 50, 1),
     "no row at all": (0, 0, 0, 0, 0),
 }
+over_all = over_implementations("grouped_matmul")
+over_sizes = pytest.mark.parametrize("name", SIZES)
+
+
+def slices(sizes):
+    """The rows of each group."""
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes)]
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """x [m d], w [e d f] and dy [m f]."""
+    rng = np.random.default_rng(1)
+    arrays = (rng.standard_normal(s).astype(np.float32) for s in ((ROWS, D), (E, D, F), (ROWS, F)))
+    return tuple(map(jnp.asarray, arrays))
+
+
+@functools.cache
+def with_gradients(implementation):
+    @jax.jit
+    def run(x, w, dy, sizes):
+        y, pull = jax.vjp(
+            lambda x, w: grouped_matmul(x, w, sizes, implementation=implementation), x, w
+        )
+        return y, *pull(dy)
+
+    return run
+
+
+def loop(x, w, dy, sizes):
+    """(y, dx, dw) in float64, one expert after the other; zeros behind the last."""
+    x, w, dy = (np.asarray(a, np.float64) for a in (x, w, dy))
+    y, dx, dw = np.zeros((len(x), w.shape[2])), np.zeros(x.shape), np.zeros(w.shape)
+    for e, rows in enumerate(slices(sizes)):
+        y[rows], dx[rows], dw[e] = x[rows] @ w[e], dy[rows] @ w[e].T, x[rows].T @ dy[rows]
+    return y, dx, dw
+
+
+@over_all
+@over_sizes
+def test_product_and_gradients_are_those_of_the_loop(implementation, name, problem):
+    sizes = SIZES[name]
+    got = with_gradients(implementation)(*problem, jnp.asarray(sizes))
+    for a, b in zip(got, loop(*problem, sizes)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    filled = sum(sizes)
+    assert not got[0][filled:].any() and not got[1][filled:].any()
+    assert not got[2][np.asarray(sizes) == 0].any()
+
+
+@over_all
+def test_rows_without_an_owner_are_never_looked_at(implementation, problem):
+    x, w, dy = problem
+    sizes = SIZES["rows without an owner"]
+    filled = sum(sizes)
+    x, dy = x.at[filled:].set(jnp.nan), dy.at[filled:].set(jnp.inf)
+    got = with_gradients(implementation)(x, w, dy, jnp.asarray(sizes))
+    for a, b in zip(got, with_gradients(implementation)(*problem, jnp.asarray(sizes))):
+        np.testing.assert_array_equal(a, b)
+
+
+@over_all
+def test_bfloat16_is_summed_wide(implementation):
+    """A bfloat16 sum of ones would stop at 256."""
+    x, w, dy = (jnp.ones(s, jnp.bfloat16) for s in ((320, 400), (2, 400, 320), (320, 320)))
+    y, dx, dw = with_gradients(implementation)(x, w, dy, jnp.asarray((304, 0)))
+    assert {a.dtype for a in (y, dx, dw)} == {jnp.dtype(jnp.bfloat16)}
+    assert set(np.unique(y[:304])) == {400} and set(np.unique(dx[:304])) == {320}
+    assert set(np.unique(dw[0])) == {304} and not dw[1].any()
+
+
+@over_all
+def test_two_runs_give_the_same_bits(implementation, problem):
+    run = functools.partial(with_gradients(implementation), *problem)
+    sizes = jnp.asarray(SIZES["uneven"])
+    for a, b in zip(run(sizes), run(sizes)):
+        np.testing.assert_array_equal(a, b)
+
+
+FEW = (3, 0, 20, 9, 1)  # of 40 rows
+
+
+@over_all
+def test_batches_and_devices(implementation, problem):
+    """A batch of everything but the sizes, and experts that lie on 8 devices."""
+    x, w, dy = problem[0][:40], problem[1], problem[2][:40]
+    sizes = jnp.asarray(FEW)
+    run = with_gradients(implementation)
+    expected = run(x, w, dy, sizes)
+    batch = (jnp.stack([a, 2 * a]) for a in (x, w, dy))
+    for a, b in zip(jax.vmap(run, (0, 0, 0, None))(*batch, sizes), expected):
+        np.testing.assert_allclose(a, jnp.stack([b, 4 * b]), rtol=1e-5, atol=1e-5)
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("expert",))
+    spread = jax.shard_map(
+        functools.partial(grouped_matmul, implementation=implementation),
+        mesh=mesh,
+        in_specs=P("expert"),
+        out_specs=P("expert"),
+        check_vma=False,
+    )
+    many = [jnp.concatenate([a] * 8) for a in (x, w, sizes)]
+    np.testing.assert_allclose(jax.jit(spread)(*many), np.concatenate([expected[0]] * 8), atol=1e-5)
+
+
+@over_all
+def test_traced_once_whatever_the_sizes(implementation, problem):
+    traced = []
+
+    @jax.jit
+    def run(sizes):
+        traced.append(sizes)
+        return grouped_matmul(*problem[:2], sizes, implementation=implementation)
+
+    for sizes in SIZES.values():
+        run(jnp.asarray(sizes))
+    assert len(traced) == 1
+
+
+@over_pallas_forms("grouped_matmul")
+def test_weights_fetched_ahead_over_several_column_tiles_do_not_race(name, problem):
+    """Three column tiles of 128, so that the fetch ahead goes over from tile to tile."""
+    rng = np.random.default_rng(2)
+    x, dy = problem[0][:40], jnp.asarray(rng.standard_normal((40, 384)), jnp.float32)
+    w = jnp.asarray(rng.standard_normal((E, D, 384)), jnp.float32)
+
+    def run(x, w):
+        return grouped_matmul(x, w, jnp.asarray(FEW), implementation=watched(name))
+
+    with mock.patch.object(tpu, "MAX_COLUMNS", 128):
+        y, pull = jax.vjp(run, x, w)
+        assert not compat.races_found(name)
+        got = (y, *pull(dy))
+    assert not compat.races_found(name)
+    for a, b in zip(got, loop(x, w, dy, FEW)):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("rows", [160, 149])
+def test_visits(tile, rows):
+    rng = np.random.default_rng(tile + rows)
+    num_tiles = -(-rows // tile)
+    draws = rng.multinomial(rows, np.full(6, 1 / 6), 30) * rng.integers(0, 2, (30, 6))
+    run = jax.jit(tiles.visits, static_argnums=(1, 2, 3))
+    for sizes in np.concatenate([draws, [[rows, 0, 0, 0, 0, 0], [0] * 6, [tile] + [0] * 5]]):
+        work = jax.device_get(run(sizes.astype(np.int32), rows, tile))
+        count = work.count
+        assert count <= num_tiles + 5
+        owner = np.full(num_tiles * tile, -1)
+        for group, at, begin, end in zip(work.group[:count], work.tile, work.begin, work.end):
+            assert (owner[at * tile + begin : at * tile + end] == -1).all()
+            owner[at * tile + begin : at * tile + end] = group
+        expected = np.repeat(np.arange(6), sizes)
+        np.testing.assert_array_equal(owner[: len(expected)], expected)
+        assert (owner[len(expected) :] == -1).all()
+        np.testing.assert_array_equal(np.unique(work.tile[:count]), np.arange(num_tiles))
+        assert (np.diff(work.tile[:count]) >= 0).all() and (work.source < num_tiles).all()
+        filled = work.end[:count] > work.begin[:count]
+        np.testing.assert_array_equal(work.source[:count][filled], work.tile[:count][filled])
+        assert len(np.unique(work.source[:count][~filled])) <= 1, "a tile without rows is read"
+        used = np.flatnonzero(sizes)
+        for group, after in zip(work.group[:count][filled], work.following):
+            assert after == min((u for u in used if u > group), default=-1)
+
+        every = jax.device_get(run(sizes.astype(np.int32), rows, tile, True))
+        assert every.count <= num_tiles + 5 and every.group[every.count] == 6
+        np.testing.assert_array_equal(np.unique(every.group[: every.count]), np.arange(6))
+        for group, size in enumerate(sizes):
+            mine = np.flatnonzero(every.group[: every.count] == group)
+            assert (every.end - every.begin)[mine].sum() == size and (np.diff(mine) == 1).all()
+
+
+def test_column_tiles():
+    assert tpu.column_tile(2048, 1536) == 1024, "one for each core"
+    assert tpu.column_tile(6144, 1536) == 1536
+    assert tpu.column_tile(384, 1536) == 384 and tpu.column_tile(100, 1536) == 100
+
+
+def test_what_is_refused(problem):
+    x, w, _ = problem
+    sizes = jnp.asarray(SIZES["uneven"])
+    with pytest.raises(ValueError, match=r"\[m k\], \[e k n\] and \[e\]"):
+        grouped_matmul(x, w.swapaxes(1, 2), sizes)
+    with pytest.raises(ValueError, match="group sizes"):
+        grouped_swiglu(x, sizes[:-1], w, w, w.swapaxes(1, 2))
+    assert "float16" in tpu.refuse(x.astype(jnp.float16), w)
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    assert "VMEM" in tpu.refuse(shape((8, 200000)), shape((1, 200000, 128)))
+    assert tpu.refuse(shape((8, 6144)), shape((1, 6144, 2048))) is None
+
+
+# SwiGLU
+
+
+def swiglu(x, sizes, w, **named):
+    return grouped_swiglu(x, sizes, w["gate"], w["up"], w["down"], **named)
+
+
+def swiglu_loop(x, dy, sizes):
+    """(y, dx, dw) of rows sorted by expert, one expert after the other; zeros behind the last."""
+    w = weights()
+    y, dx = np.zeros(x.shape), np.zeros(x.shape)
+    dw = {k: np.zeros(v.shape) for k, v in w.items()}
+    for e, rows in enumerate(slices(sizes)):
+        y[rows], dx[rows], dw["gate"][e], dw["up"][e], dw["down"][e] = gradients(
+            x[rows], dy[rows], w["gate"][e], w["up"][e], w["down"][e]
+        )
+    return y, dx, dw
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +242,22 @@ def x_dy():
     return np.random.default_rng(1).standard_normal((2, ROWS, D)).astype(np.float32)
 
 
-@jax.jit
-def grouped(x, dy, sizes, w):
-    y, pull = jax.vjp(lambda x, w: swiglu(x, sizes, w), x, w)
-    return y, *pull(dy)
+@functools.cache
+def swiglu_with_gradients(implementation):
+    @jax.jit
+    def run(x, dy, sizes, w):
+        y, pull = jax.vjp(lambda x, w: swiglu(x, sizes, w, implementation=implementation), x, w)
+        return y, *pull(dy)
+
+    return run
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_forward_and_gradients_are_those_of_the_loop(name, x_dy):
+@over_all
+@over_sizes
+def test_swiglu_and_its_gradients_are_those_of_the_loop(implementation, name, x_dy):
     sizes = SIZES[name]
-    y, dx, dw = grouped(*x_dy, np.asarray(sizes, np.int32), weights())
-    expected = loop(*x_dy, sizes)
+    y, dx, dw = swiglu_with_gradients(implementation)(*x_dy, np.asarray(sizes, np.int32), weights())
+    expected = swiglu_loop(*x_dy, sizes)
     np.testing.assert_allclose(y, expected[0], atol=1e-4)
     assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any()
     np.testing.assert_allclose(dx, expected[1], atol=1e-4)
@@ -67,12 +269,21 @@ def test_the_loop_is_the_oracle(x_dy):
     x = x_dy[0][:3]
     w = {k: v[1] for k, v in weights().items()}
     expected = oracle.swiglu(x, w["gate"].T, w["up"].T, w["down"].T)
-    np.testing.assert_allclose(loop(x, x, (0, 3, 0, 0, 0))[0], expected, atol=1e-5)
+    np.testing.assert_allclose(swiglu_loop(x, x, (0, 3, 0, 0, 0))[0], expected, atol=1e-5)
 
 
+@over_all
 @pytest.mark.parametrize("expected_rows", [1, 4000])
-def test_how_many_rows_are_expected_changes_nothing(expected_rows, x_dy):
+def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows, x_dy):
     sizes = SIZES["uneven"]
-    run = jax.jit(functools.partial(swiglu, expected_rows=expected_rows))
-    got = run(x_dy[0], np.asarray(sizes, np.int32), weights())
-    np.testing.assert_allclose(got, loop(*x_dy, sizes)[0], atol=1e-4)
+    run = functools.partial(swiglu, expected_rows=expected_rows, implementation=implementation)
+    got = jax.jit(run)(x_dy[0], np.asarray(sizes, np.int32), weights())
+    np.testing.assert_allclose(got, swiglu_loop(*x_dy, sizes)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("spread", [cases.even, cases.skewed])
+@pytest.mark.parametrize("sizes", [cases.UP, cases.SMALL])
+def test_cases_fill_the_rows_that_they_count(spread, sizes):
+    got = np.asarray(spread(sizes))
+    assert got.sum() == sizes["filled"] and got.shape == (sizes["e"],) and (got >= 0).all()
+    assert got.dtype == np.int32 and (np.ptp(got) < 2) == (spread is cases.even)

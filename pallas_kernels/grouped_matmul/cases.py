@@ -1,0 +1,115 @@
+"""GLM-5's routed experts, 32 on a device: 6144 wide, 2048 inside."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import Case
+from pallas_kernels.cost import Cost
+from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+
+UP = {"m": 16384, "filled": 16384, "k": 6144, "n": 2048, "e": 32}
+DOWN = UP | {"k": 2048, "n": 6144}
+DECODE = UP | {"m": 2048, "filled": 2048}
+# What 16 devices can send to one of them, and what they do send when the router is balanced.
+BUFFER = UP | {"m": 131072, "filled": 8192}
+SMALL = {"m": 192, "filled": 160, "k": 128, "n": 256, "e": 4}
+
+
+def even(sizes):
+    """int32[e]: the filled rows, spread evenly."""
+    shares = jnp.arange(sizes["e"] + 1) * sizes["filled"] // sizes["e"]
+    return jnp.diff(shares).astype(jnp.int32)
+
+
+def skewed(sizes):
+    """int32[e]: the same rows; each expert has 3/4 of the one before it, and the last have none."""
+    shares = 1 - 0.75 ** jnp.arange(sizes["e"] + 1, dtype=jnp.float32)
+    rows = (sizes["filled"] * shares / shares[-1]).astype(jnp.int32)
+    return jnp.diff(rows.at[-1].set(sizes["filled"]))
+
+
+def inputs(group_sizes):
+    """Unit rows, weights that keep them so, and a gradient."""
+
+    def of(sizes, key):
+        m, k, n, e = (sizes[name] for name in "mkne")
+        keys = jax.random.split(key, 3)
+        return {
+            "x": jax.random.normal(keys[0], (m, k), jnp.bfloat16),
+            "w": jax.random.normal(keys[1], (e, k, n), jnp.bfloat16) * k**-0.5,
+            "dy": jax.random.normal(keys[2], (m, n), jnp.bfloat16),
+            "group_sizes": group_sizes(sizes),
+        }
+
+    return of
+
+
+def forward(inputs, sizes, implementation):
+    """[m n]."""
+    return grouped_matmul(
+        inputs["x"], inputs["w"], inputs["group_sizes"], implementation=implementation
+    )
+
+
+def backward(inputs, sizes, implementation):
+    """Gradients of the rows and of the weights."""
+
+    def run(x, w):
+        return forward(inputs | {"x": x, "w": w}, sizes, implementation)
+
+    return jax.vjp(run, inputs["x"], inputs["w"])[1](inputs["dy"])
+
+
+def swiglu_inputs(sizes, key):
+    """Unit rows and an expert's three weights."""
+    m, k, n, e = (sizes[name] for name in "mkne")
+    keys = jax.random.split(key, 4)
+    shapes = {"gate": (e, k, n), "up": (e, k, n), "down": (e, n, k)}
+    weights = {
+        name: jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5
+        for key, (name, shape) in zip(keys[1:], shapes.items())
+    }
+    x = jax.random.normal(keys[0], (m, k), jnp.bfloat16)
+    return weights | {"x": x, "group_sizes": even(sizes)}
+
+
+def swiglu(inputs, sizes, implementation):
+    """[m k]."""
+    return grouped_swiglu(**inputs, expected_rows=sizes["filled"], implementation=implementation)
+
+
+def swiglu_backward(inputs, sizes, implementation):
+    """Gradients of the rows and of the three weights."""
+
+    def run(x, gate, up, down):
+        given = inputs | {"x": x, "gate": gate, "up": up, "down": down}
+        return swiglu(given, sizes, implementation)
+
+    y, pull = jax.vjp(run, *(inputs[name] for name in ("x", "gate", "up", "down")))
+    return pull(y)
+
+
+def cost(products: int, matrices: int = 1):
+    """Of so many products of the filled rows with so many weights of each expert; a result of m rows
+    is written for each that is not a weight's."""
+
+    def of(sizes):
+        m, filled, k, n, e = (sizes[name] for name in ("m", "filled", "k", "n", "e"))
+        weights = e * k * n * matrices * (2 if products > matrices else 1)
+        rows = m * (k if products > 1 else n) + filled * (k + (products > 1) * n)
+        return Cost(2 * products * filled * k * n, 2 * (weights + rows))
+
+    return of
+
+
+CASES = {
+    "forward": Case(UP, inputs(even), forward, cost(1), SMALL),
+    "forward_down": Case(DOWN, inputs(even), forward, cost(1), SMALL),
+    "forward_skewed": Case(UP, inputs(skewed), forward, cost(1), SMALL),
+    "decode": Case(DECODE, inputs(even), forward, cost(1), SMALL),
+    "backward": Case(UP, inputs(even), backward, cost(2), SMALL),
+    "backward_down": Case(DOWN, inputs(even), backward, cost(2), SMALL),
+    "backward_skewed": Case(UP, inputs(skewed), backward, cost(2), SMALL),
+    "swiglu_buffer": Case(BUFFER, swiglu_inputs, swiglu, cost(3, 3), SMALL),
+    "swiglu_backward": Case(UP, swiglu_inputs, swiglu_backward, cost(9, 3), SMALL),
+}

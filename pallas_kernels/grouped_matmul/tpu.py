@@ -1,0 +1,275 @@
+"""Ragged products of sorted rows for TPU (Mosaic).
+
+Forward: the tiles of rows go by in the order of the rows, and meet one column tile of the weights of
+each group that has rows in them. Weights are fetched a whole group ahead, so that their time hides
+behind all the tiles of the group before, and a group's weights are read once per column tile. A tile
+that several groups share stays in VMEM while each of them writes its rows.
+Backward: rows times transposed weights are the same kernel reading the weights the other way; the
+weights' gradient adds up the tiles of a group, one after another, in VMEM.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.tiles import visits
+
+# Not measured. Columns are as many as keep one chip's arithmetic ahead of reading the rows again for every
+# column tile (v6e needs 560 FLOP a byte), rows as many as keep its multiplier busy between two loads of
+# weights (by the compiler's own schedule: 128 on v5p, 256 on v6e and tpu7x).
+MAX_ROW_BYTES = 512  # of a column: 256 rows of bfloat16
+MIN_ROWS = 16
+MAX_COLUMNS = 1536
+WEIGHT_BYTES = 26 << 20  # two tiles of weights, in VMEM of 64 MiB
+STEP = 256  # columns that are computed together
+VMEM_BYTES = 56 << 20
+DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def refuse(x, w):
+    """Why these rows and weights cannot be taken, or None."""
+    if x.dtype != w.dtype or x.dtype not in DTYPES:
+        return f"rows {x.dtype} and weights {w.dtype}; it takes both in bfloat16 or both in float32"
+    for k, n in (w.shape[1:], w.shape[:0:-1]):
+        if _columns(k, n, w.dtype.itemsize) > _most_columns(k, w.dtype.itemsize):
+            return f"two blocks of weights of {k} by {n} do not fit into VMEM"
+    return None
+
+
+def forward(static, x, w, group_sizes, *, interpret=False):
+    """[m n] of x [m k], w [e k n]."""
+    return _multiply(static.expected_rows, False, interpret)(x, w, group_sizes)
+
+
+def backward(static, saved, dy, *, interpret=False):
+    """(dx, dw) for what `forward` took and the gradient of its output."""
+    x, w, group_sizes = saved
+    dx = _multiply(static.expected_rows, True, interpret)(dy, w, group_sizes)
+    dw = _sum_products(static.expected_rows, w.dtype, interpret)(x, dy, group_sizes)
+    return dx, dw
+
+
+def row_tile(rows: int, expected_rows: int, num_groups: int, itemsize: int) -> int:
+    """Rows of a tile: a group's mean as a power of two within bounds."""
+    mean = pl.next_power_of_2(-(-expected_rows // num_groups))
+    most = min(MAX_ROW_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
+    return min(max(mean, MIN_ROWS), most)
+
+
+def column_tile(n: int, most: int) -> int:
+    """The widest tile of at most `most` columns, an even number of them if there is one; n if n has none."""
+    fitting = [c for c in range(128, most + 1, 128) if n % c == 0]
+    even = [c for c in fitting if n % (2 * c) == 0]
+    return max(even or fitting, default=n)
+
+
+def _most_columns(k, itemsize):
+    return min(MAX_COLUMNS, WEIGHT_BYTES // (2 * k * itemsize))
+
+
+def _columns(k, n, itemsize):
+    return column_tile(n, _most_columns(k, itemsize))
+
+
+def _multiply(expected_rows, transposed, interpret):
+    """function(x [m k], w [e k n] or transposed w [e n k], group_sizes) -> [m n]."""
+
+    # In sequence also because a batch cannot be a dimension of a list of visits.
+    @jax.custom_batching.sequential_vmap
+    def multiply(x, w, group_sizes):
+        (m, k), (e, *rest) = x.shape, w.shape
+        n = rest[0] if transposed else rest[1]
+        rows = row_tile(m, expected_rows, e, x.dtype.itemsize)
+        columns = _columns(k, n, x.dtype.itemsize)
+        halves = 2 if n % (2 * columns) == 0 else 1  # one for each core of a v5p
+        tiles = n // columns // halves
+        work = visits(group_sizes, m, rows)
+        buffer = (columns, k) if transposed else (k, columns)
+        return pl.pallas_call(
+            functools.partial(_multiply_body, transposed, tiles, columns),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=6,
+                grid=(halves, tiles, work.count),
+                in_specs=[
+                    pl.BlockSpec((rows, k), lambda h, j, v, g, f, source, *_: (source[v], 0)),
+                    pl.BlockSpec(memory_space=pl.ANY),
+                ],
+                out_specs=pl.BlockSpec(
+                    (rows, columns),
+                    lambda h, j, v, g, f, s, tile, *_: (tile[v], h * tiles + j),
+                ),
+                scratch_shapes=[
+                    pltpu.VMEM((2, *buffer), w.dtype),
+                    pltpu.SemaphoreType.DMA((2,)),
+                    pltpu.SMEM((1,), jnp.int32),
+                ],
+            ),
+            out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+                vmem_limit_bytes=VMEM_BYTES,
+            ),
+            interpret=interpret,
+            name="grouped_matmul",
+        )(*work[1:], x, w)
+
+    return multiply
+
+
+def _multiply_body(
+    transposed,
+    tiles,
+    columns,
+    group,
+    following,
+    source,
+    tile,
+    begin,
+    end,
+    x,
+    w,
+    out,
+    buffer,
+    arrived,
+    turn,
+):
+    half, j, v = (pl.program_id(i) for i in range(3))
+    before = jnp.maximum(v - 1, 0)
+    filled = end[v] > begin[v]
+
+    def fetch(group, column_tile, slot):
+        there = w.at[group]
+        if there.shape != buffer.shape[1:]:
+            at = pl.ds(pl.multiple_of(column_tile * columns, columns), columns)
+            there = there.at[at, :] if transposed else there.at[:, at]
+        return pltpu.make_async_copy(there, buffer.at[slot], arrived.at[slot])
+
+    mine = half * tiles + j
+
+    @pl.when(filled & (j == 0) & (v == 0))
+    def _():
+        turn[0] = 1
+        fetch(group[0], mine, 0).start()
+
+    @pl.when(filled & ((v == 0) | (group[v] != group[before])))
+    def _():
+        slot = 1 - turn[0]
+        turn[0] = slot
+        fetch(group[v], mine, slot).wait()
+        last = following[v] < 0
+
+        @pl.when(jnp.logical_not(last) | (j + 1 < tiles))
+        def _():
+            ahead = jnp.where(last, group[0], following[v])
+            fetch(ahead, mine + last.astype(jnp.int32), 1 - slot).start()
+
+    @pl.when(filled)
+    def _():
+        slot = turn[0]
+        fresh = (v == 0) | (tile[v] != tile[before])
+
+        def compute(at):
+            weights = buffer[slot, at, :] if transposed else buffer[slot, :, at]
+            y = _dot(x[...], weights, 1, 1 if transposed else 0)
+            row = lax.broadcasted_iota(jnp.int32, y.shape, 0)
+            kept = jnp.where(fresh, 0, out[:, at].astype(jnp.float32))
+            y = jnp.where((row >= begin[v]) & (row < end[v]), y, kept)
+            out[:, at] = y.astype(out.dtype)
+
+        _in_steps(columns, compute)
+
+    @pl.when(jnp.logical_not(filled))
+    def _():
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+
+def _sum_products(expected_rows, dtype, interpret):
+    """function(x [m k], dy [m n], group_sizes int32[e]) -> [e k n]: every group's x transposed times dy."""
+
+    @jax.custom_batching.sequential_vmap
+    def sum_products(x, dy, group_sizes):
+        (m, k), n, e = x.shape, dy.shape[1], group_sizes.shape[0]
+        rows = row_tile(m, expected_rows, e, x.dtype.itemsize)
+        down, across = column_tile(k, MAX_COLUMNS), column_tile(n, MAX_COLUMNS)
+        work = visits(group_sizes, m, rows, every_group=True)
+        return pl.pallas_call(
+            _sum_products_body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=4,
+                grid=(k // down, n // across, work.count),
+                in_specs=[
+                    pl.BlockSpec((rows, down), lambda i, j, v, g, source, *_: (source[v], i)),
+                    pl.BlockSpec((rows, across), lambda i, j, v, g, source, *_: (source[v], j)),
+                ],
+                out_specs=pl.BlockSpec(
+                    (None, down, across), lambda i, j, v, group, *_: (group[v], i, j)
+                ),
+                scratch_shapes=[pltpu.VMEM((down, across), jnp.float32)],
+            ),
+            out_shape=jax.ShapeDtypeStruct((e, k, n), dtype),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"),
+                vmem_limit_bytes=VMEM_BYTES,
+            ),
+            interpret=interpret,
+            name="grouped_matmul_dw",
+        )(work.group, work.source, work.begin, work.end, x, dy)
+
+    return sum_products
+
+
+def _sum_products_body(group, source, begin, end, x, dy, out, total):
+    v = pl.program_id(2)
+    fresh = (v == 0) | (group[v] != group[jnp.maximum(v - 1, 0)])
+    filled = end[v] > begin[v]
+
+    def own(block):
+        row = lax.broadcasted_iota(jnp.int32, block.shape, 0)
+        return jnp.where((row >= begin[v]) & (row < end[v]), block, 0)
+
+    @pl.when(filled)
+    def _():
+        mine = own(x[...])
+
+        def compute(at):
+            y = _dot(mine, own(dy[:, at]), 0, 0)
+            total[:, at] = jnp.where(fresh, 0, total[:, at]) + y
+
+        _in_steps(dy.shape[1], compute)
+
+    @pl.when(jnp.logical_not(filled))
+    def _():
+        total[...] = jnp.zeros(total.shape, total.dtype)
+
+    @pl.when(group[v + 1] != group[v])
+    def _():
+        out[...] = total[...].astype(out.dtype)
+
+
+def _in_steps(columns, compute):
+    """compute(slice) over so many columns, STEP at a time where that divides them."""
+    step = STEP if columns % STEP == 0 else 128 if columns % 128 == 0 else columns
+    if step == columns:
+        return compute(slice(None))
+
+    def one(i, carry):
+        compute(pl.ds(pl.multiple_of(i * step, step), step))
+        return carry
+
+    lax.fori_loop(0, columns // step, one, None)
+
+
+def _dot(a, b, of_a: int, of_b: int):
+    """Product in float32 of two matrices, contracted over those dimensions."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(
+        a,
+        b,
+        (((of_a,), (of_b,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
