@@ -1,8 +1,10 @@
-"""The work list of the ragged kernels: which tile of rows meets which group."""
+"""What ragged kernels share: which tile of rows meets which group, and how its rows are written."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
 
 class Visits(NamedTuple):
@@ -57,3 +59,32 @@ def visits(group_sizes, rows: int, tile: int, every_group: bool = False) -> Visi
         begin,
         end,
     )
+
+
+def column_tile(n: int, most: int) -> int:
+    """The widest tile of at most `most` columns, an even number of them if there is one; n if n has none."""
+    fitting = [c for c in range(128, most + 1, 128) if n % c == 0]
+    even = [c for c in fitting if n % (2 * c) == 0]
+    return max(even or fitting, default=n)
+
+
+def in_steps(columns: int, step: int, compute):
+    """compute(slice) over so many columns, `step` at a time, 128 or all, whichever divides them first."""
+    step = next((s for s in (step, 128) if columns % s == 0), columns)
+    if step == columns:
+        compute(slice(None))
+        return
+
+    def one(i, carry):
+        compute(pl.ds(pl.multiple_of(i * step, step), step))
+        return carry
+
+    lax.fori_loop(0, columns // step, one, None)
+
+
+def store(out, at, y, fresh, begin, end):
+    """Writes rows begin to end of y float32 into columns `at` of a tile; the others stay, or are zero in
+    a fresh tile."""
+    row = lax.broadcasted_iota(jnp.int32, y.shape, 0)
+    kept = jnp.where(fresh, 0, out[:, at].astype(jnp.float32))
+    out[:, at] = jnp.where((row >= begin) & (row < end), y, kept).astype(out.dtype)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.tiles import visits
+from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, visits
 
 # Not measured. Columns are as many as keep one chip's arithmetic ahead of reading the rows again for every
 # column tile (v6e needs 560 FLOP a byte), rows as many as keep its multiplier busy between two loads of
@@ -24,6 +24,7 @@ from pallas_kernels.grouped_matmul.tiles import visits
 MAX_ROW_BYTES = 512  # of a column: 256 rows of bfloat16
 MIN_ROWS = 16
 MAX_COLUMNS = 1536
+MAX_WIDTH = 16384
 WEIGHT_BYTES = 26 << 20  # two tiles of weights, in VMEM of 64 MiB
 STEP = 256  # columns that are computed together
 VMEM_BYTES = 56 << 20
@@ -35,6 +36,8 @@ def refuse(x, w):
     if x.dtype != w.dtype or x.dtype not in DTYPES:
         return f"rows {x.dtype} and weights {w.dtype}; it takes both in bfloat16 or both in float32"
     for k, n in (w.shape[1:], w.shape[:0:-1]):
+        if k > MAX_WIDTH:
+            return f"rows of {k} numbers; it takes up to {MAX_WIDTH}"
         if _columns(k, n, w.dtype.itemsize) > _most_columns(k, w.dtype.itemsize):
             return f"two blocks of weights of {k} by {n} do not fit into VMEM"
     return None
@@ -58,13 +61,6 @@ def row_tile(rows: int, expected_rows: int, num_groups: int, itemsize: int) -> i
     mean = pl.next_power_of_2(-(-expected_rows // num_groups))
     most = min(MAX_ROW_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
     return min(max(mean, MIN_ROWS), most)
-
-
-def column_tile(n: int, most: int) -> int:
-    """The widest tile of at most `most` columns, an even number of them if there is one; n if n has none."""
-    fitting = [c for c in range(128, most + 1, 128) if n % c == 0]
-    even = [c for c in fitting if n % (2 * c) == 0]
-    return max(even or fitting, default=n)
 
 
 def _most_columns(k, itemsize):
@@ -175,12 +171,9 @@ def _multiply_body(
         def compute(at):
             weights = buffer[slot, at, :] if transposed else buffer[slot, :, at]
             y = _dot(x[...], weights, 1, 1 if transposed else 0)
-            row = lax.broadcasted_iota(jnp.int32, y.shape, 0)
-            kept = jnp.where(fresh, 0, out[:, at].astype(jnp.float32))
-            y = jnp.where((row >= begin[v]) & (row < end[v]), y, kept)
-            out[:, at] = y.astype(out.dtype)
+            store(out, at, y, fresh, begin[v], end[v])
 
-        _in_steps(columns, compute)
+        in_steps(columns, STEP, compute)
 
     @pl.when(jnp.logical_not(filled))
     def _():
@@ -239,7 +232,7 @@ def _sum_products_body(group, source, begin, end, x, dy, out, total):
             y = _dot(mine, own(dy[:, at]), 0, 0)
             total[:, at] = jnp.where(fresh, 0, total[:, at]) + y
 
-        _in_steps(dy.shape[1], compute)
+        in_steps(dy.shape[1], STEP, compute)
 
     @pl.when(jnp.logical_not(filled))
     def _():
@@ -248,19 +241,6 @@ def _sum_products_body(group, source, begin, end, x, dy, out, total):
     @pl.when(group[v + 1] != group[v])
     def _():
         out[...] = total[...].astype(out.dtype)
-
-
-def _in_steps(columns, compute):
-    """compute(slice) over so many columns, STEP at a time where that divides them."""
-    step = STEP if columns % STEP == 0 else 128 if columns % 128 == 0 else columns
-    if step == columns:
-        return compute(slice(None))
-
-    def one(i, carry):
-        compute(pl.ds(pl.multiple_of(i * step, step), step))
-        return carry
-
-    lax.fori_loop(0, columns // step, one, None)
 
 
 def _dot(a, b, of_a: int, of_b: int):

@@ -23,6 +23,7 @@ SIZES = {
     "all on the last": (0, 0, 0, 0, ROWS),
     "whole tiles": (32, 0, 64, 32, 0),
     "rows without an owner": (3, 0, 4, 50, 1),
+    "less than a tile": (3, 0, 4, 0, 1),
     "no row at all": (0, 0, 0, 0, 0),
 }
 over_all = over_implementations("grouped_matmul")
@@ -200,9 +201,9 @@ def test_visits(tile, rows):
 
 
 def test_column_tiles():
-    assert tpu.column_tile(2048, 1536) == 1024, "one for each core"
-    assert tpu.column_tile(6144, 1536) == 1536
-    assert tpu.column_tile(384, 1536) == 384 and tpu.column_tile(100, 1536) == 100
+    assert tiles.column_tile(2048, 1536) == 1024, "one for each core"
+    assert tiles.column_tile(6144, 1536) == 1536
+    assert tiles.column_tile(384, 1536) == 384 and tpu.column_tile(100, 1536) == 100
 
 
 def test_what_is_refused(problem):
@@ -214,7 +215,8 @@ def test_what_is_refused(problem):
         grouped_swiglu(x, sizes[:-1], w, w, w.swapaxes(1, 2))
     assert "float16" in tpu.refuse(x.astype(jnp.float16), w)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    assert "VMEM" in tpu.refuse(shape((8, 200000)), shape((1, 200000, 128)))
+    assert "rows of 20000" in tpu.refuse(shape((8, 20000)), shape((1, 20000, 128)))
+    assert "6144 by 4000" in tpu.refuse(shape((8, 6144)), shape((1, 6144, 4000)))
     assert tpu.refuse(shape((8, 6144)), shape((1, 6144, 2048))) is None
 
 

@@ -1,0 +1,33 @@
+"""Int8 rows times int4 weights in XLA: exact integers within a group, float32 over the groups."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_matmul.ref import Rows, spans
+from pallas_kernels.w4a8_matmul.quantize import unpack_int4
+
+
+def forward(static, x, x_scale, w, w_scale, group_sizes):
+    """[m n]; group_sizes None: weights without a leading expert."""
+
+    def product(x, x_scale, w, w_scale):
+        def add(g, total):
+            rows = lax.dynamic_slice_in_dim(x, g * static.group, static.group, axis=-1)
+            packed = lax.dynamic_slice_in_dim(
+                w, g * (static.group // 2), static.group // 2, axis=-2
+            )
+            weights = unpack_int4(packed, static.group)
+            sums = jnp.matmul(rows, weights, preferred_element_type=jnp.int32)
+            return total + sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(
+                w_scale, g, 1, axis=-2
+            )
+
+        shape = (*x.shape[:-1], w.shape[-1])
+        total = lax.fori_loop(0, w_scale.shape[-2], add, jnp.zeros(shape, jnp.float32))
+        return ((total * x_scale).astype(static.out_dtype),)
+
+    arrays, weights = (x, x_scale[:, None]), (w, w_scale)
+    if group_sizes is None:
+        return product(*arrays, *weights)[0]
+    rows = Rows(spans(-(-x.shape[0] // w.shape[0])), group_sizes, x.shape[0])
+    return rows.map(product, arrays, weights)[0]

@@ -1,0 +1,135 @@
+"""Int8 rows times int4 weights for TPU (Mosaic).
+
+The tiles of rows meet the column tiles of their group's weights as in `grouped_matmul.tpu`; weights
+without experts are those of one group. Bytes are taken apart in VMEM, thirty-two bits at a time: each
+half, left where it is, is sixteen times its integer in two's complement, so that one mask gives the high
+integers and a shift with the mask the low ones. The sixteen goes at the end, where it is exact.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, visits
+
+# Not measured. A sum of MAX_ROWS by STEP is half of the vector registers.
+MIN_ROWS, MAX_ROWS = 32, 128
+MAX_COLUMNS = 1024
+STEP = 256
+TOGETHER = (8, 4, 2, 1)
+WEIGHT_BYTES = 20 << 20  # two tiles of weights and scales
+VMEM_BYTES = 48 << 20
+HIGH_HALVES = -0x0F0F0F10  # 0xF0F0F0F0
+
+
+def refuse(x, w, w_scale):
+    """Why these rows and weights cannot be taken, or None."""
+    k, (groups, n) = x.shape[1], w_scale.shape[-2:]
+    group = k // groups
+    # A tpu7x multiplies integers as bfloat16: sums are exact up to 2**24.
+    if group % 128 or group > 1024:
+        return f"groups of {group} rows of weights; it takes 128 to 1024, in steps of 128"
+    if _columns(k, groups, n) > _most_columns(k, groups):
+        return f"two blocks of weights of {k} by {n} do not fit into VMEM"
+    return None
+
+
+def _most_columns(k, groups):
+    return min(MAX_COLUMNS, WEIGHT_BYTES // (k + 8 * groups))
+
+
+def _columns(k, groups, n):
+    return column_tile(n, _most_columns(k, groups))
+
+
+def forward(static, x, x_scale, w, w_scale, group_sizes, *, interpret=False):
+    """[m n]; group_sizes None: weights without a leading expert."""
+    if group_sizes is None:
+        w, w_scale = w[None], w_scale[None]
+        group_sizes = jnp.full(1, x.shape[0], jnp.int32)
+    return _multiply(static.group, static.out_dtype, interpret)(x, x_scale, w, w_scale, group_sizes)
+
+
+def _multiply(group, out_dtype, interpret):
+    # In sequence, as a batch cannot be a dimension of a list of visits.
+    @jax.custom_batching.sequential_vmap
+    def multiply(x, x_scale, w, w_scale, group_sizes):
+        (m, k), (e, groups, n) = x.shape, w_scale.shape
+        mean = pl.next_power_of_2(-(-m // e))
+        rows = min(max(mean, MIN_ROWS), MAX_ROWS)
+        columns = _columns(k, groups, n)
+        work = visits(group_sizes, m, rows)
+        # A row per tile: as a column, every scale would fill a row of lanes in memory.
+        x_scale = jnp.pad(x_scale, (0, -m % rows)).reshape(-1, 1, rows)
+        return pl.pallas_call(
+            functools.partial(_body, group),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=5,
+                grid=(n // columns, work.count),
+                in_specs=[
+                    pl.BlockSpec((rows, k), lambda j, v, g, source, *_: (source[v], 0)),
+                    pl.BlockSpec((None, 1, rows), lambda j, v, g, source, *_: (source[v], 0, 0)),
+                    pl.BlockSpec((None, k // 2, columns), lambda j, v, group, *_: (group[v], 0, j)),
+                    pl.BlockSpec((None, groups, columns), lambda j, v, group, *_: (group[v], 0, j)),
+                ],
+                out_specs=pl.BlockSpec((rows, columns), lambda j, v, g, s, tile, *_: (tile[v], j)),
+            ),
+            out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            interpret=interpret,
+            name="w4a8_matmul",
+        )(work.group, work.source, work.tile, work.begin, work.end, x, x_scale, w, w_scale)
+
+    return multiply
+
+
+def _body(size, group, source, tile, begin, end, x, x_scale, w, w_scale, out):
+    v = pl.program_id(1)
+    filled = end[v] > begin[v]
+
+    @pl.when(filled)
+    def _():
+        fresh = (v == 0) | (tile[v] != tile[jnp.maximum(v - 1, 0)])
+        num_groups = w_scale.shape[0]
+        together = next(u for u in TOGETHER if num_groups % u == 0)
+        by_row = x_scale[...].reshape(x.shape[0], 1) * (1 / 16)
+
+        def compute(at):
+            def add(g, total):
+                here = pl.ds(pl.multiple_of(g * size, size), size)
+                half = pl.ds(pl.multiple_of(g * (size // 2), size // 2), size // 2)
+                sums = lax.dot_general(
+                    x[:, here],
+                    _sixteenfold(w[half, at]),
+                    (((1,), (0,)), ((), ())),
+                    preferred_element_type=jnp.int32,
+                )
+                return total + sums.astype(jnp.float32) * w_scale[pl.ds(g, 1), at]
+
+            def some(i, total):
+                for u in range(together):
+                    total = add(i * together + u, total)
+                return total
+
+            zeros = jnp.zeros(out[:, at].shape, jnp.float32)
+            y = lax.fori_loop(0, num_groups // together, some, zeros) * by_row
+            store(out, at, y, fresh, begin[v], end[v])
+
+        in_steps(out.shape[1], STEP, compute)
+
+    @pl.when(jnp.logical_not(filled))
+    def _():
+        out[...] = jnp.zeros(out.shape, out.dtype)
+
+
+def _sixteenfold(packed):
+    """int8[2i n] of bytes int8[i n]: sixteen times the integers, the low halves first."""
+    words = pltpu.bitcast(packed, jnp.int32)
+    halves = ((words << 4) & HIGH_HALVES, words & HIGH_HALVES)
+    return jnp.concatenate([pltpu.bitcast(x, jnp.int8) for x in halves], axis=0)
