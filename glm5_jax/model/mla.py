@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import dispatch
 from pallas_kernels.flash_mla import flash_mla
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 
@@ -114,7 +115,12 @@ GATHER_COST = 3
 
 
 def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
-    """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice."""
+    """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice.
+
+    Where a kernel gathers, always "gathered" over selected keys: attention by masking has no kernel.
+    """
+    if topk is not None and dispatch.platform() in dispatch.OF_PLATFORM:
+        return "gathered"
     t, s, n = queries.q.shape[1], keys.latent.shape[1], cfg.num_attention_heads
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
     c = cfg.kv_lora_rank
