@@ -13,7 +13,13 @@ import numpy as np
 
 from pallas_kernels.cost import Cost
 
-KERNELS = ("grouped_matmul", "w4a8_matmul", "mla_prologue", "cross_entropy")
+KERNELS = (
+    "flash_mla",
+    "grouped_matmul",
+    "w4a8_matmul",
+    "mla_prologue",
+    "cross_entropy",
+)
 
 
 class Case(NamedTuple):

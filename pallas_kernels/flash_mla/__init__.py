@@ -10,12 +10,14 @@ from pallas_kernels import dispatch
 
 
 class Static(NamedTuple):
-    """What is known when tracing; start: key index of query 0, or None if only known at run time."""
+    """What is known when tracing; start: key index of query 0, or None if only known at run time.
+    shared: keys and values are one array."""
 
     choice: dispatch.Choice
     scale: float
     block: int
     start: int | None
+    shared: bool = False
 
 
 def flash_mla(
@@ -38,6 +40,8 @@ def flash_mla(
     int32[b t k] holds s (None: all). Sums are wide; a query without visible keys gives zeros and an
     infinite lse. Only out carries a gradient. Memory is linear in the length in both directions.
 
+    The same array as k and v is read once by the Pallas forms.
+
     block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
     """
     b, t, n, _ = q.shape
@@ -46,11 +50,12 @@ def flash_mla(
         raise ValueError(
             f"flash_mla: {n} heads of queries over {heads} of keys; it must divide them"
         )
+    shared = v is k
     grouped = q.reshape(b, t, heads, n // heads, -1).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     known = start if isinstance(start, int) else None
     choice = dispatch.choose("flash_mla", implementation, grouped, k, v, topk)
-    static = Static(choice, scale, block, known)
+    static = Static(choice, scale, block, known, shared)
     start = 0 if known is not None else start
     out, lse, top = _flash(static, grouped, k, v, start, q_segments, k_segments, topk)
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)

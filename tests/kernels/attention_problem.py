@@ -40,6 +40,15 @@ def plain(q, k, v, dy, mask):
     return y, logits.max(), dq, dk, np.einsum("bnts,btny->bsny", p, dy)
 
 
+def lse(q, k, mask):
+    """float64 [b t n] log-sum-exp of the logits of q over k [b s n x]; infinite where nothing is visible."""
+    logits = np.einsum("btnx,bsnx->btns", q.astype(np.float64), k.astype(np.float64)) * SCALE
+    logits = np.where(mask[:, :, None], logits, -np.inf)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.sum(np.exp(logits), axis=-1))
+    return np.where(np.isneginf(total), np.inf, total)
+
+
 def topk_of(start, segments):
     """int32 [b t 4] random visible keys, -1 where fewer are visible."""
     mask = keep(start, segments, None)

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import blocks
-from pallas_kernels.flash_mla import flash_mla
+from pallas_kernels import blocks, compat
+from pallas_kernels.flash_mla import cases, flash_mla, tpu
 from pallas_kernels.flash_mla.ref import chosen
 from tests.kernels.attention_problem import (
     SCALE,
@@ -20,16 +22,27 @@ from tests.kernels.attention_problem import (
     X,
     Y,
     keep,
+    lse,
     normal,
     plain,
     topk_of,
 )
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+    written,
+)
 
 
-@pytest.fixture
-def few_extents(monkeypatch):
-    """Runs of several blocks, as in sequences of more than 16 blocks."""
+@pytest.fixture(autouse=True)
+def several_tiles(monkeypatch):
+    """Tiles and runs of blocks that are several in problems as small as these."""
     monkeypatch.setattr(blocks, "EXTENTS", 2)
+    monkeypatch.setattr(tpu, "FORWARD", tpu.Tiles(8, 8))
+    monkeypatch.setattr(tpu, "BACKWARD", tpu.Tiles(8, 16))
+    monkeypatch.setattr(tpu, "ALIGN", 8)
 
 
 CASES = {
@@ -38,14 +51,25 @@ CASES = {
     "documents": dict(segments=True),
     "selected keys": dict(topk=True),
     "everything": dict(start=7, segments=True, topk=True),
-    "one shared key": dict(heads=1, start=7, block=64),
+    "one shared key": dict(heads=1, start=7),
+    "one shared key in a block": dict(heads=1, start=7, block=64),
     "a block each": dict(block=1, start=7),
+    "documents of two heads": dict(heads=2, start=7, segments=True, traced=True),
 }
 
 
-@pytest.mark.usefixtures("few_extents")
-@pytest.mark.parametrize("name", CASES)
-def test_attention_and_its_gradients(name):
+def over_cases(test):
+    """Every case of the XLA form; of the Pallas forms those without topk and block, which they do not use."""
+    named = [("ref", "ref", name) for name in CASES]
+    for form in written("flash_mla"):
+        own = [name for name, case in CASES.items() if not case.keys() & {"topk", "block"}]
+        named += [(form, interpreted(form), name) for name in own if form != "ref"]
+    params = [pytest.param(how, name, id=f"{form}-{name}") for form, how, name in named]
+    return pytest.mark.parametrize(("implementation", "name"), params)(test)
+
+
+@over_cases
+def test_attention_and_its_gradients(implementation, name):
     case = dict(start=0, traced=False, segments=False, topk=False, heads=N, block=4) | CASES[name]
     start, heads = case["start"], case["heads"]
     segments = SEGMENTS if case["segments"] else None
@@ -62,7 +86,7 @@ def test_attention_and_its_gradients(name):
     def run(q, k, v, start_now):
         def attend(q, k, v):
             own = None if segments is None else jnp.asarray(segments[:, start : start + T])
-            out, _, top = flash_mla(
+            out, *rest = flash_mla(
                 q,
                 k,
                 v,
@@ -72,19 +96,250 @@ def test_attention_and_its_gradients(name):
                 topk=None if topk is None else jnp.asarray(topk),
                 scale=SCALE,
                 block=case["block"],
+                implementation=implementation,
             )
-            return out, top
+            return out, rest
 
-        y, pull, top = jax.vjp(attend, q, k, v, has_aux=True)
-        return y, top, *pull(jnp.asarray(dy))
+        y, pull, rest = jax.vjp(attend, q, k, v, has_aux=True)
+        return y, *rest, *pull(jnp.asarray(dy))
 
     got = run(q, k, v, jnp.int32(start))
     repeat = functools.partial(np.repeat, repeats=N // heads, axis=2)
     y, top, dq, dk, dv = plain(q, repeat(k), repeat(v), dy, mask)
     dk, dv = (g.reshape(B, S, heads, N // heads, -1).sum(3) for g in (dk, dv))
-    for ours, theirs in zip(got, (y, top, dq, dk, dv), strict=True):
+    expected = (y, lse(q, repeat(k), mask), top, dq, dk, dv)
+    for ours, theirs in zip(got, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
     assert not np.asarray(got[0])[~mask.any(-1)].any()
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """40 queries from key 30 on over 75 keys: documents that cross tiles and fill some, and padding at the
+    end and inside; 4 heads over 2."""
+    lengths = [[3, 30, 1, 20, 16, 5], [33, 8, 9, 2, 15, 8]]
+    segments = np.stack([np.repeat([1, 2, 0, 3, 4, 0], row) for row in lengths]).astype(np.int32)
+    q, dy = normal(2, 40, 4, 8), normal(2, 40, 4, 8)
+    return (q, normal(2, 75, 2, 8), normal(2, 75, 2, 8), dy), segments
+
+
+def attend(implementation, segments=None, start=30, scale=SCALE):
+    """(q, k, v, dy) -> (out, dq, dk, dv)."""
+    own = None if segments is None else jnp.asarray(segments)[:, 30:70]
+
+    def run(q, k, v, dy, start=start):
+        call = functools.partial(
+            flash_mla,
+            scale=scale,
+            start=start,
+            q_segments=own,
+            k_segments=None if segments is None else jnp.asarray(segments),
+            block=16,
+            implementation=implementation,
+        )
+        out, pull = jax.vjp(lambda *args: call(*args)[0], q, k, v)
+        return out, *pull(dy)
+
+    return run
+
+
+def answer(arrays, segments):
+    """What `attend` gives, in float64."""
+    q, k, v, dy = (np.asarray(x, np.float64) for x in arrays)
+    key, own = np.arange(75), segments[:, 30:70]
+    mask = (key <= 30 + np.arange(40)[:, None]) & (own[:, :, None] == segments[:, None])
+    mask &= (own != 0)[..., None]
+    y, _, dq, dk, dv = plain(q, k.repeat(2, axis=2), v.repeat(2, axis=2), dy, mask)
+    return y, dq, *(g.reshape(2, 75, 2, 2, -1).sum(3) for g in (dk, dv))
+
+
+@over_pallas_forms("flash_mla")
+def test_documents_that_cross_tiles(packed, name):
+    arrays, segments = packed
+    got = jax.jit(attend(interpreted(name), segments))(*arrays)
+    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@over_pallas_forms("flash_mla")
+def test_bfloat16_is_summed_wide(packed, name):
+    arrays, segments = packed
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+    got = jax.jit(attend(interpreted(name), segments))(*arrays)
+    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        difference = np.abs(np.float64(ours) - theirs)
+        assert difference.max() < 0.01 * np.abs(theirs).max()
+        assert difference.mean() < 0.004 * np.abs(theirs).mean()
+
+
+def test_backward_in_chunks_of_rows(packed, monkeypatch):
+    """Two heads of five tiles of rows each, of which three fit: the last chunk has two that are not there."""
+    arrays, segments = packed
+    monkeypatch.setattr(tpu, "_most_units", lambda *_: 3)
+    got = jax.jit(attend(interpreted("tpu"), segments))(*arrays)
+    for ours, theirs in zip(got, answer(arrays, segments), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@over_implementations("flash_mla")
+@pytest.mark.parametrize("t", [1, 3])
+def test_decoding_over_a_shared_latent(implementation, t):
+    """Few queries of all heads in one tile of rows; the latent is key and value."""
+    q, latent = normal(2, t, 4, 8), normal(2, 20, 1, 8)
+    mask = np.broadcast_to(np.arange(20) <= 16 + np.arange(t)[:, None], (2, t, 20))
+
+    @jax.jit
+    def run(q, latent, start):
+        call = functools.partial(flash_mla, scale=SCALE, implementation=implementation)
+        return call(q, latent, latent, start=start)
+
+    y, total, top = run(q, latent, jnp.int32(16))
+    keys = latent.repeat(4, axis=2)
+    expected, largest, *_ = plain(q, keys, keys, np.zeros(q.shape), mask)
+    np.testing.assert_allclose(y, expected, atol=2e-5)
+    np.testing.assert_allclose(total, lse(q, keys, mask), atol=2e-5)
+    np.testing.assert_allclose(top, largest, atol=2e-5)
+
+
+@over_implementations("flash_mla")
+def test_gradients_of_an_array_that_is_key_and_value(implementation):
+    q, latent, dy = normal(2, 3, 4, 8), normal(2, 20, 1, 8), normal(2, 3, 4, 8)
+
+    def out(q, k, v):
+        return flash_mla(q, k, v, scale=SCALE, start=17, implementation=implementation)[0]
+
+    @jax.jit
+    def run(q, latent, dy):
+        both = jax.vjp(lambda k: out(q, k, k), latent)[1](dy)[0]
+        return both, *jax.vjp(lambda k, v: out(q, k, v), latent, latent + 0)[1](dy)
+
+    both, of_keys, of_values = run(q, latent, dy)
+    np.testing.assert_allclose(both, of_keys + of_values, atol=1e-5)
+    assert np.abs(of_keys).max() > 0.1 < np.abs(of_values).max()
+
+
+@over_implementations("flash_mla")
+def test_logits_of_tens_of_thousands(implementation):
+    """They rise along the keys, so that every tile raises the maximum, or fall; the last key of either
+    kind takes all."""
+    k = np.linspace(-1, 1, 20, dtype=np.float32)[None, :, None, None].repeat(8, axis=3)
+    q = np.full((1, 13, 2, 8), 4e3, np.float32) * np.float32([1, -1])[:, None]
+    call = jax.jit(functools.partial(flash_mla, scale=1.0, start=7, implementation=implementation))
+    out, total, top = call(q, np.repeat(k, 2, axis=2), np.repeat(k, 2, axis=2))
+    np.testing.assert_allclose(out[0, :, 0], k[0, 7:, 0])
+    np.testing.assert_allclose(out[0, :, 1], np.full((13, 8), -1))
+    np.testing.assert_allclose(total[0, :, 0], 8 * 4e3 * k[0, 7:, 0, 0], rtol=1e-5, atol=1e-2)
+    np.testing.assert_allclose(top, 8 * 4e3, rtol=1e-6)
+
+
+@over_pallas_forms("flash_mla")
+def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
+    """Three tiles of keys, two of rows, two documents of which the second starts inside a tile."""
+    segments = jnp.asarray(np.repeat([[1, 2]], [11, 13], axis=1))
+    arrays = [jnp.asarray(normal(1, 16, 1, 8)) for _ in range(4)]
+
+    def run(q, k, v, dy):
+        def out(q, k, v):
+            return flash_mla(
+                q,
+                k,
+                v,
+                scale=SCALE,
+                q_segments=segments[:, :16],
+                k_segments=segments[:, :16],
+                implementation=watched(name),
+            )[0]
+
+        y, pull = jax.vjp(out, q, k, v)
+        return y, pull(dy)
+
+    run = jax.jit(run)
+    first, second = (jax.device_get(run(*arrays)) for _ in range(2))
+    assert not compat.races_found(name)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@over_implementations("flash_mla")
+def test_batched_and_traced_once(packed, implementation):
+    """Over segments, which decide how many steps there are, and over the first query's index."""
+    arrays, segments = packed
+    single = [np.asarray(x)[:, None, :, :1] for x in arrays]
+    single[1:3] = [x[:, :, :, :1] for x in single[1:3]]
+    traces = []
+
+    def run(q, k, v, segments, start):
+        traces.append(start)
+        return flash_mla(
+            q,
+            k,
+            v,
+            scale=SCALE,
+            start=start,
+            q_segments=lax.dynamic_slice_in_dim(segments, start, 40, 1),
+            k_segments=segments,
+            implementation=implementation,
+        )[0]
+
+    start = np.int32([30, 12])
+    batched = jax.jit(jax.vmap(run))
+    args = (*single[:3], segments[:, None], start)
+    got = jax.device_get(batched(*args))
+    np.testing.assert_array_equal(got, batched(*args))
+    assert len(traces) == 1
+    expected = jax.jit(run)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], expected(*(x[i] for x in args)), atol=1e-6)
+
+
+@over_implementations("flash_mla")
+def test_queries_sharded_over_a_mesh(implementation):
+    """As the model calls it: each device has some rows' queries from its own place on, and gathers keys."""
+    mesh = jax.make_mesh((2, 4), ("data", "context"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    q, k, v, dy = (normal(2, 32, 2, 8) for _ in range(4))
+
+    def local(q, k, v, dy):
+        def out(q, k, v):
+            k, v = (lax.all_gather(x, "context", axis=1, tiled=True) for x in (k, v))
+            start = q.shape[1] * lax.axis_index("context")
+            return flash_mla(q, k, v, scale=SCALE, start=start, implementation=implementation)[0]
+
+        y, pull = jax.vjp(out, q, k, v)
+        return y, *pull(dy)
+
+    spec = P("data", "context")
+    run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    mask = np.broadcast_to(np.tri(32, dtype=bool), (2, 32, 32))
+    y, _, dq, dk, dv = plain(q, k, v, dy, mask)
+    for ours, theirs in zip(jax.jit(run)(q, k, v, dy), (y, dq, dk, dv), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@over_pallas_forms("flash_mla")
+def test_pallas_forms_refuse(name):
+    q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 9, 2, 8), np.float32)
+    call = functools.partial(flash_mla, scale=1.0, implementation=interpreted(name))
+    with pytest.raises(ValueError, match="topk"):
+        call(q, k, k, topk=np.zeros((1, 4, 2), np.int32))
+    with pytest.raises(ValueError, match="float16"):
+        call(q.astype(np.float16), k.astype(np.float16), k.astype(np.float16))
+    with pytest.raises(ValueError, match="one for all"):
+        call(q, jnp.asarray(k, jnp.bfloat16), k)
+
+
+def test_more_tiles_than_their_list_may_have_are_refused():
+    q = jax.ShapeDtypeStruct((1, 1, 1, 8 * 400, 8), jnp.bfloat16)
+    k, longer = (jax.ShapeDtypeStruct((1, 1, 8 * n, 8), jnp.bfloat16) for n in (400, 401))
+    assert tpu.refuse(q, k, k, None) is None
+    assert "tiles" in tpu.refuse(q, longer, longer, None)
+
+
+def test_cost_counts_the_pairs_that_causality_lets_meet():
+    sizes = {"b": 2, "t": 5, "s": 9, "start": 6, "n": 3, "m": 3, "x": 4, "y": 2}
+    pairs = 7 + 8 + 9 + 9 + 9
+    assert cases.cost(2)(sizes).flops == 2 * 2 * 3 * pairs * (4 + 2)
+    assert cases.cost(7)(sizes).flops == 2 * 2 * 3 * pairs * (4 * 4 + 3 * 2)
+    assert cases.cost(2)(sizes).bytes == 2 * 2 * 3 * (5 + 9) * (4 + 2)
 
 
 def test_chosen():

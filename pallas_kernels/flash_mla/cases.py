@@ -1,0 +1,100 @@
+"""GLM-5's dense attention: packed rows of pre-training, long sequences, a share of one, and decoding.
+
+64 heads of 192 + 64 and of 256 in the expanded form; in the absorbed one they share the latent of
+512 + 64, which is key and value at once.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import Case
+from pallas_kernels.cost import Cost
+from pallas_kernels.flash_mla import flash_mla
+
+ROWS = {"b": 2, "t": 4096, "s": 4096, "start": 0, "n": 64, "m": 64, "x": 256, "y": 256}
+LONG = ROWS | {"b": 1, "t": 32768, "s": 32768}
+SHARE = LONG | {"t": 4096, "start": 28672}
+DECODE = {"b": 8, "t": 1, "s": 8192, "start": 8191, "n": 64, "m": 1, "x": 576, "y": 576}
+DRAFTS = DECODE | {"t": 8, "start": 8184}
+SMALL = {"b": 2, "t": 256, "s": 256, "start": 0, "n": 2, "m": 2, "x": 128, "y": 128}
+SMALL_SHARE = SMALL | {"t": 64, "start": 192}
+SMALL_DECODE = {"b": 2, "t": 2, "s": 256, "start": 254, "n": 8, "m": 1, "x": 192, "y": 192}
+DOCUMENTS = 6  # a packed row
+SCALE = 0.0625  # 1 / sqrt(192 + 64), also where the latent is the key
+
+
+def inputs(packed: bool = False, start: bool = False):
+    """Unit queries, keys, values and gradient; documents of random lengths, the last one padding; start
+    as an array, which is only known at run time."""
+
+    def of(sizes, key):
+        b, t, s, n, m, x, y = (sizes[name] for name in "btsnmxy")
+        keys = jax.random.split(key, 5)
+        made = {
+            "q": jax.random.normal(keys[0], (b, t, n, x), jnp.bfloat16),
+            "k": jax.random.normal(keys[1], (b, s, m, x), jnp.bfloat16),
+            "dout": jax.random.normal(keys[2], (b, t, n, y), jnp.bfloat16),
+        }
+        if m > 1:
+            made["v"] = jax.random.normal(keys[3], (b, s, m, y), jnp.bfloat16)
+        if packed:
+            ends = jnp.sort(jax.random.randint(keys[4], (b, DOCUMENTS), 0, s), axis=1)
+            number = jnp.sum(jnp.arange(s) >= ends[..., None], axis=1, dtype=jnp.int32)
+            made["segments"] = jnp.where(number == DOCUMENTS, 0, number + 1)
+        if start:
+            made["start"] = jnp.full((), sizes["start"], jnp.int32)
+        return made
+
+    return of
+
+
+def forward(inputs, sizes, implementation):
+    """(out, lse, largest logit)."""
+    segments = inputs.get("segments")
+    own = None if segments is None else segments[:, -sizes["t"] :]
+    return flash_mla(
+        inputs["q"],
+        inputs["k"],
+        inputs.get("v", inputs["k"]),
+        scale=SCALE,
+        start=inputs.get("start", sizes["start"]),
+        q_segments=own,
+        k_segments=segments,
+        implementation=implementation,
+    )
+
+
+def backward(inputs, sizes, implementation):
+    """Gradients of queries, keys and values."""
+
+    def out(q, k, v):
+        return forward(inputs | {"q": q, "k": k, "v": v}, sizes, implementation)[0]
+
+    return jax.vjp(out, inputs["q"], inputs["k"], inputs["v"])[1](inputs["dout"])
+
+
+def cost(products: int):
+    """Of so many products of 2 x or 2 y FLOPs for each query and key that causality lets meet, documents
+    left out of account; the forward has two. Queries, keys, values and outputs move once, their gradients too."""
+
+    def of(sizes):
+        b, t, s, n, m, x, y = (sizes[name] for name in "btsnmxy")
+        pairs = sum(min(sizes["start"] + 1 + query, s) for query in range(t))
+        # Logits and their two gradients are x wide, the values' product and its two gradients y.
+        wide = x * ((products + 1) // 2) + y * (products // 2)
+        read = n * t * (x + y) + (m * s * (x + y) if m > 1 else s * x)
+        return Cost(2 * b * n * pairs * wide, 2 * b * read * (1 if products == 2 else 2))
+
+    return of
+
+
+CASES = {
+    "forward": Case(ROWS, inputs(packed=True), forward, cost(2), SMALL),
+    "backward": Case(ROWS, inputs(packed=True), backward, cost(7), SMALL),
+    "long_forward": Case(LONG, inputs(), forward, cost(2), SMALL),
+    "long_backward": Case(LONG, inputs(), backward, cost(7), SMALL),
+    "share_forward": Case(SHARE, inputs(start=True), forward, cost(2), SMALL_SHARE),
+    "share_backward": Case(SHARE, inputs(start=True), backward, cost(7), SMALL_SHARE),
+    "decode": Case(DECODE, inputs(start=True), forward, cost(2), SMALL_DECODE),
+    "drafts": Case(DRAFTS, inputs(start=True), forward, cost(2), SMALL_DECODE),
+}
