@@ -6,6 +6,7 @@
     grouped_matmul           rows sorted by expert, each through its own expert's weights
     mla_prologue             projections, norms, rotation and cache write before attention
     cross_entropy            output projection and its loss, without the logits as a whole
+    gated_delta              linear attention with a gate and the delta rule, in chunks or step by step
 
 Every package holds `ref.py` (runs anywhere and says what is meant) and, where there is one, `tpu.py`
 (Mosaic) and `gpu.py` (Mosaic GPU, Hopper). `dispatch.choose` picks one of them.

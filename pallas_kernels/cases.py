@@ -19,6 +19,7 @@ KERNELS = (
     "w4a8_matmul",
     "mla_prologue",
     "cross_entropy",
+    "gated_delta",
 )
 
 

@@ -1,0 +1,67 @@
+"""Linear attention in the place of GLM-5's: 64 heads, keys of 192 and values of 256."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import Case
+from pallas_kernels.cost import Cost
+from pallas_kernels.gated_delta import gated_delta
+
+SIZES = {"b": 1, "t": 4096, "n": 64, "h": 192, "u": 256, "chunk": 64}
+LONG = SIZES | {"t": 32768}
+SMALL = {"b": 1, "t": 96, "n": 2, "h": 24, "u": 32, "chunk": 32}
+
+
+def inputs(sizes, key):
+    """Unit keys and queries, a gate that forgets half in some ten positions, beta of a sigmoid."""
+    b, t, n, h, u = (sizes[name] for name in "btnhu")
+    keys = jax.random.split(key, 5)
+
+    def unit(key):
+        x = jax.random.normal(key, (b, t, n, h))
+        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+
+    return {
+        "q": unit(keys[0]),
+        "k": unit(keys[1]),
+        "v": jax.random.normal(keys[2], (b, t, n, u), jnp.bfloat16),
+        "g": -0.1 * jax.random.uniform(keys[3], (b, t, n)),
+        "beta": jax.nn.sigmoid(jax.random.normal(keys[4], (b, t, n))),
+    }
+
+
+def forward(inputs, sizes, implementation):
+    """(out, final state)."""
+    return gated_delta(**inputs, chunk=sizes["chunk"], implementation=implementation)
+
+
+def backward(inputs, sizes, implementation):
+    """Gradients of every argument."""
+
+    def loss(inputs):
+        out, state = forward(inputs, sizes, implementation)
+        return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(state**2)
+
+    return jax.grad(loss)(inputs)
+
+
+def cost(times: int):
+    """Per position and head three products with the state: what the key recalls, what is written, what the
+    query reads. The operands once, and the state of every chunk twice where a gradient needs it."""
+
+    def of(sizes):
+        b, t, n, h, u = (sizes[name] for name in "btnhu")
+        rows = 2 * (2 * h + 2 * u) + 8
+        states = 8 * h * u / sizes["chunk"] if times > 1 else 0
+        return Cost(6 * times * b * t * n * h * u, b * t * n * (times * rows + states))
+
+    return of
+
+
+CASES = {
+    "forward": Case(SIZES, inputs, forward, cost(1), SMALL),
+    "long_forward": Case(LONG, inputs, forward, cost(1), SMALL),
+    # Forward, forward again per chunk, and two gradients of each product, at least.
+    "backward": Case(SIZES, inputs, backward, cost(4), SMALL),
+    "long_backward": Case(LONG, inputs, backward, cost(4), SMALL),
+}
