@@ -1,6 +1,17 @@
-"""What differs between the jax versions that are supported, and the private names that tests need."""
+"""What differs between the jax versions that are supported, and the private names that are needed."""
+
+import functools
+import threading
 
 import jax
+from jax._src.lib.mlir import ir as ir
+from jax._src.lib.mlir.dialects import (
+    arith as arith,
+    llvm as llvm,
+    memref as memref,
+    nvvm as nvvm,
+    vector as vector,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 
@@ -11,6 +22,8 @@ def emulator(name: str, **params):
     """
     if name == "tpu":
         return pltpu.InterpretParams(**params)
+    if JAX_VERSION < (0, 11):
+        _compile_once()
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(**params)
     from jax._src.pallas.mosaic_gpu.interpret import params as private
@@ -37,6 +50,26 @@ def races_found(name: str) -> bool:
 
 
 JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
+
+
+@functools.cache
+def _compile_once():
+    """Threads of the GPU emulator share one compiled body, as in jax 0.11: before, each of them
+    compiled its own at every grid point, which took most of an emulated kernel's time."""
+    from jax._src import core
+    from jax._src.pallas.mosaic.interpret import thread_map
+
+    lock, compiled = threading.Lock(), {}
+
+    def run(jaxpr, consts, *args):
+        with lock:
+            # The jaxpr is kept beside its program, or another could get its id.
+            if id(jaxpr) not in compiled:
+                body = jax.jit(lambda consts, *args: core.eval_jaxpr(jaxpr, consts, *args) and None)
+                compiled[id(jaxpr)] = jaxpr, body.lower(consts, *args).compile()
+        compiled[id(jaxpr)][1](consts, *args)
+
+    thread_map._run_jaxpr = run
 
 
 def load(ref, index, layout):

@@ -22,10 +22,13 @@ def compiler_params(**named) -> plgpu.CompilerParams:
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **named)
 
 
-def tiled(dtype) -> tuple:
-    """Transforms of a shared-memory tile that tensor cores read: 8 rows of 128 bytes, swizzled."""
-    columns = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)
+def tiled(dtype, swizzle: int = 128) -> tuple:
+    """Transforms of a shared-memory tile that tensor cores read: 8 rows of so many bytes, swizzled.
+
+    A product is cut along its contraction into pieces of `swizzle` bytes: 64 for one over 32 bfloat16.
+    """
+    columns = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
 class Ops:
@@ -48,10 +51,16 @@ class Ops:
         """Registers of zeros."""
         return self.cast(jnp.zeros(shape, dtype), layout)
 
-    def dot(self, acc, a, b, b_transposed: bool = False):
+    def full(self, shape, value, dtype=jnp.float32, layout=WGMMA):
+        """Registers of one value."""
+        return self.cast(jnp.full(shape, value, dtype), layout)
+
+    def dot(self, acc, a, b, b_transposed: bool = False, most: int = 256):
         """acc + a @ b (or a @ b^T) by tensor cores; a: registers or a tile, b: a tile; acc: registers.
 
         Tiles of 8-bit numbers must be contracted along their last dimension: b_transposed.
+        most: columns of one instruction. The compiler refuses 256 of them in a kernel of four
+        warpgroups or more, whatever registers `set_max_registers` gives the one that has them.
         """
         if self.emulated:
             dims = (((1,), (1 if b_transposed else 0,)), ((), ()))
@@ -60,7 +69,15 @@ class Ops:
             ).astype(acc.dtype)
 
         def accumulate(acc_ref):
-            plgpu.wgmma(acc_ref, a, compat.transposed(b) if b_transposed else b)
+            columns = acc.shape[1]
+            if columns <= most:
+                plgpu.wgmma(acc_ref, a, compat.transposed(b) if b_transposed else b)
+                return
+            for first in range(0, columns, most):
+                piece = pl.ds(first, min(most, columns - first))
+                part = b.at[piece] if b_transposed else b.at[:, piece]
+                part = compat.transposed(part) if b_transposed else part
+                plgpu.wgmma(acc_ref.at[:, piece], a, part)
 
         return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 
