@@ -55,31 +55,41 @@ class Ops:
         """Registers of one value."""
         return self.cast(jnp.full(shape, value, dtype), layout)
 
-    def dot(self, acc, a, b, b_transposed: bool = False, most: int = 256):
-        """acc + a @ b (or a @ b^T) by tensor cores; a: registers or a tile, b: a tile; acc: registers.
+    def dot(self, acc, a, b, b_transposed=False, a_transposed=False, most: int = 256):
+        """acc + a @ b (or a @ b^T, a^T @ b) by tensor cores; a: registers or a tile, b: a tile; acc:
+        registers.
 
         Tiles of 8-bit numbers must be contracted along their last dimension: b_transposed.
         most: columns of one instruction. The compiler refuses 256 of them in a kernel of four
         warpgroups or more, whatever registers `set_max_registers` gives the one that has them.
         """
         if self.emulated:
-            dims = (((1,), (1 if b_transposed else 0,)), ((), ()))
-            return acc + lax.dot_general(
-                a[...], b[...], dims, preferred_element_type=acc.dtype
-            ).astype(acc.dtype)
+            dims = (((int(not a_transposed),), (int(b_transposed),)), ((), ()))
+            product = lax.dot_general(a[...], b[...], dims, preferred_element_type=acc.dtype)
+            # Tensor cores read in the order of copies; these plain reads need a fence to be before one.
+            plgpu.commit_smem()
+            return acc + product.astype(acc.dtype)
 
         def accumulate(acc_ref):
             columns = acc.shape[1]
+            left = compat.transposed(a) if a_transposed else a
             if columns <= most:
-                plgpu.wgmma(acc_ref, a, compat.transposed(b) if b_transposed else b)
+                plgpu.wgmma(acc_ref, left, compat.transposed(b) if b_transposed else b)
                 return
             for first in range(0, columns, most):
                 piece = pl.ds(first, min(most, columns - first))
                 part = b.at[piece] if b_transposed else b.at[:, piece]
                 part = compat.transposed(part) if b_transposed else part
-                plgpu.wgmma(acc_ref.at[:, piece], a, part)
+                plgpu.wgmma(acc_ref.at[:, piece], left, part)
 
         return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
+    def store_transposed(self, ref, x):
+        """ref[...] = x^T for x [m n] in WGMMA registers and ref [n m] of global or shared memory."""
+        if self.emulated:
+            ref[...] = x.T
+        else:
+            compat.transposed(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def kernel(body, *, interpret, **named):
