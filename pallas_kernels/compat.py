@@ -22,8 +22,7 @@ def emulator(name: str, **params):
     """
     if name == "tpu":
         return pltpu.InterpretParams(**params)
-    if JAX_VERSION < (0, 11):
-        _compile_once()
+    _mend_gpu_emulator()
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(**params)
     from jax._src.pallas.mosaic_gpu.interpret import params as private
@@ -53,23 +52,37 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
 @functools.cache
-def _compile_once():
-    """Threads of the GPU emulator share one compiled body, as in jax 0.11: before, each of them
-    compiled its own at every grid point, which took most of an emulated kernel's time."""
-    from jax._src import core
+def _mend_gpu_emulator():
+    """Two faults of jax's emulator, of which jax 0.11 still has the second."""
     from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+    if JAX_VERSION < (0, 11):
+        thread_map._run_jaxpr = _compiling_once()
+    memory = shared_memory.GPUSharedMemory
+    look = memory.assert_no_barriers_allocated
+    # The device that is done first finds the barriers of the others, and calls them forgotten.
+    memory.assert_no_barriers_allocated = lambda self: self.num_devices > 1 or look(self)
+
+
+def _compiling_once():
+    """Runs a kernel's body for one thread: each thread compiled it anew, at every point of the grid."""
+    from jax._src import core
 
     lock, compiled = threading.Lock(), {}
 
     def run(jaxpr, consts, *args):
         with lock:
+            if len(compiled) > 16:
+                compiled.clear()
             # The jaxpr is kept beside its program, or another could get its id.
             if id(jaxpr) not in compiled:
                 body = jax.jit(lambda consts, *args: core.eval_jaxpr(jaxpr, consts, *args) and None)
                 compiled[id(jaxpr)] = jaxpr, body.lower(consts, *args).compile()
-        compiled[id(jaxpr)][1](consts, *args)
+            program = compiled[id(jaxpr)][1]
+        program(consts, *args)
 
-    thread_map._run_jaxpr = run
+    return run
 
 
 def load(ref, index, layout):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
+from pallas_kernels.mask import HIDDEN
 from pallas_kernels.sparse_flash_attention.gpu_backward import SPREAD, collect, score, spread
 from pallas_kernels.sparse_flash_attention.gpu_forward import ROWS, TILE, attend, parts_of
 from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
@@ -23,6 +24,7 @@ from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 WIDEST = 576  # columns of a latent for which there is shared memory
 SHARING = 4  # blocks of rows whose gradients of a latent are summed before they go to memory
 AT_ONCE = 512  # blocks whose gradients exist at a time: 2.4 GB at the worst for GLM-5
+MULTIPROCESSORS = 132  # of an H100 or H200
 NONE = jnp.iinfo(jnp.int32).max
 
 
@@ -43,17 +45,52 @@ def forward(static, q, latents, topk, *, interpret=False):
     """As `ref.forward`."""
     width, values = _widths(q.shape[3], static.value_dim)
     blocks = _Blocks(q, latents)
+    lists = blocks.lists(topk)
+    cuts = _cuts(*lists[0].shape)
     out, lse, top = attend(
-        blocks.stack(q, width),
+        jnp.repeat(blocks.stack(q, width), cuts, axis=0),
         blocks.table(latents, width),
-        *blocks.lists(topk),
+        *_cut(*lists, cuts),
         blocks.bits(),
         scale=static.scale,
         value_dim=values,
         interpret=interpret,
     )
+    out, lse, top = _merge(out, lse, top, cuts)
     out, lse, top = (blocks.unstack(x) for x in (out, lse[..., None], top[..., None]))
     return out[..., : static.value_dim], lse[..., 0], jnp.max(top)
+
+
+def _cuts(blocks: int, room: int) -> int:
+    """Into how many pieces the lists of so few blocks are cut, for all multiprocessors to have work."""
+    cuts, tiles = 1, room // TILE
+    while 2 * cuts * blocks <= MULTIPROCESSORS and tiles % (4 * cuts) == 0:
+        cuts *= 2
+    return cuts
+
+
+def _cut(rows, members, count, cuts: int):
+    """The lists of `cuts` blocks for each one, of as many tiles each."""
+    room = rows.shape[1] // cuts
+    first = room * jnp.arange(cuts, dtype=jnp.int32)
+    count = jnp.clip(count[:, None] - first, 0, room).reshape(-1)
+    return rows.reshape(-1, room), members.reshape(-1, room), count
+
+
+def _merge(out, lse, top, cuts: int):
+    """What `attend` gives for the pieces of each list, as one."""
+    if cuts == 1:
+        return out, lse, top
+    out, lse, top = (x.reshape(-1, cuts, *x.shape[1:]) for x in (out, lse, top))
+    known = jnp.where(lse == jnp.inf, HIDDEN, lse)
+    most = jnp.max(known, axis=1)
+    weights = jnp.where(lse == jnp.inf, 0, jnp.exp(known - most[:, None]))
+    total = jnp.sum(weights, axis=1)
+    seen = total > 0
+    weights = weights / jnp.where(seen, total, 1)[:, None]
+    sums = jnp.sum(weights[..., None] * out.astype(jnp.float32), axis=1)
+    lse = jnp.where(seen, most + jnp.log(jnp.where(seen, total, 1)), jnp.inf)
+    return sums.astype(out.dtype), lse, jnp.max(top, axis=1)
 
 
 def backward(static, saved, dout, *, interpret=False):
