@@ -3,6 +3,10 @@
     lightning_indexer        scores of the sparse attention's indexer and their exact top-k
     sparse_flash_attention   MLA over the selected latents
     flash_mla                attention over all visible keys
+    head_probs               its probabilities summed over heads, for a block of queries
+    index_scores             scores of the indexer, with gradients
+    indexer_kl               what the indexer learns from in the dense warm-up
+    sparse_indexer_kl        and over the selected keys
     grouped_matmul           rows sorted by expert, each through its own expert's weights
     mla_prologue             projections, norms, rotation and cache write before attention
     cross_entropy            output projection and its loss, without the logits as a whole

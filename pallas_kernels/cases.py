@@ -14,12 +14,18 @@ import numpy as np
 from pallas_kernels.cost import Cost
 
 KERNELS = (
+KERNELS = (
+    "index_scores",
+    "indexer_kl",
+    "sparse_indexer_kl",
     "flash_mla",
+    "head_probs",
     "grouped_matmul",
     "w4a8_matmul",
     "mla_prologue",
     "cross_entropy",
     "gated_delta",
+)
 )
 
 

@@ -8,7 +8,8 @@ Keys negative on every head score exactly zero, so ties are real; they go to the
 from typing import NamedTuple
 
 from pallas_kernels import dispatch
-from pallas_kernels.lightning_indexer.ref import index_scores as index_scores, select as select
+from pallas_kernels.index_scores import index_scores as index_scores
+from pallas_kernels.lightning_indexer.ref import select as select
 
 
 class Static(NamedTuple):

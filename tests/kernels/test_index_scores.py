@@ -1,0 +1,69 @@
+"""Index scores and their gradients against the NumPy oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import compat
+from pallas_kernels.index_scores import index_scores
+from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from tests.kernels.indexer_problem import B, S, T, problem
+from tests.oracles import indexer_kl as oracle
+
+GIVEN = problem()
+INPUTS = tuple(GIVEN[name] for name in ("idx_q", "idx_w", "idx_k"))
+WIDE = tuple(x.astype(np.float64) for x in INPUTS)
+DSCORES = np.random.default_rng(1).standard_normal((B, T, S)).astype(np.float32)
+
+
+def pulled(implementation, inputs=INPUTS):
+    """(scores, gradients of idx_q, idx_w, idx_k)."""
+
+    @jax.jit
+    def run(*inputs):
+        scores, pull = jax.vjp(lambda *a: index_scores(*a, implementation=implementation), *inputs)
+        return scores, *pull(jnp.asarray(DSCORES))
+
+    return run(*inputs)
+
+
+@over_implementations("index_scores")
+def test_scores_and_their_gradients(implementation):
+    got = pulled(implementation)
+    scores, _ = oracle.index_scores(*WIDE)
+    assert (scores < 0).any()  # weights are signed
+    for ours, theirs in zip(got, (scores, *oracle.pull_scores(*WIDE, DSCORES)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@over_implementations("index_scores")
+def test_bfloat16_keeps_its_dtypes_and_sums_wide(implementation):
+    q, w, k = (jnp.asarray(x) for x in INPUTS)
+    inputs = (q.astype(jnp.bfloat16), w, k.astype(jnp.bfloat16))
+    got = pulled(implementation, inputs)
+    assert [g.dtype for g in got] == [jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    wide = tuple(np.asarray(x, np.float64) for x in inputs)
+    want = (oracle.index_scores(*wide)[0], *oracle.pull_scores(*wide, DSCORES))
+    np.testing.assert_allclose(got[0], want[0], atol=2e-5)
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        assert np.abs(np.asarray(ours, np.float64) - theirs).max() < 0.01 * np.abs(theirs).max()
+
+
+@over_implementations("index_scores")
+def test_same_bits_twice_and_under_vmap(implementation):
+    first, second = pulled(implementation), pulled(implementation)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    rows = jax.vmap(lambda *a: index_scores(*a, implementation=implementation))
+    got = jax.jit(rows)(*(jnp.asarray(x)[:, None] for x in INPUTS))
+    np.testing.assert_allclose(got[:, 0], first[0], atol=1e-5)
+
+
+@over_pallas_forms("index_scores")
+def test_no_races(name):
+    got = jax.grad(lambda q: index_scores(q, *INPUTS[1:], implementation=watched(name)).sum())(
+        INPUTS[0]
+    )
+    assert not compat.races_found(name)
+    want = oracle.pull_scores(*WIDE, np.ones((B, T, S)))[0]
+    np.testing.assert_allclose(got, want, atol=2e-5)

@@ -1,0 +1,163 @@
+"""The sparse stage's KL and its gradients against the NumPy oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
+from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from tests.kernels.indexer_problem import (
+    SCALE,
+    SEGMENTS,
+    START,
+    S,
+    expected,
+    keep,
+    log_sum_exp,
+    problem,
+)
+from tests.oracles import indexer
+
+TRAINED = ("idx_q", "idx_w", "idx_k")
+OUTPUTS = ("loss", "kl", "d_idx_q", "d_idx_w", "d_idx_k")
+K = 128
+
+
+def selected(seed: int = 0):
+    """int32 [b t k] visible keys at random, -1 where fewer are visible; one query has none, one has one."""
+    mask = keep(START, SEGMENTS)
+    topk = indexer.select(np.random.default_rng(seed).random(mask.shape), mask, 40)
+    topk = np.pad(topk, [(0, 0), (0, 0), (0, K - topk.shape[-1])], constant_values=-1)
+    topk[0, 3, 1:] = -1
+    topk[1, 2] = -1
+    return topk
+
+
+def chosen(topk):
+    """bool [b t s] of the same keys."""
+    return indexer.selection_mask(topk, S)
+
+
+def call(given, lse, topk, **options):
+    """(loss, kl) of a problem whose keys are latents."""
+    inputs = {name: given[name] for name in (*TRAINED, "q")}
+    latents = given["k"][:, :, 0]
+    options = {"weight": given["weight"], "block": 4} | options
+    return sparse_indexer_kl(**inputs, latents=latents, lse=lse, topk=topk, scale=SCALE, **options)
+
+
+def pulled(given, lse, topk, **options) -> dict[str, np.ndarray]:
+    """The same with the gradients, by the oracle's names."""
+
+    @jax.jit
+    def run(trained):
+        return jax.value_and_grad(
+            lambda trained: call(given | trained, lse, topk, **options), has_aux=True
+        )(trained)
+
+    (loss, kl), gradients = run({name: given[name] for name in TRAINED})
+    return {"loss": loss, "kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
+
+
+@over_implementations("sparse_indexer_kl")
+@pytest.mark.parametrize("block", [4, 64])
+def test_kl_and_its_gradients(block, implementation):
+    given, topk = problem(key_heads=1), selected()
+    lse = log_sum_exp(given, chosen(topk))
+    got = pulled(given, lse, topk, block=block, implementation=implementation)
+    want = expected(given, chosen(topk))
+    for name in OUTPUTS:
+        np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
+    assert not np.asarray(got["kl"])[1, 2]
+    _, kl = jax.jit(lambda: call(given, lse, topk, block=block, implementation=implementation))()
+    np.testing.assert_allclose(kl, want["kl"], atol=2e-5)
+
+
+@over_implementations("sparse_indexer_kl")
+def test_attention_hands_over_its_log_sum_exp(implementation):
+    given, topk = problem(key_heads=1), selected()
+    latents = given["k"][:, :, 0]
+    _, lse, _ = sparse_flash_attention(given["q"], latents, topk, scale=SCALE, value_dim=8)
+    _, kl = jax.jit(lambda: call(given, lse, topk, implementation=implementation))()
+    np.testing.assert_allclose(kl, expected(given, chosen(topk))["kl"], atol=2e-5)
+
+
+@over_implementations("sparse_indexer_kl")
+def test_the_target_is_normalised(implementation):
+    """A log-sum-exp that is off by a constant scales every probability alike."""
+    given, topk = problem(key_heads=1), selected()
+    lse = log_sum_exp(given, chosen(topk))
+    got = pulled(given, lse - 0.7, topk, implementation=implementation)
+    want = expected(given, chosen(topk))
+    for name in OUTPUTS:
+        np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
+
+
+@over_implementations("sparse_indexer_kl")
+def test_the_target_does_not_learn(implementation):
+    given, topk = problem(key_heads=1), selected()
+    lse = log_sum_exp(given, chosen(topk))
+
+    @jax.jit
+    def run(q, k, lse, weight):
+        def loss(q, k, lse, weight):
+            inputs = given | {"q": q, "k": k, "weight": weight}
+            loss, kl = call(inputs, lse, topk, implementation=implementation)
+            return loss + jnp.sum(kl)
+
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, lse, weight)
+
+    assert not any(np.asarray(g).any() for g in run(given["q"], given["k"], lse, given["weight"]))
+
+
+@over_implementations("sparse_indexer_kl")
+def test_bfloat16_sums_wide_and_the_same_twice(implementation):
+    given, topk = problem(key_heads=1), selected()
+    low = {
+        name: x if name in ("idx_w", "weight") else jnp.asarray(x, jnp.bfloat16)
+        for name, x in given.items()
+    }
+    rounded = {name: np.asarray(x, np.float32) for name, x in low.items()}
+    lse = log_sum_exp(rounded, chosen(topk))
+    got, again = (pulled(low, lse, topk, implementation=implementation) for _ in range(2))
+    want = expected(rounded, chosen(topk))
+    np.testing.assert_allclose(got["kl"], want["kl"], atol=2e-5)
+    for name in OUTPUTS:
+        np.testing.assert_array_equal(got[name], again[name])
+    for name in TRAINED:
+        ours, theirs = np.asarray(got[f"d_{name}"], np.float64), want[f"d_{name}"]
+        assert got[f"d_{name}"].dtype == low[name].dtype
+        assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max(), name
+
+
+@over_implementations("sparse_indexer_kl")
+def test_under_vmap(implementation):
+    given, topk = problem(key_heads=1), selected()
+    lse = log_sum_exp(given, chosen(topk))
+    rows = jax.tree.map(lambda x: x[:, None], (given, lse, topk))
+
+    def run(given, lse, topk):
+        return call(given, lse, topk, implementation=implementation)
+
+    _, kl = jax.jit(jax.vmap(run))(*rows)
+    np.testing.assert_allclose(kl[:, 0], expected(given, chosen(topk))["kl"], atol=2e-5)
+
+
+@over_pallas_forms("sparse_indexer_kl")
+def test_no_races(name):
+    given, topk = problem(key_heads=1), selected()
+    few = {n: x[:, :3] if n in ("idx_q", "idx_w", "q", "weight") else x for n, x in given.items()}
+    topk = topk[:, :3]
+    lse = log_sum_exp(few, chosen(topk))
+
+    def loss(trained):
+        return call(few | trained, lse, topk, implementation=watched(name))
+
+    (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: few[n] for n in TRAINED})
+    assert not compat.races_found(name)
+    want = expected(few, chosen(topk))
+    for name, x in ({"kl": kl} | {f"d_{n}": g for n, g in gradients.items()}).items():
+        np.testing.assert_allclose(x, want[name], atol=2e-5)
