@@ -14,7 +14,6 @@ import numpy as np
 from pallas_kernels.cost import Cost
 
 KERNELS = (
-KERNELS = (
     "index_scores",
     "indexer_kl",
     "sparse_indexer_kl",
@@ -25,7 +24,6 @@ KERNELS = (
     "mla_prologue",
     "cross_entropy",
     "gated_delta",
-)
 )
 
 
