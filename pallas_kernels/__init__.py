@@ -8,6 +8,7 @@
     indexer_kl               what the indexer learns from in the dense warm-up
     sparse_indexer_kl        and over the selected keys
     grouped_matmul           rows sorted by expert, each through its own expert's weights
+    w4a8_matmul              int8 rows times int4 weights, dense and by expert
     mla_prologue             projections, norms, rotation and cache write before attention
     cross_entropy            output projection and its loss, without the logits as a whole
     gated_delta              linear attention with a gate and the delta rule, in chunks or step by step
