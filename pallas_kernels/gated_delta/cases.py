@@ -60,7 +60,6 @@ def cost(times: int):
 
 CASES = {
     "forward": Case(SIZES, inputs, forward, cost(1), SMALL),
-    "long_forward": Case(LONG, inputs, forward, cost(1), SMALL),
     # Forward, forward again per chunk, and two gradients of each product, at least.
     "backward": Case(SIZES, inputs, backward, cost(4), SMALL),
     "long_backward": Case(LONG, inputs, backward, cost(4), SMALL),

@@ -7,6 +7,7 @@ dimensional products with one leading axis, float32 as exact as the unit gives i
 """
 
 import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ def product(kind: str, parts: Parts, a, b):
     dot = functools.partial(
         lax.dot_general,
         dimension_numbers=(((x,), (y,)), ((0,), (0,))),
-        precision=None if parts.a else lax.Precision.HIGHEST,
+        precision=lax.Precision.DEFAULT if parts.a else lax.Precision.HIGHEST,
         preferred_element_type=a.dtype,
     )
     if not parts.a:
@@ -43,7 +44,8 @@ def product(kind: str, parts: Parts, a, b):
     a, b = _split(a, parts.a), _split(b, parts.b)
     # The least first; below the last part of either there is nothing to gain.
     pairs = sorted(((i, j) for i in range(len(a)) for j in range(len(b))), key=sum, reverse=True)
-    return sum(dot(a[i], b[j]) for i, j in pairs if i + j < max(parts))
+    terms = [dot(a[i], b[j]) for i, j in pairs if i + j < max(parts)]
+    return functools.reduce(operator.add, terms)
 
 
 def _split(x, parts: int):
