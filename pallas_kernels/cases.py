@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.cost import Cost
 
 KERNELS = (
+    "top_k",
     "index_scores",
     "indexer_kl",
     "sparse_indexer_kl",

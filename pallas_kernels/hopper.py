@@ -6,12 +6,14 @@ are plain arrays, and `dot` is a plain product, so that the emulator checks addr
 and arithmetic, and the offline compiler checks layouts, shared memory and tensor-core shapes.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import compat
+from pallas_kernels import compat, lanes
 
 WGMMA = plgpu.Layout.WGMMA
 SMEM_BYTES = 232448  # of one block on an H100 or H200
@@ -55,15 +57,26 @@ class Ops:
         """Registers of one value."""
         return self.cast(jnp.full(shape, value, dtype), layout)
 
-    def dot(self, acc, a, b, b_transposed=False, a_transposed=False, most: int = 256):
+    def dot(
+        self,
+        acc,
+        a,
+        b,
+        b_transposed=False,
+        a_transposed=False,
+        most: int = 256,
+        issued=lambda: None,
+    ):
         """acc + a @ b (or a @ b^T, a^T @ b) by tensor cores; a: registers or a tile, b: a tile; acc:
         registers.
 
         Tiles of 8-bit numbers must be contracted along their last dimension: b_transposed.
         most: columns of one instruction. The compiler refuses 256 of them in a kernel of four
         warpgroups or more, whatever registers `set_max_registers` gives the one that has them.
+        issued: called when the product is under way.
         """
         if self.emulated:
+            issued()
             dims = (((int(not a_transposed),), (int(b_transposed),)), ((), ()))
             product = lax.dot_general(a[...], b[...], dims, preferred_element_type=acc.dtype)
             # Tensor cores read in the order of copies; these plain reads need a fence to be before one.
@@ -75,12 +88,13 @@ class Ops:
             left = compat.transposed(a) if a_transposed else a
             if columns <= most:
                 plgpu.wgmma(acc_ref, left, compat.transposed(b) if b_transposed else b)
-                return
+                return issued()
             for first in range(0, columns, most):
                 piece = pl.ds(first, min(most, columns - first))
                 part = b.at[piece] if b_transposed else b.at[:, piece]
                 part = compat.transposed(part) if b_transposed else part
                 plgpu.wgmma(acc_ref.at[:, piece], left, part)
+            issued()
 
         return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 
@@ -90,6 +104,31 @@ class Ops:
             ref[...] = x.T
         else:
             compat.transposed(ref)[...] = plgpu.layout_cast(x, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def flat(self, ref):
+        """The numbers of ref in one dimension and in registers `lanes.in_order`; n: a multiple of 1024."""
+        n = math.prod(ref.shape)
+        if self.emulated:
+            return ref[...].reshape(n)
+        return compat.load(ref.reshape(n), (), lanes.in_order(n))
+
+    def places(self, n: int):
+        """int32[n] of 0 to n - 1, `lanes.in_order`."""
+        return self.cast(lax.iota(jnp.int32, n), lanes.in_order(n))
+
+    def running_count(self, flags, totals, start=0):
+        """(int32[n] start and the flags before each place, start and all flags); see `lanes.running_count`."""
+        if self.emulated:
+            return start + jnp.cumsum(flags) - flags, start + jnp.sum(flags)
+        return lanes.running_count(flags, totals, jnp.int32(start))
+
+    def scatter(self, ref, places, values, flags, stride):
+        """ref[place + n stride] = values[n], where the flag is 1; see `lanes.scatter`."""
+        if not self.emulated:
+            return lanes.scatter(ref, places, values, flags, stride)
+        for n, value in enumerate(values):
+            at = jnp.where(flags == 1, places + n * stride, ref.shape[0])
+            ref[...] = ref[...].at[at].set(value, mode="drop")
 
 
 def kernel(body, *, interpret, **named):

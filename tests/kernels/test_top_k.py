@@ -1,0 +1,87 @@
+"""The k largest of long rows against a stable sort: rows that a form must read in pieces, and its worst cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat, dispatch
+from pallas_kernels.top_k import gpu, top_k
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
+from tests.oracles import indexer as oracle
+
+S = 5 * gpu.STAGE + 1000  # the candidates fill their room more than once
+over_all = over_implementations("top_k")
+
+
+def rows(s):
+    """Normal ones, and those that are hard for a form that keeps candidates above a floor."""
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(s)
+    coarse = np.round(rng.standard_normal(s), 1)
+    zeros = np.where(np.arange(s) % 2, 0.0, -0.0)
+    lowest = np.where(np.arange(s) < s - 7, -np.inf, np.nan)
+    special = rng.choice([0.0, -0.0, 1.0, -1.0, np.nan, np.inf, -np.inf, 1e-40, -1e-40], s)
+    some = [normal, np.sort(normal), np.sort(normal)[::-1], coarse, zeros, lowest, special]
+    return np.stack([*some, -np.abs(normal)]).astype(np.float32)
+
+
+def expected(scores, k):
+    return oracle.select(scores[None], np.ones((1, *scores.shape), bool), k)[0]
+
+
+@over_all
+@pytest.mark.parametrize("s,k", [(S, 600), (S, 2048), (700, 64), (9, 20)])
+def test_is_a_stable_descending_sort(implementation, s, k):
+    scores = rows(s)
+    got = jax.jit(lambda x: top_k(x, k, implementation=implementation))(scores)
+    np.testing.assert_array_equal(got, expected(scores, k))
+
+
+@over_pallas_forms("top_k")
+def test_under_vmap(name):
+    scores = rows(300)[:4].reshape(2, 2, 300)
+    got = jax.vmap(lambda x: top_k(x, 20, implementation=interpreted(name)))(scores)
+    np.testing.assert_array_equal(got.reshape(4, 20), expected(scores.reshape(4, 300), 20))
+
+
+@over_pallas_forms("top_k")
+def test_has_no_races(name):
+    scores = rows(S)[:2]
+    run = jax.jit(lambda x: top_k(x, 600, implementation=watched(name)))
+    first = jax.block_until_ready(run(scores))
+    assert not compat.races_found(name)
+    np.testing.assert_array_equal(first, run(scores))
+    np.testing.assert_array_equal(first, expected(scores, 600))
+
+
+def test_only_places_between_the_bounds_are_taken():
+    scores, bounds = rows(S), np.array([[0, S], [5, 4096], [9000, 9003], [4097, S - 1]])
+    bounds = np.concatenate([bounds, [[0, 0], [7, 7], [8192, 20000], [1, 13000]]]).astype(np.int32)
+    padded = np.pad(scores, ((0, 0), (0, -S % gpu.STAGE)), constant_values=np.inf)
+    got = gpu.select_rows(padded, bounds, 100, interpret=compat.emulator("gpu"))
+    place = np.arange(S)
+    inside = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
+    np.testing.assert_array_equal(got, oracle.select(scores[None], inside[None], 100)[0])
+
+
+def test_ordered_integers_compare_like_scores():
+    x = np.array(
+        [np.nan, -np.inf, -3e38, -1, -1e-40, -0.0, 0.0, 1e-40, 1, 3e38, np.inf], np.float32
+    )
+    got = np.asarray(gpu.ordered(jnp.asarray(x))).tolist()
+    assert got == sorted(got) and len(set(got)) == len(x) - 2
+    assert got[0] == got[1] and got[5] == got[6] and got[0] > gpu.INVISIBLE
+
+
+def test_refuses_what_does_not_fit():
+    named = dispatch.interpreted("gpu", compat.emulator("gpu"))
+    with pytest.raises(ValueError, match="not float32"):
+        top_k(jnp.zeros((1, 8), jnp.bfloat16), 2, implementation=named)
+    with pytest.raises(ValueError, match=f"room for k = {gpu.LARGEST_K}, not {gpu.LARGEST_K + 1}"):
+        top_k(jnp.zeros((1, 99999)), gpu.LARGEST_K + 1, implementation=named)
