@@ -18,9 +18,9 @@ class Static(NamedTuple):
 def grouped_matmul(x, w, group_sizes, *, implementation="auto"):
     """[m n], row by row x [m k] times its expert's w [e k n]; rows are sorted, int32[e] for each expert.
 
-    Rows beyond the sum of group_sizes come out as zero, cost next to nothing on an accelerator, and get
-    no gradient; neither do experts without rows. Sums are wide and always in the same order. The result
-    has the dtype of x.
+    Rows beyond the sum of group_sizes come out as zero and get no gradient, and neither do experts without
+    rows; a Pallas form does nothing for them but write those zeros. Sums are wide and always in the same
+    order. The result has the dtype of x.
 
     ValueError if the shapes do not fit. implementation: see `dispatch.choose`.
     """
@@ -41,13 +41,8 @@ def grouped_swiglu(
     """
     _check(x, gate, group_sizes)
     choice = dispatch.choose("grouped_matmul", implementation, x, gate)
-    expected_rows = expected_rows or x.shape[0]
-    if choice.name == "ref":
-        run = choice.function("grouped_swiglu")
-        return run(x, group_sizes, gate, up, down, expected_rows)
-    static = Static(choice, expected_rows)
-    g, u = (_matmul(static, x, w, group_sizes) for w in (gate, up))
-    return _matmul(static, jax.nn.silu(g) * u, down, group_sizes)
+    static = Static(choice, expected_rows or x.shape[0])
+    return _swiglu(static, x, group_sizes, gate, up, down)
 
 
 def _check(x, w, group_sizes):
@@ -72,3 +67,21 @@ def _backward(static, saved, dy):
 
 
 _matmul.defvjp(_saving, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(static, *args):
+    return _swiglu_saving(static, *args)[0]
+
+
+def _swiglu_saving(static, *args):
+    y, g, u = static.choice.function("swiglu_forward")(static, *args)
+    return y, (*args, g, u)
+
+
+def _swiglu_backward(static, saved, dy):
+    dx, *dw = static.choice.function("swiglu_backward")(static, saved, dy)
+    return dx, None, *dw
+
+
+_swiglu.defvjp(_swiglu_saving, _swiglu_backward)

@@ -5,8 +5,6 @@ in blocks, one after another, as many as there are at run time. A skewed router 
 and never memory.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,20 +14,18 @@ from pallas_kernels.numerics import wide
 
 def forward(static, x, w, group_sizes):
     """[m n] of x [m k], w [e k n]."""
-    rows = Rows(spans(-(-static.expected_rows // w.shape[0])), group_sizes, x.shape[0])
-    return rows.map(lambda x, w: (product(x, w),), (x,), (w,))[0]
+    return _rows(static, x, group_sizes).map(lambda x, w: (product(x, w),), (x,), (w,))[0]
 
 
 def backward(static, saved, dy):
     """(dx, dw) for what `forward` took and the gradient of its output."""
     x, w, group_sizes = saved
-    rows = Rows(spans(-(-static.expected_rows // w.shape[0])), group_sizes, x.shape[0])
     inner = wide(w.dtype)
 
     def block(x, dy, w):
         return product(dy, w.swapaxes(-1, -2)), _over_rows(x, dy, inner)
 
-    dx, (dw,) = rows.map_and_sum(block, (x, dy), (w,))
+    dx, (dw,) = _rows(static, x, group_sizes).map_and_sum(block, (x, dy), (w,))
     return dx, dw.astype(w.dtype)
 
 
@@ -42,10 +38,9 @@ def _over_rows(a, b, inner):
     return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=inner)
 
 
-def grouped_swiglu(x, group_sizes, gate, up, down, expected_rows: int):
-    """[m d]; see the package."""
-    mean = -(-expected_rows // gate.shape[0])
-    return _grouped(spans(mean), x, group_sizes, gate, up, down)
+def _rows(static, x, group_sizes):
+    mean = -(-static.expected_rows // group_sizes.shape[0])
+    return Rows(spans(mean), group_sizes, x.shape[0])
 
 
 def spans(mean_rows: int) -> tuple[int, int]:
@@ -142,40 +137,29 @@ class Rows:
         return done[: self._count], sums
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(sizes, x, group_sizes, gate, up, down):
-    return _forward(sizes, x, group_sizes, gate, up, down)[0]
-
-
 def swiglu(x, gate, up, down):
     """(y, gate product, up product) of rows x [... m d] in experts [... d f], [... d f], [... f d]."""
     g, u = jnp.matmul(x, gate), jnp.matmul(x, up)
     return jnp.matmul(jax.nn.silu(g) * u, down), g, u
 
 
-def _forward(sizes, x, group_sizes, gate, up, down):
-    return Rows(sizes, group_sizes, x.shape[0]).map(swiglu, (x,), (gate, up, down))
+def swiglu_forward(static, x, group_sizes, gate, up, down):
+    """(y [m d], gate product [m f], up product [m f])."""
+    return _rows(static, x, group_sizes).map(swiglu, (x,), (gate, up, down))
 
 
-def _forward_saving(sizes, x, group_sizes, gate, up, down):
-    y, g, u = _forward(sizes, x, group_sizes, gate, up, down)
-    return y, (x, group_sizes, gate, up, down, g, u)
+def swiglu_backward(static, saved, dy):
+    """(dx, dgate, dup, ddown) for what `swiglu_forward` took, the two products, and the gradient of y."""
+    x, group_sizes, gate, up, down, g, u = saved
+    rows = _rows(static, x, group_sizes)
+    dx, dw = rows.map_and_sum(_swiglu_gradients, (x, g, u, dy), (gate, up, down))
+    return dx, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
 
 
-def _swiglu_backward(x, g, u, dy, gate, up, down):
+def _swiglu_gradients(x, g, u, dy, gate, up, down):
     """(dx, dgate, dup, ddown) of blocks [... c d]; the weights' gradients are wide."""
     inner = wide(x.dtype)
     h, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, g, u)
     dg, du = pull(jnp.matmul(dy, down.swapaxes(-1, -2)))
     dx = jnp.matmul(dg, gate.swapaxes(-1, -2)) + jnp.matmul(du, up.swapaxes(-1, -2))
     return dx, _over_rows(x, dg, inner), _over_rows(x, du, inner), _over_rows(h, dy, inner)
-
-
-def _backward(sizes, saved, dy):
-    x, group_sizes, gate, up, down, g, u = saved
-    rows = Rows(sizes, group_sizes, x.shape[0])
-    dx, dw = rows.map_and_sum(_swiglu_backward, (x, g, u, dy), (gate, up, down))
-    return dx, None, *(d.astype(w.dtype) for d, w in zip(dw, (gate, up, down)))
-
-
-_grouped.defvjp(_forward_saving, _backward)

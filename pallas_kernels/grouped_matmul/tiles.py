@@ -10,13 +10,14 @@ from jax.experimental import pallas as pl
 class Visits(NamedTuple):
     """Entry by entry, in the order of the rows; `count` of them are there to be done.
 
-    A visit is a group and a tile that holds rows of it. Tiles without any row follow, as visits
-    without rows that only write. group: whose weights; following: the group with rows after it, or -1.
-    source: tile to read, where a visit without rows keeps what the one before it had. tile: tile to
-    write. begin, end: the group's rows within the tile.
+    A visit is a group and a tile that holds rows of it; there are `filled` of them. Tiles without any
+    row follow, as visits without rows that only write. group: whose weights; following: the group with
+    rows after it, or -1. source: tile to read, where a visit without rows keeps what the one before it
+    had. tile: tile to write. begin, end: the group's rows within the tile.
     """
 
     count: jnp.ndarray
+    filled: jnp.ndarray
     group: jnp.ndarray
     following: jnp.ndarray
     source: jnp.ndarray
@@ -32,33 +33,44 @@ def visits(group_sizes, rows: int, tile: int, every_group: bool = False) -> Visi
     entry behind the last is then e.
     """
     num_groups, num_tiles = group_sizes.shape[0], -(-rows // tile)
-    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
+    ends = jnp.minimum(jnp.cumsum(group_sizes, dtype=jnp.int32), rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     first = jnp.minimum(starts // tile, num_tiles - 1)
-    spans = jnp.where(ends > starts, -(-ends // tile) - first, int(every_group))
-    stops = jnp.cumsum(spans)
+    covered = (ends + tile - 1) // tile
+    spans = jnp.where(ends > starts, covered - first, int(every_group))
+    stops = jnp.cumsum(spans, dtype=jnp.int32)
+    filled = stops[-1]
     entry = jnp.arange(num_tiles + num_groups, dtype=jnp.int32)
-    owner = jnp.searchsorted(stops, entry, side="right", method="compare_all").astype(jnp.int32)
-    real = entry < stops[-1]
-    last = jnp.maximum(stops[-1] - 1, 0)
-    group = jnp.minimum(jnp.where(real, owner, owner[last]), num_groups - 1)
-    at = jnp.minimum(entry, last)
-    source = jnp.minimum(first[group] + at - (stops - spans)[group], num_tiles - 1)
-    covered = -(-ends[-1] // tile)
+    real = entry < filled
+    at = jnp.minimum(entry, jnp.maximum(filled - 1, 0))
+    passed = stops <= at[:, None]
+    group = jnp.minimum(_count(passed), num_groups - 1)
+
+    # Sums over the groups: they fuse, where gathers from such short lists would each be a program.
+    def of_group(x):
+        mine = group[:, None] == jnp.arange(num_groups)
+        return jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32)
+
+    source = jnp.minimum(at + of_group(first - stops + spans), num_tiles - 1)
     begin, end = (
-        jnp.where(real, jnp.clip(x[group] - source * tile, 0, tile), 0) for x in (starts, ends)
+        jnp.where(real, jnp.clip(of_group(x) - source * tile, 0, tile), 0) for x in (starts, ends)
     )
-    after = stops[group]
-    following = jnp.where(after < stops[-1], owner[jnp.minimum(after, last)], -1)
+    next_group = _count(stops <= of_group(stops)[:, None])
+    tail = covered[-1] + entry - filled
     return Visits(
-        stops[-1] if every_group else stops[-1] + num_tiles - covered,
+        filled + (0 if every_group else num_tiles - covered[-1]),
+        filled,
         jnp.where(real, group, num_groups) if every_group else group,
-        following,
+        jnp.where(next_group < num_groups, next_group, -1),
         source,
-        jnp.where(real, source, covered + entry - stops[-1]),
+        jnp.where(real, source, tail),
         begin,
         end,
     )
+
+
+def _count(true):
+    return jnp.sum(true, axis=1, dtype=jnp.int32)
 
 
 def column_tile(n: int, most: int) -> int:
@@ -82,9 +94,9 @@ def in_steps(columns: int, step: int, compute):
     lax.fori_loop(0, columns // step, one, None)
 
 
-def store(out, at, y, fresh, begin, end):
-    """Writes rows begin to end of y float32 into columns `at` of a tile; the others stay, or are zero in
-    a fresh tile."""
+def store(out, at, y, fresh, begin, end, kept=0):
+    """Writes rows begin to end of y float32 into columns `at` of a tile; the others stay, or are `kept`
+    in a fresh tile."""
     row = lax.broadcasted_iota(jnp.int32, y.shape, 0)
-    kept = jnp.where(fresh, 0, out[:, at].astype(jnp.float32))
+    kept = jnp.where(fresh, kept, out[:, at].astype(jnp.float32))
     out[:, at] = jnp.where((row >= begin) & (row < end), y, kept).astype(out.dtype)

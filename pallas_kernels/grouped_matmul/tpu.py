@@ -6,6 +6,8 @@ behind all the tiles of the group before, and a group's weights are read once pe
 that several groups share stays in VMEM while each of them writes its rows.
 Backward: rows times transposed weights are the same kernel reading the weights the other way; the
 weights' gradient adds up the tiles of a group, one after another, in VMEM.
+SwiGLU is made of them. What lies between its products is only ever computed for tiles that hold rows: in
+a buffer for the worst case everything else would be most of the memory traffic.
 """
 
 import functools
@@ -21,7 +23,7 @@ from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, vi
 # Not measured. Columns are as many as keep one chip's arithmetic ahead of reading the rows again for every
 # column tile (v6e needs 560 FLOP a byte), rows as many as keep its multiplier busy between two loads of
 # weights (by the compiler's own schedule: 128 on v5p, 256 on v6e and tpu7x).
-MAX_ROW_BYTES = 512  # of a column: 256 rows of bfloat16
+COLUMN_BYTES = 512  # of a tile of rows: 256 of bfloat16
 MIN_ROWS = 16
 MAX_COLUMNS = 1536
 MAX_WIDTH = 16384
@@ -56,10 +58,38 @@ def backward(static, saved, dy, *, interpret=False):
     return dx, dw
 
 
+def swiglu_forward(static, x, group_sizes, gate, up, down, *, interpret=False):
+    """(y [m d], gate product [m f], up product [m f]); the products' rows without an owner are anything."""
+    product = _multiply(static.expected_rows, False, interpret, fill=False)
+    g, u = product(x, gate, group_sizes), product(x, up, group_sizes)
+    (h,) = _row_by_row(lambda g, u: (_activate(g, u),), 1, interpret)((g, u), group_sizes)
+    return _multiply(static.expected_rows, False, interpret)(h, down, group_sizes), g, u
+
+
+def swiglu_backward(static, saved, dy, *, interpret=False):
+    """(dx, dgate, dup, ddown) for what `swiglu_forward` took, the two products, and the gradient of y."""
+    x, group_sizes, gate, up, down, g, u = saved
+
+    def gradients(g, u, dh):
+        h, pull = jax.vjp(_activate, g, u)
+        return h, *pull(dh)
+
+    back = functools.partial(_multiply, static.expected_rows, True, interpret)
+    dh = back(fill=False)(dy, down, group_sizes)
+    h, dg, du = _row_by_row(gradients, 3, interpret)((g, u, dh), group_sizes)
+    dx = back(fill=False)(du, up, group_sizes, back()(dg, gate, group_sizes))
+    over_rows = _sum_products(static.expected_rows, gate.dtype, interpret)
+    return dx, *(over_rows(a, b, group_sizes) for a, b in ((x, dg), (x, du), (h, dy)))
+
+
+def _activate(g, u):
+    return jax.nn.silu(g) * u
+
+
 def row_tile(rows: int, expected_rows: int, num_groups: int, itemsize: int) -> int:
     """Rows of a tile: a group's mean as a power of two within bounds."""
     mean = pl.next_power_of_2(-(-expected_rows // num_groups))
-    most = min(MAX_ROW_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
+    most = min(COLUMN_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
     return min(max(mean, MIN_ROWS), most)
 
 
@@ -71,12 +101,16 @@ def _columns(k, n, itemsize):
     return column_tile(n, _most_columns(k, itemsize))
 
 
-def _multiply(expected_rows, transposed, interpret):
-    """function(x [m k], w [e k n] or transposed w [e n k], group_sizes) -> [m n]."""
+def _multiply(expected_rows, transposed, interpret, fill=True):
+    """function(x [m k], w [e k n] or transposed w [e n k], group_sizes, plus=None) -> [m n].
+
+    plus [m n] is added to the product, in its place. fill: rows without an owner become zero;
+    otherwise they are those of plus, or anything.
+    """
 
     # In sequence also because a batch cannot be a dimension of a list of visits.
     @jax.custom_batching.sequential_vmap
-    def multiply(x, w, group_sizes):
+    def multiply(x, w, group_sizes, plus=None):
         (m, k), (e, *rest) = x.shape, w.shape
         n = rest[0] if transposed else rest[1]
         rows = row_tile(m, expected_rows, e, x.dtype.itemsize)
@@ -84,20 +118,24 @@ def _multiply(expected_rows, transposed, interpret):
         halves = 2 if n % (2 * columns) == 0 else 1  # one for each core of a v5p
         tiles = n // columns // halves
         work = visits(group_sizes, m, rows)
+        lists = work[2:]
+        count = work.count if fill else jnp.maximum(work.filled, 1)
         buffer = (columns, k) if transposed else (k, columns)
+        at_tile = pl.BlockSpec(
+            (rows, columns), lambda h, j, v, g, f, s, tile, *_: (tile[v], h * tiles + j)
+        )
+        added = () if plus is None else (plus,)
         return pl.pallas_call(
             functools.partial(_multiply_body, transposed, tiles, columns),
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=6,
-                grid=(halves, tiles, work.count),
+                num_scalar_prefetch=len(lists),
+                grid=(halves, tiles, count),
                 in_specs=[
                     pl.BlockSpec((rows, k), lambda h, j, v, g, f, source, *_: (source[v], 0)),
                     pl.BlockSpec(memory_space=pl.ANY),
+                    *(at_tile for _ in added),
                 ],
-                out_specs=pl.BlockSpec(
-                    (rows, columns),
-                    lambda h, j, v, g, f, s, tile, *_: (tile[v], h * tiles + j),
-                ),
+                out_specs=at_tile,
                 scratch_shapes=[
                     pltpu.VMEM((2, *buffer), w.dtype),
                     pltpu.SemaphoreType.DMA((2,)),
@@ -109,30 +147,18 @@ def _multiply(expected_rows, transposed, interpret):
                 dimension_semantics=("parallel", "arbitrary", "arbitrary"),
                 vmem_limit_bytes=VMEM_BYTES,
             ),
+            input_output_aliases={len(lists) + 2: 0} if added else {},
             interpret=interpret,
             name="grouped_matmul",
-        )(*work[1:], x, w)
+        )(*lists, x, w, *added)
 
     return multiply
 
 
 def _multiply_body(
-    transposed,
-    tiles,
-    columns,
-    group,
-    following,
-    source,
-    tile,
-    begin,
-    end,
-    x,
-    w,
-    out,
-    buffer,
-    arrived,
-    turn,
+    transposed, tiles, columns, group, following, source, tile, begin, end, x, w, *rest
 ):
+    *plus, out, buffer, arrived, turn = rest
     half, j, v = (pl.program_id(i) for i in range(3))
     before = jnp.maximum(v - 1, 0)
     filled = end[v] > begin[v]
@@ -171,13 +197,53 @@ def _multiply_body(
         def compute(at):
             weights = buffer[slot, at, :] if transposed else buffer[slot, :, at]
             y = _dot(x[...], weights, 1, 1 if transposed else 0)
-            store(out, at, y, fresh, begin[v], end[v])
+            kept = plus[0][:, at].astype(jnp.float32) if plus else 0
+            store(out, at, y + kept, fresh, begin[v], end[v], kept)
 
         in_steps(columns, STEP, compute)
 
     @pl.when(jnp.logical_not(filled))
     def _():
-        out[...] = jnp.zeros(out.shape, out.dtype)
+        out[...] = plus[0][...] if plus else jnp.zeros(out.shape, out.dtype)
+
+
+def _row_by_row(function, num_results, interpret):
+    """function(arrays [m f], group_sizes) -> tuple of [m f] by an elementwise float32 function of them,
+    for the tiles that hold rows with an owner; the others are left as they were."""
+
+    @jax.custom_batching.sequential_vmap
+    def run(arrays, group_sizes):
+        m, f = arrays[0].shape
+        rows = min(COLUMN_BYTES // arrays[0].dtype.itemsize, m)
+        columns = column_tile(f, MAX_COLUMNS)
+        filled = jnp.minimum(jnp.sum(group_sizes, dtype=jnp.int32), m)
+        block = pl.BlockSpec((rows, columns), lambda j, i: (i, j))
+        shape = jax.ShapeDtypeStruct((m, f), arrays[0].dtype)
+
+        def body(*refs):
+            given, results = refs[:-num_results], refs[-num_results:]
+
+            def compute(at):
+                new = function(*(ref[:, at].astype(jnp.float32) for ref in given))
+                for ref, value in zip(results, new):
+                    ref[:, at] = value.astype(ref.dtype)
+
+            in_steps(columns, STEP, compute)
+
+        return pl.pallas_call(
+            body,
+            grid=(f // columns, jnp.maximum(-(-filled // rows), 1)),
+            in_specs=[block for _ in arrays],
+            out_specs=[block] * num_results,
+            out_shape=[shape] * num_results,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            interpret=interpret,
+            name="grouped_swiglu_rows",
+        )(*arrays)
+
+    return run
 
 
 def _sum_products(expected_rows, dtype, interpret):
