@@ -61,8 +61,7 @@ def indexer_kl(
     start = 0 if known is not None else start
     if weight is None:
         weight = jnp.ones(idx_q.shape[:2], wide(idx_q.dtype))
-    target = lax.stop_gradient((q, k, lse, weight))
-    loss, kl = _kl(static, idx_q, idx_w, idx_k, *target, start, q_segments, k_segments)
+    loss, kl = _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segments, k_segments)
     return loss, lax.stop_gradient(kl)
 
 

@@ -52,8 +52,7 @@ def sparse_indexer_kl(
     choice = dispatch.choose("sparse_indexer_kl", implementation, idx_q, idx_k, q, latents, topk)
     if weight is None:
         weight = jnp.ones(idx_q.shape[:2], wide(idx_q.dtype))
-    target = lax.stop_gradient((q, latents, lse, weight))
-    loss, kl = _kl(Static(choice, scale, block), idx_q, idx_w, idx_k, *target, topk)
+    loss, kl = _kl(Static(choice, scale, block), idx_q, idx_w, idx_k, q, latents, lse, weight, topk)
     return loss, lax.stop_gradient(kl)
 
 

@@ -8,7 +8,7 @@ B, T, S, N, X, I, J = 2, 13, 150, 4, 16, 3, 8
 SCALE, START = 0.3, 90
 
 
-def problem(seed: int = 0, key_heads: int = N) -> dict[str, np.ndarray]:
+def problem(seed: int = 0, key_heads: int = N, t: int = T, s: int = S) -> dict[str, np.ndarray]:
     """float32 arrays by the names of the public functions, the weights with zeros."""
     rng = np.random.default_rng(seed)
 
@@ -16,12 +16,12 @@ def problem(seed: int = 0, key_heads: int = N) -> dict[str, np.ndarray]:
         return rng.standard_normal(shape).astype(np.float32)
 
     return {
-        "idx_q": normal(B, T, I, J),
-        "idx_w": normal(B, T, I),
-        "idx_k": normal(B, S, J),
-        "q": normal(B, T, N, X),
-        "k": normal(B, S, key_heads, X),
-        "weight": (rng.random((B, T)) * (rng.random((B, T)) > 0.2)).astype(np.float32),
+        "idx_q": normal(B, t, I, J),
+        "idx_w": normal(B, t, I),
+        "idx_k": normal(B, s, J),
+        "q": normal(B, t, N, X),
+        "k": normal(B, s, key_heads, X),
+        "weight": (rng.random((B, t)) * (rng.random((B, t)) > 0.2)).astype(np.float32),
     }
 
 
@@ -31,12 +31,12 @@ SEGMENTS = np.stack(
 ).astype(np.int32)
 
 
-def keep(start: int, segments=None) -> np.ndarray:
+def keep(start: int, segments=None, t: int = T, s: int = S) -> np.ndarray:
     """bool [b t s]: which keys each query sees."""
-    mask = np.broadcast_to(np.arange(S) <= start + np.arange(T)[:, None], (B, T, S))
+    mask = np.broadcast_to(np.arange(s) <= start + np.arange(t)[:, None], (B, t, s))
     if segments is None:
         return mask
-    own = segments[:, start : start + T]
+    own = segments[:, start : start + t]
     return mask & (own[:, :, None] == segments[:, None]) & (own != 0)[..., None]
 
 

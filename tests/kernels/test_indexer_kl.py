@@ -9,8 +9,15 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from pallas_kernels import blocks, compat
-from pallas_kernels.indexer_kl import indexer_kl
-from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from pallas_kernels.head_probs import tpu as head_probs_tpu
+from pallas_kernels.index_scores import tpu as index_scores_tpu
+from pallas_kernels.indexer_kl import indexer_kl, tpu as indexer_kl_tpu
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
 from tests.kernels.indexer_problem import (
     SCALE,
     SEGMENTS,
@@ -32,11 +39,11 @@ OUTPUTS = ("loss", "kl", "d_idx_q", "d_idx_w", "d_idx_k")
 
 def call(given, lse, start=START, segments=None, **options):
     """(loss, kl) of a problem."""
-    inputs = {name: x for name, x in given.items() if name != "weight"}
-    own = None if segments is None else jnp.asarray(segments[:, start : start + T])
-    options = {"weight": given["weight"], "start": start, "block": 4} | options
-    keys = None if segments is None else jnp.asarray(segments)
-    return indexer_kl(**inputs, lse=lse, scale=SCALE, q_segments=own, k_segments=keys, **options)
+    options = given | {"lse": lse, "scale": SCALE, "start": start, "block": 4} | options
+    if segments is not None:
+        t = given["q"].shape[1]
+        options |= {"q_segments": segments[:, start : start + t], "k_segments": segments}
+    return indexer_kl(**options)
 
 
 def pulled(given, lse, **options) -> dict[str, np.ndarray]:
@@ -44,8 +51,7 @@ def pulled(given, lse, **options) -> dict[str, np.ndarray]:
 
     @jax.jit
     def run(trained):
-        loss = functools.partial(lambda trained: call(given | trained, lse, **options))
-        return jax.value_and_grad(loss, has_aux=True)(trained)
+        return jax.value_and_grad(lambda x: call(given | x, lse, **options), has_aux=True)(trained)
 
     (loss, kl), gradients = run({name: given[name] for name in TRAINED})
     return {"loss": loss, "kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
@@ -81,6 +87,29 @@ def test_kl_and_its_gradients(name, implementation):
     got = pulled(given, log_sum_exp(given, mask), implementation=implementation, **case)
     assert_equal(got, expected(given, mask))
     assert not np.asarray(got["kl"])[~mask.any(-1)].any()
+
+
+# Rows in which tiles of 128 keys are of other documents alone, before and between a query's own.
+LONG = np.stack(
+    [np.repeat([5, 1, 2, 2], [90, 60, 100, 50]), np.repeat([3, 0, 4, 3], [130, 20, 30, 120])]
+)
+
+
+@over_pallas_forms("indexer_kl")
+@pytest.mark.parametrize("block", [128, 256])
+def test_over_several_tiles(name, block, monkeypatch):
+    """140 queries and 300 keys: two blocks of a tile or one of two, each over three tiles of keys."""
+    if name == "tpu":
+        for module in (head_probs_tpu, index_scores_tpu):
+            monkeypatch.setattr(module, "QUERIES", (128,))
+            monkeypatch.setattr(module, "KEYS", (128,))
+        monkeypatch.setattr(indexer_kl_tpu, "BLOCKS", (block,))
+    t, s = 140, 300
+    given = problem(t=t, s=s)
+    for segments in (None, LONG):
+        mask = keep(s - t, segments, t, s)
+        options = {"start": s - t, "segments": segments, "implementation": interpreted(name)}
+        assert_equal(pulled(given, log_sum_exp(given, mask), **options), expected(given, mask))
 
 
 @over_implementations("indexer_kl")
