@@ -14,6 +14,7 @@ import numpy as np
 from pallas_kernels.cost import Cost
 
 KERNELS = (
+    "lightning_indexer",
     "top_k",
     "index_scores",
     "indexer_kl",

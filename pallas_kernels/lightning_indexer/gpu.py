@@ -46,15 +46,19 @@ class Plan(NamedTuple):
     columns: int  # of the scores
 
 
-def refuse(idx_q, idx_w, idx_k, k):
+def refuse(idx_q, idx_w, idx_k, k, page_table=None):
     """Why this form cannot take such arguments, or None."""
+    if page_table is not None:
+        return "it reads no pages"
     kinds = (jnp.dtype("bfloat16"), jnp.dtype("float32"))
     if idx_q.dtype != idx_k.dtype or idx_q.dtype not in kinds:
         return f"queries are {idx_q.dtype} and keys {idx_k.dtype}, not both bfloat16 or float32"
     return too_many(min(k, idx_k.shape[1]))
 
 
-def select_keys(static, idx_q, idx_w, idx_k, start, q_segments, k_segments, *, interpret=False):
+def select_keys(
+    static, idx_q, idx_w, idx_k, k_scale, start, q_segments, k_segments, *, interpret=False
+):
     """topk int32[b t k] of idx_q [b t i j], idx_w [b t i] over idx_k [b s j]."""
     b, t, i, j = idx_q.shape
     start = start if static.start is None else static.start

@@ -6,9 +6,10 @@ from jax import lax
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.mask import visible
 from pallas_kernels.numerics import wide
+from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 
 
-def select_keys(static, idx_q, idx_w, idx_k, start, q_segments, k_segments):
+def select_keys(static, idx_q, idx_w, idx_k, k_scale, start, q_segments, k_segments):
     """topk int32[b t k] of idx_q [b t i j], idx_w [b t i] over idx_k [b s j]."""
     s, k, block = idx_k.shape[1], static.k, static.block
     start = start if static.start is None else static.start
@@ -17,13 +18,14 @@ def select_keys(static, idx_q, idx_w, idx_k, start, q_segments, k_segments):
     for run in query_runs(idx_q.shape[1], s, start, block):
         keys = idx_k[:, : run.keys]
         segments = None if k_segments is None else k_segments[:, : run.keys]
+        scale = None if k_scale is None else k_scale[:, : run.keys]
 
-        def one(args, run=run, keys=keys, segments=segments):
+        def one(args, run=run, keys=keys, segments=segments, scale=scale):
             q, w, own, offset = args
             query_index = start + offset + jnp.arange(run.size, dtype=jnp.int32)
             key_index = jnp.arange(run.keys, dtype=jnp.int32)
             mask = visible(query_index, key_index, own, segments)
-            picked = select(index_scores(q, w, keys), mask, k)
+            picked = select(_scale(index_scores(q, w, keys), scale), mask, k)
             missing = width - picked.shape[-1]
             return jnp.pad(picked, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
@@ -33,8 +35,49 @@ def select_keys(static, idx_q, idx_w, idx_k, start, q_segments, k_segments):
     return jnp.concatenate(parts, axis=1)
 
 
+def select_paged_keys(static, idx_q, idx_w, pages, page_table, lengths, page_scales):
+    """topk int32[b t k] of the last t tokens of sequences of `lengths` keys in pages [p z j], one after the other."""
+    t = idx_q.shape[1]
+    s = page_table.shape[1] * pages.shape[1]
+
+    def one(args):
+        q, w, table, length = args
+        table = jnp.clip(table, 0, pages.shape[0] - 1)
+        scale = None if page_scales is None else page_scales[table].reshape(1, s)
+        scores = _scale(index_scores(q[None], w[None], pages[table].reshape(1, s, -1)), scale)
+        position = length - t + jnp.arange(t, dtype=jnp.int32)
+        return select(scores, visible(position, jnp.arange(s, dtype=jnp.int32)), static.k)[0]
+
+    return lax.map(one, (idx_q, idx_w, page_table, lengths))
+
+
+def quantize_index(x, dtype):
+    """(values of dtype, float32 scales [...]) with x [... j] close to values * scales[..., None].
+
+    dtype: int8 (as `quantize_a8`) or float8_e4m3fn. A scale per vector: its largest entry becomes the
+    largest value of dtype.
+    """
+    if jnp.dtype(dtype) == jnp.int8:
+        return quantize_a8(x)
+    if jnp.dtype(dtype) != jnp.float8_e4m3fn:
+        raise ValueError(f"quantize_index: dtype {jnp.dtype(dtype)}; use int8 or float8_e4m3fn")
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / float(jnp.finfo(dtype).max)
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
+    return (x / scale[..., None]).astype(dtype), scale
+
+
+def _scale(scores, scale):
+    """scores [b t s] times scale [b s] or None."""
+    return scores if scale is None else scores * scale[:, None]
+
+
 def index_scores(idx_q, idx_w, idx_k):
     """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
+    if (
+        idx_k.dtype.itemsize == 1
+    ):  # float32 holds their products exactly; CPUs have no better unit for them
+        idx_q, idx_k = idx_q.astype(jnp.float32), idx_k.astype(jnp.float32)
     inner = wide(idx_q.dtype)
     dots = jnp.einsum("btij,bsj->btis", idx_q, idx_k, preferred_element_type=inner)
     return jnp.einsum("btis,bti->bts", jnp.maximum(dots, 0), idx_w * idx_q.shape[-1] ** -0.5)

@@ -1,13 +1,29 @@
 """Index scores against the NumPy oracle, and their selection against a stable sort."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from hypothesis.extra import numpy as arrays
+from jax.sharding import Mesh, PartitionSpec as P
 
-from pallas_kernels.lightning_indexer import index_scores, lightning_indexer, select as exact_select
+from pallas_kernels import compat
+from pallas_kernels.lightning_indexer import (
+    index_scores,
+    lightning_indexer,
+    quantize_index,
+    select as exact_select,
+    tpu,
+)
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
 from tests.oracles import indexer as oracle
 
 
@@ -129,3 +145,208 @@ def test_long_rows_are_filtered_before_the_choice(name, visible, k):
         "the last": np.broadcast_to(np.arange(405) >= 395, shape),
     }[visible]
     np.testing.assert_array_equal(select(scores, mask, k), oracle.select(scores, mask, k))
+
+
+over_all = over_implementations("lightning_indexer")
+
+
+def chosen(scores, first, k):
+    """The oracle's choice from scores [b t s] among the keys up to each query."""
+    t, s = scores.shape[1:]
+    causal = np.arange(s) <= first + np.arange(t)[:, None]
+    return oracle.select(scores, np.broadcast_to(causal, scores.shape), k)
+
+
+def exact_scores(q, w, keys):
+    """The oracle's index scores; a scaling of all of them by a power of 2 apart, if there are 1, 4 or 16 heads."""
+    return oracle.index_scores(*(np.asarray(x, np.float64) for x in (q, keys, w)))
+
+
+TRACED = []
+
+
+@functools.cache
+def selector(implementation, k):
+    """jitted (q, w, keys, start, q_segments, k_segments) -> topk, with a start known at run time only."""
+
+    def run(idx_q, idx_w, idx_k, start, own, keys_of):
+        TRACED.append((implementation, k, idx_k.shape))
+        return lightning_indexer(
+            *(idx_q, idx_w, idx_k, k),
+            start=start,
+            q_segments=own,
+            k_segments=keys_of,
+            implementation=implementation,
+        )
+
+    return jax.jit(run)
+
+
+def with_scores(scores, t):
+    """(q [b t 2 j], w [b t 2], keys [b s j]) whose index scores are scores [b s], exactly, for every query."""
+    b, s = scores.shape
+    keys = np.zeros((b, s, 16), np.float32)
+    keys[..., 0] = scores * 4  # the index scores are divided by the root of 16
+    q, w = np.zeros((b, t, 2, 16), np.float32), np.ones((b, t, 2), np.float32)
+    q[:, :, 0, 0], q[:, :, 1, 0], w[:, :, 1] = 1, -1, -1
+    return q, w, keys
+
+
+T, S, CHOSEN = 3, 405, 8
+
+
+@over_all
+@pytest.mark.parametrize("name", LONG_ROWS)
+def test_the_selection_is_a_stable_descending_sort(implementation, name):
+    """Whatever the scores, the documents and the place of the queries among the keys."""
+    check_selection(implementation, name, 7, S - T, 2)
+
+
+@given(st.sampled_from(list(LONG_ROWS)), st.integers(0, 99), st.integers(0, S), st.integers(0, 9))
+@example("few values", 0, 0, 0)
+@example("all equal", 0, CHOSEN - T, 0)
+@settings(max_examples=25)
+@over_all
+def test_the_selection_at_any_place(implementation, name, seed, start, documents):
+    check_selection(implementation, name, seed, start, documents)
+
+
+def check_selection(implementation, name, seed, start, documents):
+    rng = np.random.default_rng(seed)
+    scores = LONG_ROWS[name](rng, (2, S)).astype(np.float32)
+    segments = np.sort(rng.integers(0, documents + 1, (2, S)), axis=1).astype(np.int32)
+    own = segments[:, np.minimum(start + np.arange(T), S - 1)]
+    causal = np.arange(S) <= start + np.arange(T)[:, None]
+    visible = causal & (own[..., None] == segments[:, None]) & (own != 0)[..., None]
+    got = selector(implementation, CHOSEN)(*with_scores(scores, T), start, own, segments)
+    shape = (2, T, S)
+    expected = oracle.select(np.broadcast_to(scores[:, None], shape), visible, CHOSEN)
+    np.testing.assert_array_equal(got, expected)
+
+
+def problem(b, t, s, heads=4, dtype=jnp.float32):
+    """(q, w, keys) of small integers: products and sums are exact in every precision, and ties are many."""
+    rng = np.random.default_rng(4)
+    shapes = (b, t, heads, 16), (b, t, heads), (b, s, 16)
+    q, w, keys = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes)
+    return q.astype(dtype), w, keys.astype(dtype)
+
+
+@over_all
+def test_many_keys_and_more_than_a_register_of_queries(implementation):
+    """Keys beyond a chunk and beyond the ring of buffers, two pieces of a result, rows that are filled up."""
+    t, s, k, start = 11, 9000, 600, 8985
+    q, w, keys = problem(1, t, s, dtype=jnp.bfloat16)
+    got = selector(implementation, k)(q, w, keys, start, None, None)
+    np.testing.assert_array_equal(got, chosen(exact_scores(q, w, keys), start, k))
+
+
+@over_all
+def test_start_known_when_tracing_and_more_asked_for_than_there_is(implementation):
+    t, s = 5, 40
+    q, w, keys = problem(2, t, s)
+    expected = chosen(exact_scores(q, w, keys), 20, 64)
+    got = lightning_indexer(q, w, keys, 64, start=20, implementation=implementation)
+    np.testing.assert_array_equal(got, expected)
+    assert got.shape == (2, t, s) and got.dtype == jnp.int32
+
+
+@over_all
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_keys(implementation, dtype):
+    """The products are those of the values, a key's score is multiplied by its scale."""
+    rng = np.random.default_rng(3)
+    t, s, k = 4, 300, 20
+    q, q_scale = quantize_index(jnp.asarray(rng.standard_normal((1, t, 3, 16))), dtype)
+    keys, k_scale = quantize_index(jnp.asarray(rng.standard_normal((1, s, 16))), dtype)
+    assert q.dtype == keys.dtype == dtype
+    w = jnp.asarray(rng.standard_normal((1, t, 3)), jnp.float32) * q_scale
+
+    @jax.jit
+    def run(q, w, keys, k_scale):
+        return lightning_indexer(
+            q, w, keys, k, k_scale=k_scale, start=s - t, implementation=implementation
+        )
+
+    expected = chosen(exact_scores(q, w, keys) * np.asarray(k_scale)[:, None], s - t, k)
+    np.testing.assert_array_equal(run(q, w, keys, k_scale), expected)
+    flat = run(q, w, keys, jnp.ones_like(k_scale))
+    assert (np.asarray(flat) != expected).any()
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [("int8", 254), ("float8_e4m3fn", 16)])
+def test_quantising_an_index_vector(dtype, steps):
+    x = np.random.default_rng(0).standard_normal((5, 7, 64)).astype(np.float32)
+    x[0, 0] = 0
+    x[1, 1] *= 1e-30
+    values, scale = quantize_index(jnp.asarray(x), dtype)
+    assert scale.shape == (5, 7) and scale.dtype == jnp.float32
+    back = np.asarray(values, np.float64) * np.asarray(scale)[..., None]
+    assert (np.abs(back - x) <= np.abs(x).max(-1, keepdims=True) / steps).all()
+    assert not back[0, 0].any()
+    with pytest.raises(ValueError, match="float16; use int8 or float8_e4m3fn"):
+        quantize_index(x, "float16")
+
+
+@over_all
+def test_batches_devices_and_the_same_bits(implementation):
+    """Under vmap, on 8 devices that share the queries, twice, and below a gradient."""
+    t, s, k = 16, 64, 9
+    q, w, keys = problem(1, t, s)
+    scores = exact_scores(q, w, keys)
+    expected = chosen(scores, s - t, k)
+    run = functools.partial(lightning_indexer, k=k, implementation=implementation)
+
+    def local(q, w, keys):
+        first = s - t + jax.lax.axis_index("context") * (t // 8)
+        return run(q, w, keys, start=first)
+
+    mesh = Mesh(np.array(jax.devices()[:8]), ("context",))
+    spread, whole = P(None, "context"), P()
+    specs = dict(in_specs=(spread, spread, whole), out_specs=spread, check_vma=False)
+    on_devices = jax.jit(jax.shard_map(local, mesh=mesh, **specs))
+    first, second = on_devices(q, w, keys), on_devices(q, w, keys)
+    np.testing.assert_array_equal(first, expected)
+    np.testing.assert_array_equal(first, second)
+
+    both = jnp.stack([keys, keys[:, ::-1]])
+    got = jax.vmap(lambda keys: run(q, w, keys, start=s - t))(both)
+    np.testing.assert_array_equal(got[0], expected)
+    np.testing.assert_array_equal(got[1], chosen(scores[..., ::-1], s - t, k))
+
+
+@over_all
+def test_inside_a_function_that_is_differentiated(implementation):
+    q, w, keys = problem(1, 4, 40)
+
+    def loss(q, w, keys):
+        topk = lightning_indexer(q, w, keys, 9, implementation=implementation)
+        return jnp.sum(q) + jnp.sum(topk.astype(jnp.float32))
+
+    jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, w, keys)
+
+
+@over_all
+def test_traced_once_whatever_the_start(implementation):
+    check_selection(implementation, "distinct", 0, 0, 1)
+    check_selection(implementation, "distinct", 0, 30, 2)
+    assert TRACED.count((implementation, CHOSEN, (2, S, 16))) == 1
+
+
+@over_pallas_forms("lightning_indexer")
+def test_no_races(name, monkeypatch):
+    monkeypatch.setattr(tpu, "RING", 2)  # a buffer is filled again while the other one is in use
+    t, s, k = 3, 2500, 16
+    q, w, keys = problem(1, t, s)
+    segments = jnp.ones((1, s), jnp.int32)
+    own = segments[:, -t:]
+    got = selector(watched(name), k)(q, w, keys, s - t, own, segments)
+    assert not compat.races_found(name)
+    np.testing.assert_array_equal(got, selector("ref", k)(q, w, keys, s - t, own, segments))
+
+
+@over_pallas_forms("lightning_indexer")
+def test_pallas_forms_say_what_they_do_not_take(name):
+    q, w, keys = jnp.ones((1, 2, 2, 16)), jnp.ones((1, 2, 2)), jnp.ones((1, 40, 16), jnp.bfloat16)
+    with pytest.raises(ValueError, match="queries of float32 and keys of bfloat16"):
+        lightning_indexer(q, w, keys, 8, implementation=interpreted(name))

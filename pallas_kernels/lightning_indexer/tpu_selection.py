@@ -1,0 +1,223 @@
+"""The k largest of scores that lie in VMEM, as ascending indices: no sort, and exact ties.
+
+Scores are int32 that compare like the floats (`ordered`), a tile of 8 queries x 128 keys per register. The
+k-th largest is bracketed by counting. What reaches it becomes one bit per key, 32 keys a word; a chunk of 32
+tiles is one register of words. From there on the work is a 32nd: a word's first place follows from the
+number of bits before it, and the key at place p from a search of its word and of the bit in the word.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+SUBLANES, LANES = 8, 128
+TILES = 32  # of a chunk: as many as a word has bits
+CHUNK = TILES * LANES
+SHIFT = 9  # places of the result are looked for 512 at a time (an integer // does not lower without a TPU)
+PLACES = 1 << SHIFT
+LEAST, MOST = -(2**31), 2**31 - 1
+
+
+def ordered(scores, visible):
+    """int32 that compare like scores, with -0.0 equal to 0.0 and NaN to -inf; LEAST where not visible."""
+    scores = jnp.where(scores != scores, -jnp.inf, scores)
+    raw = lax.bitcast_convert_type(scores, jnp.int32)
+    bits = raw ^ ((raw >> 31) & MOST)
+    return jnp.where(visible, jnp.where(bits == -1, 0, bits), LEAST)  # -1 is -0.0
+
+
+def repeat(count, step, carry, unroll: bool):
+    """lax.fori_loop from 0 to a known count. Compiled, it is unrolled; an interpreter starts sooner without."""
+    return lax.fori_loop(0, count, step, carry, unroll=count if unroll else 1)
+
+
+def kth_largest(keys, group, chunks, lowest, highest, count, k: int, unroll: bool):
+    """A bracket around the k-th largest of a group of 8 rows: (lower, upper, reach, above, want), int32[8, 1].
+
+    keys: ref int32[groups tiles 8 128]; lowest, highest, count: of the keys of each row above LEAST. `reach`
+    keys are >= lower and at least want = min(k, count); `above` of them, fewer than want, are >= upper. Either
+    reach = want, or upper = lower + 1 and keys that equal lower are one too many.
+    """
+    want = jnp.minimum(count, k)
+
+    def reaching(bound):
+        bound = jnp.broadcast_to(bound, (SUBLANES, LANES))
+
+        def chunk(c, sums):
+            def tile(u, sums):
+                found = jnp.where(keys[group, c * TILES + u] >= bound, 1, 0)
+                return *sums[1:], sums[0] + found
+
+            return repeat(TILES, tile, sums, unroll)
+
+        zero = jnp.zeros((SUBLANES, LANES), jnp.int32)
+        a, b, c, d = lax.fori_loop(0, chunks, chunk, (zero,) * 4)
+        return jnp.sum((a + b) + (c + d), axis=1, keepdims=True)
+
+    def unfinished(bracket):
+        lower, upper, reach, _ = bracket
+        return jnp.max(jnp.where((reach != want) & (lower + 1 != upper), 1, 0)) > 0
+
+    def halve(bracket):
+        lower, upper, reach, above = bracket
+        middle = (lower & upper) + ((lower ^ upper) >> 1)
+        number = reaching(middle)
+        enough = number >= want
+        return (
+            jnp.where(enough, middle, lower),
+            jnp.where(enough, upper, middle),
+            jnp.where(enough, number, reach),
+            jnp.where(enough, above, number),
+        )
+
+    start = (lowest, highest + 1, count, jnp.zeros_like(count))
+    return *lax.while_loop(unfinished, halve, start), want
+
+
+def write_words(keys, words, group, chunks, bracket, unroll: bool):
+    """words[group]: a bit per key, which says whether it is among the first `want`, in the order of the keys."""
+    lower, upper, reach, above, want = (jnp.broadcast_to(x, (SUBLANES, LANES)) for x in bracket)
+
+    def plain(c, _):
+        words[group, c] = _words(keys, group, c, lower, unroll)
+        return 0
+
+    lax.fori_loop(0, chunks, plain, 0)
+
+    # Keys that equal lower: the first of them only.
+    @pl.when(jnp.max(jnp.where(reach > want, 1, 0)) > 0)
+    def _():
+        table = _prefix_table()
+
+        def chunk(c, spare):
+            high = _words(keys, group, c, upper, unroll)
+            level = words[group, c] & ~high
+            size = lax.population_count(level)
+            before, total = _prefix(size, table)
+            room = spare - before
+            below = (1 << _nth_bit(level, room)) - 1
+            first = jnp.where(room >= size, level, jnp.where(room > 0, level & below, 0))
+            words[group, c] = high | first
+            return spare - total
+
+        lax.fori_loop(0, chunks, chunk, want - above)
+
+
+def write_indices(words, before, ends, out, chunks, unroll: bool):
+    """out int32[8*groups places]: the indices of the bits that are set in words[groups chunks 8 128], ascending.
+
+    before and ends [groups 8 128] are scratch. Places that no bit fills are -1; there are a multiple of PLACES.
+    """
+    groups, capacity = words.shape[:2]
+    parts = PLACES // LANES
+    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    sizes = lax.population_count(words[...]).reshape(groups * capacity * SUBLANES, LANES)
+    before[...] = _prefix(sizes, _prefix_table())[0].reshape(before.shape)
+    ends[...] = jnp.zeros(ends.shape, jnp.int32)
+
+    def span(group, at):
+        rows = pl.ds(pl.multiple_of(group * SUBLANES, SUBLANES), SUBLANES)
+        return rows, pl.ds(pl.multiple_of(at, LANES), LANES)
+
+    def chunk(c, _):
+        def shift(group, reach):
+            low, high = reach
+            first, within = ends[group], before[group, c]
+            last = first + within[:, -1:] + lax.population_count(words[group, c])[:, -1:]
+            before[group, c] = first + within
+            ends[group] = last
+            return jnp.minimum(low, first), jnp.maximum(high, last)
+
+        reach = tuple(jnp.full((SUBLANES, LANES), bound, jnp.int32) for bound in (MOST, 0))
+        low, high = repeat(groups, shift, reach, unroll)
+
+        def piece(piece, _):
+            def part(n, _):
+                group, at = n & (groups - 1), piece * PLACES + (n >> shift_of_groups) * LANES
+                index, filled = _index_at(words[group, c], before[group, c], at + lane)
+                here = span(group, at)
+                out[here] = jnp.where(filled, c * CHUNK + index, out[here])
+                return 0
+
+            return repeat(groups * parts, part, 0, unroll)
+
+        shift_of_groups = groups.bit_length() - 1
+        pieces = jnp.min(low) >> SHIFT, (jnp.max(high) + PLACES - 1) >> SHIFT
+        return lax.fori_loop(*pieces, piece, 0)
+
+    lax.fori_loop(0, chunks, chunk, 0)
+
+    def end(n, _):
+        group, at = n & (groups - 1), (n >> (groups.bit_length() - 1)) * LANES
+        here = span(group, at)
+        out[here] = jnp.where(at + lane < ends[group], out[here], -1)
+        return 0
+
+    repeat(groups * (out.shape[1] // LANES), end, 0, unroll)
+
+
+def _index_at(words, before, place):
+    """(index in the chunk of the bit that fills each place, whether this chunk or a later one fills it)."""
+    word = jnp.zeros_like(place)
+    for step in (64, 32, 16, 8, 4, 2, 1):
+        word = jnp.where(_take(before, word + step) <= place, word + step, word)
+    rest = place - _take(before, word)
+    return word * 32 + _nth_bit(_take(words, word), rest), rest >= 0
+
+
+def _nth_bit(word, n):
+    """Index of the n-th bit that is set, from the lowest, counted from 0."""
+    index = jnp.zeros_like(n)
+    for half in (16, 8, 4, 2, 1):
+        low = lax.shift_right_logical(word, index) & ((1 << half) - 1)
+        inside = lax.population_count(low)
+        beyond = n >= inside
+        n = jnp.where(beyond, n - inside, n)
+        index = jnp.where(beyond, index + half, index)
+    return index
+
+
+def _words(keys, group, c, bound, unroll):
+    """int32[8 128]: for each key of a chunk whether it is >= bound; lane l has the keys 32 l to 32 l + 31."""
+
+    def tile(u, parts):
+        found = jnp.where(keys[group, c * TILES + u] >= bound, jnp.left_shift(1, u), 0)
+        return *parts[1:], parts[0] | found
+
+    zero = jnp.zeros((SUBLANES, LANES), jnp.int32)
+    first, second, third, fourth = repeat(TILES, tile, (zero,) * 4, unroll)
+    x = (first | second) | (third | fourth)
+    # Bit u of lane l is now key 128 u + l. Swap u with the low five bits of l, then order the lanes.
+    lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
+    for step, low in (
+        (16, 0xFFFF),
+        (8, 0xFF00FF),
+        (4, 0xF0F0F0F),
+        (2, 0x33333333),
+        (1, 0x55555555),
+    ):
+        upper = (lane & step) != 0
+        other = jnp.where(upper, pltpu.roll(x, step, 1), pltpu.roll(x, LANES - step, 1))
+        moved = jnp.where(upper, lax.shift_right_logical(other, step) & low, (other & low) << step)
+        x = (x & jnp.where(upper, ~low, low)) | moved
+    return _take(x, ((lane & 3) << 5) | (lane >> 2))
+
+
+def _take(x, lanes):
+    """x [8 128] at each row's own lanes."""
+    return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
+
+
+def _prefix_table():
+    """bfloat16[128 256]: what sums a row before each lane, and beside it as a whole."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (LANES, 2 * LANES), d) for d in (0, 1))
+    return jnp.where((row < column) | (column >= LANES), 1.0, 0.0).astype(jnp.bfloat16)
+
+
+def _prefix(sizes, table):
+    """(sums before each lane, sums of rows in every lane) of sizes int32[m 128] of at most 256: exact."""
+    sums = jnp.dot(
+        sizes.astype(jnp.float32).astype(jnp.bfloat16), table, preferred_element_type=jnp.float32
+    ).astype(jnp.int32)
+    return sums[:, :LANES], sums[:, LANES:]

@@ -1,0 +1,137 @@
+"""The indexer over pages of keys against the NumPy oracle, one sequence after the other."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.lightning_indexer import paged_lightning_indexer, quantize_index, tpu
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
+from tests.oracles import indexer as oracle
+
+over_all = over_implementations("lightning_indexer")
+PAGES, Z, J = 13, 128, 16  # 3 sequences of up to 4 pages
+LENGTHS = ((400, 512, 150), (1, 2, 130), (0, 256, 511), (128, 3, 0))
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch):
+    """Several steps per sequence, and buffers that are filled again while another one is in use."""
+    for name, value in {"STEP_TILES": 2, "STEP": 256, "RING": 2}.items():
+        monkeypatch.setattr(tpu, name, value)
+
+
+def problem(t, heads, dtype=jnp.float32):
+    """(q, w, pages, page table) of small integers: their scores are exact in every precision, with ties."""
+    rng = np.random.default_rng(5)
+    shapes = (3, t, heads, J), (3, t, heads), (PAGES, Z, J)
+    q, w, pages = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in shapes)
+    table = jnp.asarray(rng.permutation(PAGES)[:12].reshape(3, 4), jnp.int32)
+    return q.astype(dtype), w, pages.astype(dtype), table
+
+
+@functools.cache
+def selector(implementation, k):
+    """jitted paged_lightning_indexer of k keys."""
+    return jax.jit(
+        lambda *args, page_scales=None: paged_lightning_indexer(
+            *args, k, page_scales=page_scales, implementation=implementation
+        )
+    )
+
+
+def expected(q, w, pages, table, lengths, k, scales=None):
+    """The same in NumPy: each sequence's keys are gathered, its queries are the last of them."""
+    q, w, pages = (np.asarray(x, np.float64) for x in (q, w, pages))
+    t, heads = q.shape[1:3]
+    # The oracle divides by the root of the heads: with 16 of them ties stay ties.
+    q = np.pad(q, ((0, 0), (0, 0), (0, 16 - heads), (0, 0)))
+    w = np.pad(w, ((0, 0), (0, 0), (0, 16 - heads)))
+    found = np.full((len(q), t, k), -1)
+    for row, length in enumerate(lengths):
+        keys = pages[table[row]].reshape(1, -1, J)
+        scores = oracle.index_scores(q[row][None], keys, w[row][None])
+        if scales is not None:
+            scores = scores * np.asarray(scales, np.float64)[table[row]].reshape(-1)
+        seen = np.arange(keys.shape[1]) <= length - t + np.arange(t)[:, None]
+        best = oracle.select(scores, seen[None], k)[0]
+        found[row, :, : best.shape[1]] = best
+    return found
+
+
+@over_all
+@pytest.mark.parametrize(
+    ("t", "heads", "dtype", "k"),
+    [
+        pytest.param(1, 8, jnp.bfloat16, 9, id="one query"),
+        pytest.param(2, 4, jnp.float32, 9, id="two queries"),
+        pytest.param(3, 1, jnp.float32, 9, id="three queries"),
+        pytest.param(1, 3, jnp.float32, 200, id="odd heads, more keys than there are"),
+    ],
+)
+def test_selection_over_pages(implementation, t, heads, dtype, k):
+    args = problem(t, heads, dtype)
+    for lengths in LENGTHS:
+        first, second = (selector(implementation, k)(*args, jnp.asarray(lengths)) for _ in range(2))
+        assert first.shape == (3, t, k) and first.dtype == jnp.int32
+        np.testing.assert_array_equal(first, expected(*args, lengths, k))
+        np.testing.assert_array_equal(first, second)
+
+
+@over_all
+def test_quantised_pages(implementation):
+    dtype = "int8"
+    rng = np.random.default_rng(6)
+    q, q_scale = quantize_index(jnp.asarray(rng.standard_normal((3, 1, 8, J))), dtype)
+    pages, scales = quantize_index(jnp.asarray(rng.standard_normal((PAGES, Z, J))), dtype)
+    w = jnp.asarray(rng.standard_normal((3, 1, 8)), jnp.float32) * q_scale
+    args = q, w, pages, problem(1, 1)[3]
+    lengths = LENGTHS[0]
+    got = selector(implementation, 9)(*args, jnp.asarray(lengths), page_scales=scales)
+    np.testing.assert_array_equal(got, expected(*args, lengths, 9, scales))
+    assert (np.asarray(got) != expected(*args, lengths, 9)).any()
+
+
+@over_all
+def test_pages_that_are_not_in_use_are_never_looked_at(implementation):
+    """Neither the keys behind the end of the last page nor what the table holds behind it."""
+    q, w, pages, table = problem(1, 8, jnp.bfloat16)
+    lengths = (130, 270, 512)
+    run = selector(implementation, 9)
+    spoiled = np.asarray(pages, np.float32)
+    behind = np.asarray(table)
+    for row, length in enumerate(lengths):
+        last = -(-length // Z) - 1
+        spoiled[behind[row, last], (length - 1) % Z + 1 :] = np.nan
+        spoiled[behind[row, last + 1 :]] = np.inf
+        behind = behind.copy()
+        behind[row, last + 1 :] = (-1, 10**6, 7)[: 3 - last]
+    got = run(q, w, jnp.asarray(spoiled, jnp.bfloat16), jnp.asarray(behind), jnp.asarray(lengths))
+    np.testing.assert_array_equal(got, expected(q, w, pages, table, lengths, 9))
+
+
+@over_pallas_forms("lightning_indexer")
+def test_no_races_over_pages(name):
+    args = problem(2, 4)
+    got = selector(watched(name), 9)(*args, jnp.asarray(LENGTHS[0]))
+    assert not compat.races_found(name)
+    np.testing.assert_array_equal(got, expected(*args, LENGTHS[0], 9))
+
+
+@over_pallas_forms("lightning_indexer")
+def test_pallas_forms_say_which_pages_they_do_not_take(name):
+    q, w, pages, table = problem(1, 8)
+    run = functools.partial(paged_lightning_indexer, implementation=interpreted(name))
+    with pytest.raises(ValueError, match="pages of 12 keys"):
+        run(q, w, pages[:, :12], table, jnp.asarray(LENGTHS[0]), 9)
+    many = jnp.ones((3, 9, 8, J))
+    with pytest.raises(ValueError, match="9 queries per sequence"):
+        run(many, many[..., 0], pages, table, jnp.asarray(LENGTHS[0]), 9)
