@@ -61,8 +61,8 @@ def test_few_queries_are_cut():
             )
         )(topk)
 
-    for case in (topk, topk.at[..., 100:].set(-1), jnp.full_like(topk, -1)):
-        agree(forward(interpreted("gpu"), case), forward("ref", case))
+    for chosen in (topk, topk.at[..., 100:].set(-1), jnp.full_like(topk, -1)):
+        agree(forward(interpreted("gpu"), chosen), forward("ref", chosen))
 
 
 @pytest.mark.parametrize(
