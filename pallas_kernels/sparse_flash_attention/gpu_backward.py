@@ -116,6 +116,7 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, in
     tiled = hopper.tiled(q.dtype, SWIZZLE)
     kernel = hopper.kernel(
         body,
+        kernel_name="sparse_score",
         interpret=interpret,
         out_type=(
             jax.ShapeDtypeStruct((blocks, ROWS, x), q.dtype),
@@ -208,6 +209,7 @@ def spread(q, dout, scores, places, count, *, interpret):
     tiled = hopper.tiled(q.dtype)
     kernel = hopper.kernel(
         body,
+        kernel_name="sparse_spread",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((unions, room, x), jnp.float32),
         grid=(unions, parts),
@@ -250,6 +252,7 @@ def collect(totals, sums, order, starts, *, interpret):
 
     kernel = hopper.kernel(
         body,
+        kernel_name="sparse_collect",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct(totals.shape, jnp.float32),
         grid=(-(-rows // COLLECTED),),

@@ -121,6 +121,7 @@ def attend(q, latents, rows, members, count, bits, *, scale, value_dim, interpre
     tiled = hopper.tiled(q.dtype)
     kernel = hopper.kernel(
         body,
+        kernel_name="sparse_attend",
         interpret=interpret,
         out_type=(
             jax.ShapeDtypeStruct((blocks, ROWS, value_dim), q.dtype),
