@@ -57,6 +57,7 @@ def forward(static, hidden, head, targets, *, interpret=False):
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
+        name="cross_entropy",
     )(hidden, head, targets[:, None])
     return tuple(x[:, 0] for x in done)
 

@@ -50,6 +50,7 @@ def forward(static, q, k, v, g, beta, state, *, keep=False, interpret=False):
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
         compiler_params=_params(),
         interpret=interpret,
+        name="gated_delta_forward",
     )(q, k, v, *(_rows(static, x) for x in (g, beta)), state)
     return out, final, *(states or [None])
 
@@ -69,6 +70,7 @@ def backward(static, saved, dout, dstate, *, interpret=False):
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
         compiler_params=_params(),
         interpret=interpret,
+        name="gated_delta_backward",
     )(q, k, v, g, beta, states, dout, dstate)
     shape = saved[3].shape
     return *grads, dg.reshape(shape), dbeta.reshape(shape), dstate
