@@ -85,8 +85,12 @@ def backward(static, saved, dout):
         args = (_blocks(run, q, q_segments, topk), *rest)
         part = (dk[:, :, : run.keys], dv[:, :, : run.keys])
         part, dq = _scan(one, part, args)
-        dk = dk.at[:, :, : run.keys].set(part[0])
-        dv = dv.at[:, :, : run.keys].set(part[1])
+        # Not `.at[].set`: that is a scatter by an empty array of indices, on which jax 0.11's partitioner
+        # crashes inside a manual region.
+        dk, dv = (
+            lax.dynamic_update_slice_in_dim(whole, own, 0, axis=2)
+            for whole, own in zip((dk, dv), part, strict=True)
+        )
         dqs.append(join(dq, 3))
     dq = jnp.concatenate(dqs, axis=3)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)

@@ -37,7 +37,8 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(1024, 1024)
 BACKWARD = Tiles(512, 1024)
 ALIGN = 128  # tiles are multiples of it, where there is more than one
-VMEM = 62 * 2**20  # of the 64 MiB of v5p and tpu7x
+FORWARD_VMEM = 32 * 2**20  # it needs less than 24 MiB, and XLA can use what is left
+BACKWARD_VMEM = 62 * 2**20  # of the 64 MiB of v5p and tpu7x
 
 LANES = 128  # a column of numbers is stored as wide as this
 LOG2E = math.log2(math.e)  # logits inside have the unit of exp2
@@ -125,7 +126,7 @@ def forward(static, q, k, v, start, q_segments, k_segments, topk, *, interpret=F
             jax.ShapeDtypeStruct((b, heads, rows, y), q.dtype),
             jax.ShapeDtypeStruct((b, heads, 2, rows), jnp.float32),
         ],
-        compiler_params=_compiler_params(),
+        compiler_params=_compiler_params(FORWARD_VMEM),
         interpret=interpret,
         name="flash_mla_forward",
     )(_flat(listed.entries), _numbers(first), *arrays)
@@ -287,7 +288,7 @@ def _run(plan, listed, numbers, arrays, segments, dtype, interpret):
             jax.ShapeDtypeStruct(k.shape, dtype),
             jax.ShapeDtypeStruct(v.shape, dtype),
         ],
-        compiler_params=_compiler_params(),
+        compiler_params=_compiler_params(BACKWARD_VMEM),
         interpret=interpret,
         name="flash_mla_backward",
     )(_flat(listed.entries), _flat(visits.latest_closed(listed)), numbers, *arrays)
@@ -387,9 +388,9 @@ def _numbers(*numbers):
     return jnp.stack([jnp.asarray(x, jnp.int32) for x in numbers])
 
 
-def _compiler_params():
+def _compiler_params(vmem: int):
     semantics = ("parallel", "parallel", "arbitrary")
-    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=VMEM)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem)
 
 
 def _most_units(plan: Plan, b: int, q, v) -> int:
@@ -397,7 +398,7 @@ def _most_units(plan: Plan, b: int, q, v) -> int:
     tiling, item, x = plan.tiling, q.dtype.itemsize, _padded(q.shape[-1])
     of_keys = tiling.key * (x + _padded(v.shape[-1])) * (12 + 6 * item)
     of_logits = 24 * tiling.row * tiling.key
-    units = (VMEM - of_keys - of_logits) // (4 * tiling.row * x)
+    units = (BACKWARD_VMEM - of_keys - of_logits) // (4 * tiling.row * x)
     return max(1, min(units, visits.MOST, visits.ENTRIES // (2 * b * tiling.keys)))
 
 

@@ -43,14 +43,17 @@ class Visits(NamedTuple):
 
 
 def outer_of(entry):
+    """The outer tile of an entry, or of an array of them."""
     return entry >> (INNER_BITS + 6)
 
 
 def inner_of(entry):
+    """The inner tile of an entry, or of an array of them."""
     return (entry >> 6) & (2**INNER_BITS - 1)
 
 
 def has(entry, flags: int):
+    """Whether an entry says one of the flags."""
     return (entry & flags) != 0
 
 
