@@ -2,8 +2,8 @@
 
 Symmetric, x ~ q * scale with an integer q of at most 7 (weights, per group of rows and column) or 127
 (activations, per row). A scale keeps so few bits that q * scale is exact in float32: a dequantised value
-is the same on every machine, and quantising it again gives the same bits, even on one whose division is
-a little off.
+is the same on every machine, and quantising it again gives the same bits, also where division is off by
+up to three units in the last place.
 
 Packed int4: int8[... k/2 n]. A group of rows is half as many rows of bytes; byte i of a group holds its
 row i in the low four bits and its row i + group/2 in the high four, both in two's complement. Columns

@@ -67,7 +67,7 @@ def test_halves_round_to_even_and_both_ends_are_seven():
 
 
 def test_dequantised_values_are_exact_and_quantise_to_the_same_bits(w):
-    """Seven times a plain max / 7 would be rounded, in one group of nine."""
+    """Seven times a plain max / 7 would be rounded in most groups."""
     packed, scale = WEIGHTS(w, GROUP)
     back = dequantize_w4(packed, scale)
     q = oracle.by_group(np.asarray(unpack_int4(packed, GROUP)), GROUP).astype(np.float64)
