@@ -15,6 +15,7 @@ from pallas_kernels.cost import Cost
 
 KERNELS = (
     "lightning_indexer",
+    "sparse_flash_attention",
     "top_k",
     "index_scores",
     "indexer_kl",

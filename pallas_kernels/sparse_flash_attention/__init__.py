@@ -4,9 +4,15 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
+from pallas_kernels.sparse_flash_attention.rows import pack_rows, unpack_rows
+
+__all__ = ["pack_rows", "paged_sparse_attention", "sparse_flash_attention", "unpack_rows"]
+
+BLOCK = 32  # queries at a time of the XLA form
 
 
 class Static(NamedTuple):
@@ -19,7 +25,7 @@ class Static(NamedTuple):
 
 
 def sparse_flash_attention(
-    q, latents, topk, *, scale: float, value_dim: int, block: int = 32, implementation="auto"
+    q, latents, topk, *, scale: float, value_dim: int, block: int = BLOCK, implementation="auto"
 ):
     """Attention of absorbed queries q [b t n x] over their own rows of latents [b s x], keys whole and
     values in their first value_dim columns -> (out [b t n value_dim], lse wide[b t n], largest logit).
@@ -33,6 +39,35 @@ def sparse_flash_attention(
     static = Static(choice, scale, block, value_dim)
     out, lse, top = _sparse(static, q, latents, topk)
     return out, lax.stop_gradient(lse), lax.stop_gradient(top)
+
+
+def paged_sparse_attention(
+    q, pages, page_table, topk, *, scale: float, value_dim: int, implementation="auto"
+):
+    """The same over a paged cache, for decoding: q [b t n x] -> (out [b t n value_dim], lse wide[b t n]).
+
+    topk int32[b t k] names positions of a query's own sequence (-1: none), each at most once; position i of
+    sequence b is slot i % z of page page_table[b, i // z], for pages [p z x] and page_table int32[b pages].
+    pages may also be int32[p z 1 w], as `pack_rows` gives them: a TPU copies single rows of no other form,
+    and packs all others at every call. Nothing carries a gradient.
+
+    implementation: see `dispatch.choose`. ValueError if the shapes do not belong together.
+    """
+    packed = pages.dtype == jnp.int32
+    if topk.shape[:2] != q.shape[:2] or page_table.shape[:1] != q.shape[:1]:
+        raise ValueError(
+            f"paged_sparse_attention: q {q.shape}, topk {topk.shape}, page_table {page_table.shape}; "
+            "give topk the first two dimensions of q, and page_table the first"
+        )
+    if pages.ndim != 3 + packed or (not packed and pages.shape[2] != q.shape[3]):
+        raise ValueError(
+            f"paged_sparse_attention: pages {pages.dtype}{pages.shape} for q {q.shape}; use pages [p z x] "
+            "with the last dimension of q, or what pack_rows gives for them"
+        )
+    choice = dispatch.choose("sparse_flash_attention", implementation, q, pages, topk, value_dim)
+    static = Static(choice, scale, BLOCK, value_dim)
+    q, pages = lax.stop_gradient((q, pages))
+    return choice.function("paged")(static, q, pages, page_table, topk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -17,8 +17,15 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.mask import HIDDEN
-from pallas_kernels.sparse_flash_attention.gpu_backward import SPREAD, collect, score, spread
+from pallas_kernels.sparse_flash_attention.gpu_backward import (
+    COLLECTED,
+    SPREAD,
+    collect,
+    score,
+    spread,
+)
 from pallas_kernels.sparse_flash_attention.gpu_forward import ROWS, TILE, attend, parts_of
+from pallas_kernels.sparse_flash_attention.rows import unpack_rows
 from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 
 WIDEST = 576  # columns of a latent for which there is shared memory
@@ -29,8 +36,9 @@ NONE = jnp.iinfo(jnp.int32).max
 
 
 def refuse(q, latents, topk, value_dim) -> str | None:
-    """Why this form cannot take these arguments, or None."""
-    if q.dtype != latents.dtype or q.dtype not in (jnp.bfloat16, jnp.float32):
+    """Why this form cannot take these arguments, or None; latents: also pages, in either form."""
+    kind = jnp.bfloat16 if latents.dtype == jnp.int32 else latents.dtype
+    if q.dtype != kind or q.dtype not in (jnp.bfloat16, jnp.float32):
         return f"q is {q.dtype} and latents {latents.dtype}; both must be bfloat16"
     if q.dtype == jnp.float32 and dispatch.OF_PLATFORM.get(dispatch.platform()) == "gpu":
         return "tensor cores take no float32 that lies in memory as the values do"
@@ -59,6 +67,20 @@ def forward(static, q, latents, topk, *, interpret=False):
     out, lse, top = _merge(out, lse, top, cuts)
     out, lse, top = (blocks.unstack(x) for x in (out, lse[..., None], top[..., None]))
     return out[..., : static.value_dim], lse[..., 0], jnp.max(top)
+
+
+def paged(static, q, pages, page_table, topk, *, interpret=False):
+    """As `ref.paged`; packed pages are for a TPU: here all of them are unpacked at every call."""
+    b, t, n, x = q.shape
+    if pages.dtype == jnp.int32:
+        pages = unpack_rows(pages, x)
+    slots = pages.shape[1]
+    page = jnp.take_along_axis(page_table[:, None], topk // slots, axis=2, mode="clip")
+    rows = jnp.where(topk < 0, -1, page * slots + topk % slots)
+    # All pages are one batch row's latents, and all sequences its queries.
+    q, rows = (a.reshape(1, b * t, *a.shape[2:]) for a in (q, rows))
+    out, lse, _ = forward(static, q, pages.reshape(1, -1, x), rows, interpret=interpret)
+    return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
 
 
 def _cuts(blocks: int, room: int) -> int:
@@ -103,8 +125,9 @@ def backward(static, saved, dout, *, interpret=False):
     # In ascending order: the place of a latent among its block's own can then be counted.
     lists = blocks.lists(jnp.sort(jnp.where(topk < 0, NONE, topk)))
     numbers = (blocks.stack(x[..., None], 1)[..., 0] for x in (lse, delta))
-    # `spread` reads dout as wide as q, zeros where there are no values.
+    # As wide as q, zeros where there are no values: `spread` multiplies both by columns.
     inputs = blocks.stack(q, width), blocks.stack(dout, width), *lists, *numbers
+    latent_rows = COLLECTED * -(-len(table) // COLLECTED)
     steps = -(-blocks.count // AT_ONCE)
     size = SHARING * -(-blocks.count // (steps * SHARING))
     empty = [(0, steps * size - blocks.count)]
@@ -115,16 +138,18 @@ def backward(static, saved, dout, *, interpret=False):
         q, dout, *lists, lse, delta = inputs
         dq, scores = score(
             q,
-            dout[..., :values],
+            dout,
             table,
             *lists,
             blocks.bits(),
             lse,
             delta,
             scale=static.scale,
+            value_dim=values,
             interpret=interpret,
         )
-        shared = _share(*lists, table.shape[0])
+        rows, members, _ = lists
+        shared = _share(rows, members, latent_rows)
         sums = spread(
             *(x.reshape(-1, SHARING, *x.shape[1:]) for x in (q, dout)),
             scores.reshape(-1, scores.shape[-1]),
@@ -135,10 +160,11 @@ def backward(static, saved, dout, *, interpret=False):
         sums = sums.reshape(-1, width)
         return collect(totals, sums, shared.order, shared.starts, interpret=interpret), dq
 
-    dlatents, dq = lax.scan(step, jnp.zeros(table.shape, jnp.float32), inputs)
+    dlatents, dq = lax.scan(step, jnp.zeros((latent_rows, width), jnp.float32), inputs)
     dq = blocks.unstack(dq.reshape(-1, ROWS, width)[: blocks.count])
     b, s, x = latents.shape
-    return dq[..., :x], dlatents.reshape(b, s, width)[..., :x].astype(latents.dtype)
+    dlatents = dlatents[: b * s].reshape(b, s, width)[..., :x]
+    return dq[..., :x], dlatents.astype(latents.dtype)
 
 
 class _Shared(NamedTuple):
@@ -151,7 +177,7 @@ class _Shared(NamedTuple):
     starts: jax.Array
 
 
-def _share(rows, members, count, s: int) -> _Shared:
+def _share(rows, members, s: int) -> _Shared:
     """What blocks with ascending lists rows int32[g c] of s latents share."""
     room = rows.shape[1]
     union = unite(jnp.where(members != 0, rows, -1)[None], s, SHARING, SPREAD)

@@ -35,14 +35,15 @@ SWIZZLE = 64  # bytes: those of SCORED numbers, over which the gradient of q is 
 SPREAD = 3 * ROWS  # latents at a time, 64 for each of three warpgroups
 
 
-def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, interpret):
+def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, value_dim, interpret):
     """(dq [g r x], scores [g c 2r]) of g blocks of r = ROWS rows; first half of scores: ds^T, second: p^T.
 
-    dout [g r y]; lse and delta, the sum of out * dout, float32[g r]; the others as for `attend`. What lies
-    in scores beyond the tiles that count reaches is not written.
+    dout [g r x], of which the first value_dim columns are read; lse and delta, the sum of out * dout,
+    float32[g r]; the others as for `attend`. What lies in scores beyond the tiles that count reaches is not
+    written.
     """
     blocks, _, x = q.shape
-    y = dout.shape[2]
+    values = pl.ds(0, value_dim)
     parts = -(-x // WIDEST_PART)
     part = x // parts
     scorer, loader = parts, parts + 1
@@ -63,7 +64,7 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, in
         def make_scores():
             plgpu.set_max_registers(120, action="decrease")
             plgpu.copy_gmem_to_smem(q_ref.at[block], queries, inputs_in)
-            plgpu.copy_gmem_to_smem(dout_ref.at[block], douts, inputs_in)
+            plgpu.copy_gmem_to_smem(dout_ref.at[block, :, values], douts, inputs_in)
             own = ops.load(bits_ref, layout=row_of)
             lse = ops.load(lse_ref, (block,), layout=row_of) * LOG2E
             delta = ops.load(delta_ref, (block,), layout=row_of)
@@ -78,8 +79,8 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, in
                 plgpu.barrier_wait(keys.full.at[stage])
                 tile = keys.tiles.at[stage]
                 logits = ops.dot(ops.zeros(shape), queries, tile, b_transposed=True)
-                values = keys.tiles.at[stage, :, pl.ds(0, y)]
-                dp = ops.dot(ops.zeros(shape), douts, values, b_transposed=True)
+                tile = keys.tiles.at[stage, :, values]
+                dp = ops.dot(ops.zeros(shape), douts, tile, b_transposed=True)
                 p = jnp.exp2(logits * (scale * LOG2E) - over_rows(lse, shape))
                 p = jnp.where(chose(own, chosen, shape), p, 0.0)
                 ds = p * (dp - over_rows(delta, shape)) * scale
@@ -129,7 +130,7 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, in
         compiler_params=hopper.compiler_params(approx_math=True, reduction_scratch_bytes=0),
         scratch_types={
             "queries": plgpu.SMEM((ROWS, x), q.dtype, transforms=tiled),
-            "douts": plgpu.SMEM((ROWS, y), q.dtype, transforms=tiled),
+            "douts": plgpu.SMEM((ROWS, value_dim), q.dtype, transforms=tiled),
             "inputs_in": plgpu.Barrier(num_arrivals=2),
             "keys": ring((SCORED, x), parts, q.dtype, stages=2, swizzle=SWIZZLE),
             "ds_tiles": plgpu.SMEM((2, SCORED, ROWS), q.dtype, transforms=tiled),
@@ -230,7 +231,7 @@ COLLECTED = 8  # latents of one block of `collect`
 def collect(totals, sums, order, starts, *, interpret):
     """totals float32[s x] and, for row i, sums[order[starts[i] : starts[i + 1]]], added one by one.
 
-    sums float32[m x]; order int32[m]; starts int32[s + 1].
+    sums float32[m x]; order int32[m]; starts int32[s + 1]; s a multiple of COLLECTED.
     """
     rows, x = totals.shape
     # The registers of a warpgroup take a multiple of 128 numbers: 64 of 576 columns are added twice.
@@ -238,24 +239,36 @@ def collect(totals, sums, order, starts, *, interpret):
 
     def body(totals_ref, sums_ref, order_ref, starts_ref, out_ref):
         first = lax.axis_index("block") * COLLECTED
+        whole = pl.ds(first, COLLECTED)
+        out_ref[whole, :] = totals_ref[whole, :]
 
-        @pl.loop(first, jnp.minimum(first + COLLECTED, rows))
-        def _(row):
-            def add(k, accs):
-                place = order_ref[k]
-                return [acc + sums_ref[place, w] for acc, w in zip(accs, windows)]
+        def add(row, begin):
+            end = starts_ref[row + 1]
 
-            accs = [totals_ref[row, w] for w in windows]
-            accs = lax.fori_loop(starts_ref[row], starts_ref[row + 1], add, accs)
-            for acc, window in zip(accs, windows):
-                out_ref[row, window] = acc
+            @pl.when(begin < end)
+            def _():
+                def step(k, accs):
+                    place = order_ref[k]
+                    return [acc + sums_ref[place, w] for acc, w in zip(accs, windows)]
+
+                accs = lax.fori_loop(begin, end, step, [totals_ref[row, w] for w in windows])
+                for acc, window in zip(accs, windows):
+                    out_ref[row, window] = acc
+
+            return end
+
+        begin = starts_ref[first]
+
+        @pl.when(begin < starts_ref[first + COLLECTED])
+        def _():
+            lax.fori_loop(first, first + COLLECTED, add, begin)
 
     kernel = hopper.kernel(
         body,
         kernel_name="sparse_collect",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct(totals.shape, jnp.float32),
-        grid=(-(-rows // COLLECTED),),
+        grid=(rows // COLLECTED,),
         grid_names=("block",),
     )
     return kernel(totals, sums, order, starts)

@@ -7,11 +7,13 @@ from jax import lax
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import wide
+from pallas_kernels.sparse_flash_attention.rows import unpack_rows
 
 
-def _taken(latents, topk):
-    """[b t k x] rows of latents [b s x]; -1 takes row 0, which the caller masks."""
-    return jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(latents, topk)
+def _taken(latents, topk, x):
+    """[b t k x] rows of latents [b s x], or packed [b s 1 w]; -1 takes row 0, which the caller masks."""
+    rows = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(latents, topk)
+    return unpack_rows(rows, x) if rows.dtype == jnp.int32 else rows
 
 
 def _logits(q, rows, topk, scale):
@@ -27,7 +29,7 @@ def forward(static, q, latents, topk):
 
     def one(args):
         q, topk = args
-        rows = _taken(latents, topk)
+        rows = _taken(latents, topk, q.shape[-1])
         logits = _logits(q, rows, topk, scale)
         # Without the barrier XLA:CPU computes the maximum again for every element.
         top = lax.optimization_barrier(jnp.max(logits, axis=2))
@@ -50,6 +52,19 @@ def forward(static, q, latents, topk):
     return out[..., : static.value_dim], lse, jnp.max(jnp.stack(tops))
 
 
+def paged(static, q, pages, page_table, topk):
+    """(out [b t n y], lse wide[b t n]) of q [b t n x] over positions topk [b t k], which page_table
+    [b pages] finds in pages [p z x], or as `pack_rows` gives them."""
+    b, t, n, _ = q.shape
+    slots = pages.shape[1]
+    page = jnp.take_along_axis(page_table[:, None], topk // slots, axis=2, mode="clip")
+    rows = jnp.where(topk < 0, -1, page * slots + topk % slots)
+    # All pages are one batch row's latents, and all sequences its queries.
+    q, rows = (x.reshape(1, b * t, *x.shape[2:]) for x in (q, rows))
+    out, lse, _ = forward(static, q, pages.reshape(1, -1, *pages.shape[2:]), rows)
+    return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
+
+
 def backward(static, saved, dout):
     """(dq, dlatents) for what `forward` took, out and lse that it gave, and the gradient of out."""
     q, latents, topk, out, lse = saved
@@ -63,7 +78,7 @@ def backward(static, saved, dout):
 
     def one(dlatents, args):
         q, topk, dout, lse, delta = args
-        rows = _taken(latents, topk)
+        rows = _taken(latents, topk, q.shape[-1])
         p = jnp.exp(_logits(q, rows, topk, scale) - lse[:, :, None])
         dp = jnp.einsum("btkx,btnx->btkn", rows, dout, preferred_element_type=inner)
         ds = (p * (dp - delta[:, :, None]) * scale).astype(q.dtype)

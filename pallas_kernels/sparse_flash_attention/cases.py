@@ -1,0 +1,121 @@
+"""GLM-5's sparse attention: 8192 queries at the end of 65,536 keys, and 64 sequences that decode."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cases import Case
+from pallas_kernels.cost import Cost
+from pallas_kernels.sparse_flash_attention import (
+    pack_rows,
+    paged_sparse_attention,
+    sparse_flash_attention,
+)
+
+SIZES = {"b": 1, "t": 8192, "s": 65536, "n": 64, "x": 576, "y": 512, "k": 2048}
+SMALL = {"b": 1, "t": 20, "s": 500, "n": 16, "x": 288, "y": 256, "k": 64}
+DECODE = {"b": 64, "t": 1, "s": 32768, "z": 64, "n": 64, "x": 576, "y": 512, "k": 2048}
+SMALL_DECODE = {"b": 3, "t": 2, "s": 512, "z": 32, "n": 16, "x": 288, "y": 256, "k": 64}
+SHARING = 8  # queries that can be expected to share a gather
+TURNS = 5  # queries after which a pick of `local` has moved by one
+
+
+def local(sizes, key):
+    """int32[b t k]: half of a query's rows are its own and those before it, the others spread over all
+    earlier ones; of these a fifth move on by one from query to query, so that neighbours share 90%."""
+    b, t, s, k = (sizes[name] for name in "btsk")
+    near, far = k - k // 2, k // 2
+    query = jnp.arange(t, dtype=jnp.int32)[:, None]
+    window = s - t + query - near + 1 + jnp.arange(near, dtype=jnp.int32)
+    stride = (s - t - near + 1) // far
+    pick = jnp.arange(far, dtype=jnp.int32)
+    phase = jax.random.randint(key, (b, 1, far), 0, TURNS * stride)
+    spread = pick * stride + (query + phase) // TURNS % stride
+    return jnp.concatenate([spread, jnp.broadcast_to(window, (b, t, near))], axis=-1)
+
+
+def uniform(sizes, key):
+    """int32[b t k]: a row from each of k equal parts of the earlier ones, drawn for every query alone."""
+    b, t, s, k = (sizes[name] for name in "btsk")
+    stride = (s - t) // k
+    within = jax.random.randint(key, (b, t, k), 0, stride)
+    return jnp.arange(k, dtype=jnp.int32) * stride + within
+
+
+def inputs(chosen):
+    """Queries and latents of unit variance, and rows that are `chosen`."""
+
+    def of(sizes, key):
+        b, t, s, n, x = (sizes[name] for name in "btsnx")
+        keys = jax.random.split(key, 3)
+        return {
+            "q": jax.random.normal(keys[0], (b, t, n, x), jnp.bfloat16),
+            "latents": jax.random.normal(keys[1], (b, s, x), jnp.bfloat16),
+            "topk": chosen(sizes, keys[2]),
+        }
+
+    return of
+
+
+def pages(form):
+    """A cache whose pages lie anywhere, in that form."""
+
+    def of(sizes, key):
+        b, t, s, z, n, x = (sizes[name] for name in "btsznx")
+        keys = jax.random.split(key, 4)
+        count = b * s // z
+        return {
+            "q": jax.random.normal(keys[0], (b, t, n, x), jnp.bfloat16),
+            "pages": form(jax.random.normal(keys[1], (count, z, x), jnp.bfloat16)),
+            "page_table": jax.random.permutation(keys[2], count).reshape(b, s // z),
+            "topk": local(sizes, keys[3]),
+        }
+
+    return of
+
+
+def _named(sizes):
+    return {"scale": sizes["x"] ** -0.5, "value_dim": sizes["y"]}
+
+
+def forward(inputs, sizes, implementation):
+    """(out, lse)."""
+    return sparse_flash_attention(**inputs, **_named(sizes), implementation=implementation)[:2]
+
+
+def backward(inputs, sizes, implementation):
+    """Gradients of q and latents."""
+
+    def loss(q, latents):
+        out = forward(inputs | {"q": q, "latents": latents}, sizes, implementation)[0]
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    return jax.grad(loss, (0, 1))(inputs["q"], inputs["latents"])
+
+
+def decode(inputs, sizes, implementation):
+    """(out, lse)."""
+    return paged_sparse_attention(**inputs, **_named(sizes), implementation=implementation)
+
+
+def cost(keys: int, values: int, outer: int):
+    """Of so many products with whole rows and with their first y columns; q and out pass memory `outer`
+    times, the latents once, and the rows of a query once for all that can share them."""
+
+    def of(sizes):
+        b, t, n, x, y, k = (sizes[name] for name in "btnxyk")
+        flops = 2 * b * t * k * n * (keys * x + values * y)
+        rows = b * k * (t / min(t, SHARING)) * x
+        latents = 0 if "z" in sizes else outer * b * sizes["s"] * x
+        return Cost(flops, 2 * (outer * b * t * n * (x + y) + latents + rows) + 4 * b * t * k)
+
+    return of
+
+
+CASES = {
+    "forward_local": Case(SIZES, inputs(local), forward, cost(1, 1, 1), SMALL),
+    "forward_uniform": Case(SIZES, inputs(uniform), forward, cost(1, 1, 1), SMALL),
+    "backward_local": Case(SIZES, inputs(local), backward, cost(4, 3, 2), SMALL),
+    "backward_uniform": Case(SIZES, inputs(uniform), backward, cost(4, 3, 2), SMALL),
+    "decode": Case(DECODE, pages(lambda x: x), decode, cost(1, 1, 1), SMALL_DECODE),
+    "decode_packed": Case(DECODE, pages(pack_rows), decode, cost(1, 1, 1), SMALL_DECODE),
+}
