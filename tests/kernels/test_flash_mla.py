@@ -54,6 +54,7 @@ CASES = {
     "one shared key": dict(heads=1, start=7),
     "one shared key in a block": dict(heads=1, start=7, block=64),
     "a block each": dict(block=1, start=7),
+    "queries past the keys": dict(start=12, heads=2),
     "documents of two heads": dict(heads=2, start=7, segments=True, traced=True),
 }
 
