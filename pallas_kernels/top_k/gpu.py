@@ -59,18 +59,20 @@ def ordered(scores):
     return jnp.where(size <= INFINITY, keys, -INFINITY)
 
 
-def select_rows(rows, bounds, k: int, *, interpret=False):
+def select_rows(rows, bounds, k: int, used=(1, 1), *, interpret=False):
     """int32[m k]: places of the k largest of each row, ascending, -1 at the end where there are fewer.
 
-    rows: float32[m s], or int32[m s] of `ordered` and INVISIBLE ones, which are never chosen; s is a multiple
-    of STAGE. bounds int32[m 2]: the first and the last (excluded) place that may be chosen; what lies outside
-    may be anything. Equal ones go to the lower place. k: at most LARGEST_K.
+    rows: float32[r s], or int32[r s] of `ordered` and INVISIBLE ones, which are never chosen; s is a multiple
+    of STAGE. bounds int32[r 2]: the first and the last (excluded) place that may be chosen; what lies outside
+    may be anything. Equal ones go to the lower place. k: at most LARGEST_K. used: how many of how many
+    consecutive rows count, the others are left out: m is r * used[0] / used[1].
     """
-    m, s = rows.shape
+    r, s = rows.shape
+    m = r // used[1] * used[0]
     room = STAGE * -(-(k + SLACK + STAGE) // STAGE)
     width = 1024 * -(-k // 1024)
     chosen = hopper.kernel(
-        functools.partial(_select, hopper.Ops(interpret), k, room),
+        functools.partial(_select, hopper.Ops(interpret), k, room, used),
         interpret=interpret,
         kernel_name="select_rows",
         out_type=jax.ShapeDtypeStruct((m, width), jnp.int32),
@@ -81,13 +83,14 @@ def select_rows(rows, bounds, k: int, *, interpret=False):
             plgpu.SMEM((2 * room + 4,), jnp.int32),
             plgpu.Barrier(num_barriers=STAGES),
         ],
-    )(bounds, rows.reshape(m, s // 128, 128))
+    )(bounds, rows.reshape(r, s // 128, 128))
     return chosen[:, :k]
 
 
-def _select(ops, k, room, bounds, rows, chosen, stage, held, ready):
+def _select(ops, k, room, used, bounds, rows, chosen, stage, held, ready):
     """held: keys, their places, and what `lanes.running_count` needs."""
-    row = lax.axis_index("row")
+    result = lax.axis_index("row")
+    row = lax.div(result, used[0]) * used[1] + lax.rem(result, used[0])
     first, last = bounds[row, 0], bounds[row, 1]
     begin = lax.div(first, STAGE)
     stages = jnp.maximum(lax.div(last + (STAGE - 1), STAGE) - begin, 0)
@@ -145,7 +148,7 @@ def _select(ops, k, room, bounds, rows, chosen, stage, held, ready):
 
     width = chosen.shape[1]
     found = ops.flat(held.at[pl.ds(room, width)])
-    chosen[row, :] = jnp.where(ops.places(width) < jnp.minimum(count, k), found, -1)
+    chosen[result, :] = jnp.where(ops.places(width) < jnp.minimum(count, k), found, -1)
 
 
 def _keep_best(ops, k, slack, room, count, floor, held, totals):

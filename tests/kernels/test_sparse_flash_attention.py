@@ -1,11 +1,20 @@
 """Attention over selected rows and its backward against plain softmax attention in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+from pallas_kernels import compat, dispatch
+from pallas_kernels.sparse_flash_attention import (
+    pack_rows,
+    paged_sparse_attention,
+    sparse_flash_attention,
+    tpu,
+)
 from tests.kernels.attention_problem import (
     SCALE,
     SEGMENTS,
@@ -15,35 +24,239 @@ from tests.kernels.attention_problem import (
     T,
     X,
     Y,
-    keep,
     normal,
     plain,
     topk_of,
 )
+from tests.kernels.implementations import (
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
+
+KERNEL = "sparse_flash_attention"
 
 
-@pytest.mark.parametrize("block", [4, 64])
-def test_attention_and_its_gradients_over_selected_rows(block):
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks of queries, and several tiles of rows in each, in a problem of a few rows."""
+    monkeypatch.setattr(tpu, "BLOCKS", tpu.Blocks(queries=4, rows=8))
+
+
+def answer(q, latents, dy, topk):
+    """(y, lse, largest logit, dq, dlatents) in float64."""
+    mask = (np.asarray(topk)[..., None] == np.arange(latents.shape[1])).any(-2)
+    shape = (*latents.shape[:2], q.shape[2], latents.shape[2])
+    keys = np.broadcast_to(latents[:, :, None], shape)
+    y, top, dq, dk, dv = plain(q, keys, keys[..., : dy.shape[-1]], dy, mask)
+    dk[..., : dy.shape[-1]] += dv
+    logits = np.einsum("btnx,bsx->btns", q.astype(np.float64), latents) * SCALE
+    logits = np.where(mask[:, :, None], logits, -np.inf)
+    lse = np.logaddexp.reduce(logits, axis=-1)
+    return y, np.where(np.isinf(lse), np.inf, lse), top, dq, dk.sum(2)
+
+
+def run(q, latents, dy, topk, implementation, **named):
+    """The same by the kernel."""
+
+    def attend(q, latents):
+        named_too = dict(scale=SCALE, value_dim=dy.shape[-1], implementation=implementation)
+        out, lse, top = sparse_flash_attention(q, latents, topk, **named_too, **named)
+        return out, (lse, top)
+
+    y, pull, (lse, top) = jax.vjp(attend, q, latents, has_aux=True)
+    return y, lse, top, *pull(dy.astype(y.dtype))
+
+
+def problem(b=B, t=T, n=N, s=S, x=X, y=Y):
+    return normal(b, t, n, x), normal(b, s, x), normal(b, t, n, y)
+
+
+def spread(t, k, step, s):
+    """int32[1 t k]: k rows in steps of two; the next query's begin `step` rows further."""
+    first = np.arange(t, dtype=np.int32)[:, None] * step
+    return np.sort((first + 2 * np.arange(k, dtype=np.int32)) % s, axis=-1)[None]
+
+
+CHOSEN = {
+    "of visible keys": topk_of(7, SEGMENTS),
+    "all the same": np.broadcast_to(spread(1, 10, 0, S), (B, T, 10)),
+    "one other than the neighbour's": np.broadcast_to(spread(T, 10, 2, S), (B, T, 10)),
+    "none of the neighbour's": np.broadcast_to(spread(T, 2, 5, S), (B, T, 2)),
+}
+
+
+@over_implementations(KERNEL)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_attention_and_its_gradients(name, implementation):
     """A latent is the key of every head and its first columns the value; topk names a query's rows."""
-    start = 7
-    topk = topk_of(start, SEGMENTS)
+    topk = CHOSEN[name].copy()
     topk[0, 2] = -1
-    q, latents, dy = normal(B, T, N, X), normal(B, S, X), normal(B, T, N, Y)
-
-    @jax.jit
-    def run(q, latents):
-        def attend(q, latents):
-            out, _, top = sparse_flash_attention(
-                q, latents, jnp.asarray(topk), scale=SCALE, value_dim=Y, block=block
-            )
-            return out, top
-
-        y, pull, top = jax.vjp(attend, q, latents, has_aux=True)
-        return y, top, *pull(jnp.asarray(dy))
-
-    shared = np.broadcast_to(latents[:, :, None], (B, S, N, X))
-    y, top, dq, dk, dv = plain(q, shared, shared[..., :Y], dy, keep(start, SEGMENTS, topk))
-    dk[..., :Y] += dv
-    for ours, theirs in zip(run(q, latents), (y, top, dq, dk.sum(2)), strict=True):
+    topk[1, :, 1] = -1  # a gap
+    args = problem()
+    got = jax.jit(functools.partial(run, implementation=implementation, block=4))(*args, topk)
+    for ours, theirs in zip(got, answer(*args, topk), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    assert not np.asarray(run(q, latents)[0])[0, 2].any()
+    assert not np.asarray(got[0])[0, 2].any() and np.isinf(np.asarray(got[1])[0, 2]).all()
+
+
+@over_implementations(KERNEL)
+def test_bfloat16_sums_wide(implementation):
+    """Widths of two packed words and more, and a row that every query has: its gradient has 64 terms."""
+    q, latents, dy = (jnp.asarray(a, jnp.bfloat16) for a in problem(1, 16, 4, 24, 300, 256))
+    q = q / 4
+    topk = np.sort(spread(16, 9, 2, 24), axis=-1)
+    topk[0, :, 0] = 0
+    topk = np.where(np.diff(topk, prepend=-1, axis=-1) > 0, topk, -1)
+    got = jax.jit(functools.partial(run, implementation=implementation))(q, latents, dy, topk)
+    expected = answer(*(np.asarray(a, np.float64) for a in (q, latents, dy)), topk)
+    for ours, theirs in zip(got, expected, strict=True):
+        error = np.linalg.norm(np.asarray(ours, np.float64) - theirs)
+        assert error < 0.006 * np.linalg.norm(theirs)
+    assert [x.dtype for x in got] == ["bfloat16", "float32", "float32", "bfloat16", "bfloat16"]
+
+
+@over_pallas_forms(KERNEL)
+def test_the_same_bits_twice(name):
+    args = problem()
+    function = jax.jit(functools.partial(run, implementation=interpreted(name)))
+    first, second = (function(*args, CHOSEN["all the same"]) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert function._cache_size() == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_two_cores_share_the_blocks(batch, monkeypatch):
+    """One batch row has a sum of gradients on each core; two rows go to a core each."""
+    monkeypatch.setattr(tpu, "_parts", lambda blocks: 2)
+    args = problem(batch)
+    topk = CHOSEN["one other than the neighbour's"][:batch]
+    got = jax.jit(functools.partial(run, implementation=interpreted("tpu")))(*args, topk)
+    for ours, theirs in zip(got, answer(*args, topk), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "parts"), [("TPU v5", 6, 2), ("TPU v5", 7, 1), ("TPU v6 lite", 6, 1)]
+)
+def test_cores_of_a_chip(kind, blocks, parts, monkeypatch):
+    monkeypatch.setattr(dispatch, "device_kind", lambda: kind)
+    assert tpu._parts(blocks) == parts
+
+
+@over_pallas_forms(KERNEL)
+def test_no_copy_races_with_another(name, monkeypatch):
+    """Neighbouring blocks share rows, so that one's sums are the next one's."""
+    monkeypatch.setattr(tpu, "BLOCKS", tpu.Blocks(queries=2, rows=8))
+    q, latents, dy = problem(1, 6, 2, 20)
+    topk = spread(6, 9, 2, 20)
+    got = run(q, latents, jnp.asarray(dy), jnp.asarray(topk), watched(name))
+    for ours, theirs in zip(got, answer(q, latents, dy, topk), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    assert not compat.races_found(name)
+
+
+@over_implementations(KERNEL)
+def test_under_vmap(implementation):
+    """Over queries alone, and over everything."""
+    q, latents, dy = problem(2, 5, 2)
+    topk = CHOSEN["of visible keys"][:, :5]
+    kernel = functools.partial(run, implementation=implementation)
+    expected = answer(q, latents, dy, topk)
+    one = jax.jit(jax.vmap(lambda *args: kernel(*(a[None] for a in args))))
+    got = one(q, latents, dy, topk)
+    for index in (0, 1, 3, 4):
+        np.testing.assert_allclose(got[index][:, 0], expected[index], atol=2e-5)
+    over_queries = jax.jit(jax.vmap(lambda q: kernel(q, latents, dy, topk)[0]))
+    got = over_queries(np.stack([q, 2 * q]))
+    np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
+    np.testing.assert_allclose(got[1], answer(2 * q, latents, dy, topk)[0], atol=2e-5)
+
+
+@over_implementations(KERNEL)
+def test_queries_sharded_over_devices(implementation):
+    """Every device holds all latents and an eighth of the queries; the latents' gradients add up."""
+    q, latents, dy = problem(1, 16, 2)
+    topk = spread(16, 6, 2, S)
+
+    def local(q, latents, dy, topk):
+        y, lse, top, dq, dlatents = run(q, latents, dy, topk, implementation)
+        return y, lse, jax.lax.pmax(top, "context"), dq, jax.lax.psum(dlatents, "context")
+
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = P(None, "context")
+    specs = dict(in_specs=(own, P(), own, own), out_specs=(own, own, P(), own, P()))
+    got = jax.jit(jax.shard_map(local, mesh=mesh, check_vma=False, **specs))(q, latents, dy, topk)
+    for ours, theirs in zip(got, answer(q, latents, dy, topk), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def paged_problem(t, slots, dtype):
+    """Queries, latents [b s x], the same latents in pages that lie anywhere, their table, and topk."""
+    count = -(-S // slots)
+    q, latents, _ = problem(B, t, N, count * slots, 40)
+    table = np.random.default_rng(0).permutation(B * count + 3)[: B * count]
+    pages = normal(B * count + 3, slots, 40)
+    pages[table] = latents.reshape(-1, slots, 40)
+    topk = CHOSEN["one other than the neighbour's"][:, :t].copy()
+    topk[0, 0, 3:] = -1
+    q, latents, pages = (jnp.asarray(a, dtype) for a in (q, latents, pages))
+    return q, latents, pages, jnp.asarray(table.reshape(B, count), jnp.int32), jnp.asarray(topk)
+
+
+@over_implementations(KERNEL)
+@pytest.mark.parametrize(("t", "slots", "packed"), [(1, 4, True), (3, 3, False), (6, 8, False)])
+def test_decoding_over_pages(t, slots, packed, implementation):
+    dtype = jnp.bfloat16 if packed else jnp.float32
+    q, latents, pages, table, topk = paged_problem(t, slots, dtype)
+    decode = functools.partial(
+        paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
+    )
+    got = jax.jit(decode)(q, pack_rows(pages) if packed else pages, table, topk)
+    q, latents = (np.asarray(a, np.float64) for a in (q, latents))
+    expected = answer(q, latents, np.zeros((*q.shape[:3], 32)), topk)
+    for ours, theirs in zip(got, expected[:2], strict=True):
+        np.testing.assert_allclose(
+            np.asarray(ours, np.float64), theirs, atol=3e-2 if packed else 2e-5
+        )
+
+
+@over_pallas_forms(KERNEL)
+def test_no_copy_races_when_decoding(name):
+    q, latents, pages, table, topk = paged_problem(1, 4, jnp.float32)
+    got = paged_sparse_attention(
+        q, pages, table, topk, scale=SCALE, value_dim=32, implementation=watched(name)
+    )
+    expected = answer(*(np.asarray(a) for a in (q, latents)), np.zeros((B, 1, N, 32)), topk)
+    np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
+    assert not compat.races_found(name)
+
+
+def test_pages_that_do_not_fit_are_refused():
+    q, _, pages, table, topk = paged_problem(2, 4, jnp.float32)
+    decode = functools.partial(paged_sparse_attention, scale=1.0, value_dim=4)
+    with pytest.raises(ValueError, match="first two dimensions"):
+        decode(q, pages, table, topk[:, :1])
+    with pytest.raises(ValueError, match="page_table the first"):
+        decode(q, pages, table[:1], topk)
+    for wrong in (pages[..., :7], pages[0], pages[..., None, :].astype(jnp.int32)[0]):
+        with pytest.raises(ValueError, match="use pages"):
+            decode(q, wrong, table, topk)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "k", "words"),
+    [
+        (("float16", "float16"), 4, "not both bfloat16 or both float32"),
+        (("bfloat16", "float32"), 4, "not both bfloat16 or both float32"),
+        (("float32", "int32"), 4, "not both bfloat16 or both float32"),
+        (("float32", "float32"), 2**16, "scalar memory"),
+    ],
+)
+def test_what_a_tpu_cannot_take(dtypes, k, words):
+    shapes = (1, 4, 2, 8), (1, 9, 8)
+    q, latents = (jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True))
+    topk = jax.ShapeDtypeStruct((1, 4, k), "int32")
+    assert words in tpu.refuse(q, latents, topk, 8)
