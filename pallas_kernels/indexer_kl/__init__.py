@@ -50,7 +50,8 @@ def indexer_kl(
 
     Only loss carries a gradient, and only to the three inputs of the indexer: its gradient is computed
     along with its value, in one pass over the target. Hence the weights go in, and neither the attention's
-    keys nor its queries are kept for a backward pass. No array is larger than [b block s].
+    keys nor its queries are kept for a backward pass. Of all pairs of queries and keys no more exist at a
+    time than a block's, [b block s].
 
     block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
     """

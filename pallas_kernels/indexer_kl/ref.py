@@ -52,7 +52,8 @@ def _over_blocks(static, idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segmen
         offsets = run.first + run.size * jnp.arange(run.count, dtype=jnp.int32)
         blocks = (split(x, run, 1) for x in (idx_q, idx_w, q, lse, weight, q_segments))
         part, out = lax.scan(one, dk[:, : run.keys], (offsets, *blocks))
-        dk = dk.at[:, : run.keys].set(part)
+        # Not `.at[].set`: a scatter, on which jax 0.11's partitioner crashes inside a manual region.
+        dk = lax.dynamic_update_slice_in_dim(dk, part, 0, axis=1)
         outs.append(jax.tree.map(lambda x: join(x, 1), out))
     out = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *outs)
     return out if weight is None else (*out, dk.astype(idx_k.dtype))

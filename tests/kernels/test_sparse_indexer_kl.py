@@ -1,9 +1,12 @@
 """The sparse stage's KL and its gradients against the NumPy oracle."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
 from pallas_kernels import compat
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
@@ -144,6 +147,41 @@ def test_under_vmap(implementation):
 
     _, kl = jax.jit(jax.vmap(run))(*rows)
     np.testing.assert_allclose(kl[:, 0], expected(given, chosen(topk))["kl"], atol=2e-5)
+
+
+@over_implementations("sparse_indexer_kl")
+def test_in_a_manual_region_of_8_devices(implementation):
+    """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
+    given = problem(key_heads=1, t=16)
+    visible = keep(START, t=16)
+    topk = indexer.select(np.random.default_rng(4).random(visible.shape), visible, K)
+    topk = np.pad(topk, [(0, 0), (0, 0), (0, K - topk.shape[-1])], constant_values=-1)
+    lse = log_sum_exp(given, chosen(topk))
+    mesh = jax.make_mesh((8,), ("context",), axis_types=(AxisType.Auto,))
+    split, whole = P(None, "context"), P()
+    specs = {name: whole if name in ("idx_k", "k") else split for name in given}
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, split, split),
+        out_specs=(whole, {"idx_q": split, "idx_w": split, "idx_k": whole}),
+        check_vma=False,
+    )
+    def run(given, lse, topk):
+        def loss(trained):
+            return call(given | trained, lse, topk, implementation=implementation)[0]
+
+        value, gradients = jax.value_and_grad(loss)({name: given[name] for name in TRAINED})
+        gradients["idx_k"] = jax.lax.psum(gradients["idx_k"], "context")
+        return jax.lax.psum(value, "context"), gradients
+
+    value, gradients = run(given, lse, topk)
+    want = expected(given, chosen(topk))
+    np.testing.assert_allclose(value, want["loss"], rtol=1e-5)
+    for name, x in gradients.items():
+        np.testing.assert_allclose(x, want[f"d_{name}"], atol=2e-5, err_msg=name)
 
 
 @over_pallas_forms("sparse_indexer_kl")
