@@ -104,8 +104,8 @@ def _columns(k, n, itemsize):
 def _multiply(expected_rows, transposed, interpret, fill=True):
     """function(x [m k], w [e k n] or transposed w [e n k], group_sizes, plus=None) -> [m n].
 
-    plus [m n] is added to the product, in its place. fill: rows without an owner become zero;
-    otherwise they are those of plus, or anything.
+    plus [m n], zero in rows without an owner, is added to the product, in its place. fill: those rows
+    become zero; otherwise tiles of them are left as they are in plus, or anything.
     """
 
     # In sequence also because a batch cannot be a dimension of a list of visits.
@@ -197,6 +197,7 @@ def _multiply_body(
         def compute(at):
             weights = buffer[slot, at, :] if transposed else buffer[slot, :, at]
             y = _dot(x[...], weights, 1, 1 if transposed else 0)
+            # Rows of later groups stay those of plus: it lies where out does, and may be read again.
             kept = plus[0][:, at].astype(jnp.float32) if plus else 0
             store(out, at, y + kept, fresh, begin[v], end[v], kept)
 
@@ -204,7 +205,7 @@ def _multiply_body(
 
     @pl.when(jnp.logical_not(filled))
     def _():
-        out[...] = plus[0][...] if plus else jnp.zeros(out.shape, out.dtype)
+        out[...] = jnp.zeros(out.shape, out.dtype)
 
 
 def _row_by_row(function, num_results, interpret):
