@@ -30,14 +30,13 @@ from pallas_kernels.lightning_indexer.tpu_selection import (
     TILES,
 )
 
-# Not measured, as no TPU was at hand: by the arithmetic of on-chip memory and of its latency.
+# Not measured, as no TPU was at hand: by the arithmetic of on-chip memory and its latency.
 STEP_TILES = 8
 STEP = STEP_TILES * LANES  # keys that are scored at a time
 RING = 8  # steps of keys in use or under way: 2 MiB of bfloat16, more than memory delivers in 1 us
-GROUPS = 4  # of 8 rows in a program, fewer where their scores exceed SCORES
-SCORES = 28 << 20
-MEMORY = 60 << 20  # v5p and tpu7x have 64 MiB
-LONGEST = 1 << 20  # keys: 32 MiB of scores of 8 rows
+GROUPS = 4  # of 8 rows in a program, fewer where scores and results would exceed ROOM
+ROOM = 44 << 20
+MEMORY = 60 << 20  # with all buffers; v5p and tpu7x have 64 MiB
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 
@@ -76,8 +75,8 @@ def refuse(idx_q, idx_w, idx_k, k, page_table=None):
     if idx_q.dtype != idx_k.dtype or idx_k.dtype.name not in DTYPES:
         return f"queries of {idx_q.dtype} and keys of {idx_k.dtype}; both must be one of {DTYPES}"
     s = idx_k.shape[1] * (1 if page_table is None else page_table.shape[1])
-    if s > LONGEST:
-        return f"8 rows of {s} scores are too many for on-chip memory; {LONGEST} fit"
+    if _room(1, s, k) > ROOM:
+        return f"8 rows of {s} scores and {k} results are too many for on-chip memory"
     if page_table is None:
         return None
     page, least = idx_k.shape[1], 32 // idx_k.dtype.itemsize
@@ -96,7 +95,7 @@ def select_keys(
     s = idx_k.shape[1]
     start = jnp.broadcast_to(jnp.int32(start if static.start is None else static.start), b)
     groups = GROUPS
-    while groups > 1 and (groups * SUBLANES * 4 * s > SCORES or groups // 2 * SUBLANES >= t):
+    while groups > 1 and (_room(groups, s, static.k) > ROOM or groups // 2 * SUBLANES >= t):
         groups //= 2
     blocks = -(-t // (groups * SUBLANES))
     plan = Plan(groups, 1, SUBLANES, t, blocks, s, static.k, STEP, False, interpret is False)
@@ -141,6 +140,11 @@ def select_paged_keys(
         return out.reshape(-1, rows, plan.places)[:b, :t, : min(static.k, s)]
 
     return run(idx_q, idx_w, page_table, lengths, pages, page_scales)
+
+
+def _room(groups, s, k):
+    """Bytes of the scores of a program and of its results, which are double-buffered."""
+    return groups * SUBLANES * 4 * (s + 2 * min(k, s))
 
 
 def _pad(x, axis, amount):

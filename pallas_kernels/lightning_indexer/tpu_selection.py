@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 SUBLANES, LANES = 8, 128
 TILES = 32  # of a chunk: as many as a word has bits
 CHUNK = TILES * LANES
-SHIFT = 9  # places of the result are looked for 512 at a time (an integer // does not lower without a TPU)
+SHIFT = 8  # places of the result are looked for 256 at a time (an integer // does not lower without a TPU)
 PLACES = 1 << SHIFT
 LEAST, MOST = -(2**31), 2**31 - 1
 

@@ -167,7 +167,7 @@ def _attend(static, q, rows, union, pages, interpret):
         heads=n,
         scale=static.scale,
         pages=pages and (pages.slots, pages.bits),
-        in_line=not interpret,
+        unroll=_unroll(interpret),
     )
     out, stats = pl.pallas_call(
         kernel,
@@ -196,7 +196,7 @@ def _attend(static, q, rows, union, pages, interpret):
     return _scattered_heads(out, b, t, n), lse, jnp.max(stats[:, 1])
 
 
-def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, in_line):
+def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, unroll):
     """One block of queries: the online softmax over its union, tile by tile."""
     table, refs = (None, refs) if pages is None else (refs[0], refs[1:])
     out, stats, *buffers, arrived, top, total, acc = refs
@@ -221,7 +221,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
 
         return copy
 
-    _begin(copies, tile)
+    _begin(copies, tile, min(unroll, 8))
     top[...] = jnp.full_like(top, HIDDEN)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
@@ -230,7 +230,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
         for slot in range(2):
             _arrival(buffers[slot], arrived.at[slot])
             keys = _keys(buffers[slot][...], q.shape[-1])
-            _start(tile, copies(pair + 1, slot), in_line=in_line)
+            _start(tile, unroll, copies(pair + 1, slot))
             own = _tile(members, 2 * pair + slot, tile)
             logits = _logits(q[...], keys, own, heads, scale)
             # Row statistics are the same in all lanes, sums one part in each: nothing moves across lanes
@@ -284,7 +284,9 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
     spec = functools.partial(_spec, blocks // parts)
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     dq, total = pl.pallas_call(
-        functools.partial(_differentiate_block, heads=n, scale=static.scale, in_line=not interpret),
+        functools.partial(
+            _differentiate_block, heads=n, scale=static.scale, unroll=_unroll(interpret)
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts, blocks // parts),
@@ -328,7 +330,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
 
 
 def _differentiate_block(
-    counts, places, members, q, dout, stats, rows, _, dq, total, *refs, heads, scale, in_line
+    counts, places, members, q, dout, stats, rows, _, dq, total, *refs, heads, scale, unroll
 ):
     """One block of queries: its own gradient, and its rows' added to the sums in HBM."""
     *buffers, old0, old1, new0, new1, acc, arrived, read, written = refs
@@ -353,8 +355,8 @@ def _differentiate_block(
             total.at[places[0, start + i]], new[slot], i, written.at[slot], back=True
         )
 
-    _begin(copies, tile)
-    _start(tile, reads(0, 0))
+    _begin(copies, tile, min(unroll, 8))
+    _start(tile, min(unroll, 8), reads(0, 0))
     acc[...] = jnp.zeros_like(acc)
     columns = stats[...].T
     lse, delta = columns[:, :1], columns[:, 1:2]
@@ -366,7 +368,7 @@ def _differentiate_block(
             keys = _keys(buffers[slot][...], q.shape[-1])
             # The sums of the tile before go out and those of the next come in while this is multiplied.
             moving = copies(pair + 1, slot), writes(j - 1, other), reads(j + 1, other)
-            _start(tile, *moving, in_line=in_line)
+            _start(tile, unroll, *moving)
             logits = _logits(q[...], keys, _tile(members, j, tile), heads, scale)
             p = jnp.exp(logits - lse)
             dp = _dot(dout[...], keys[:, : dout.shape[1]], 1, 1)
@@ -388,7 +390,7 @@ def _differentiate_block(
     dq[...] = acc[...].astype(dq.dtype)
     # The next block may read any of these rows.
     _arrival(old[0], read.at[0])
-    _start(tile, writes(2 * pairs - 1, 1))
+    _start(tile, min(unroll, 8), writes(2 * pairs - 1, 1))
     for slot in range(2):
         _arrival(new[slot], written.at[slot])
 
@@ -398,6 +400,11 @@ def _spec(each: int, *shape, space=pltpu.VMEM):
     return pl.BlockSpec(
         (None, *shape), lambda part, i, _: (part * each + i, 0, 0), memory_space=space
     )
+
+
+def _unroll(interpret) -> int:
+    """Copies started in one turn of a loop: a whole tile's; an interpreter has nothing to gain from it."""
+    return 1 if interpret else BLOCKS.rows
 
 
 def _params():
@@ -415,13 +422,13 @@ def _pairs(counts, tile: int):
     return jnp.maximum(1, lax.div(count + 2 * tile - 1, 2 * tile))
 
 
-def _begin(copies, tile: int):
+def _begin(copies, tile: int, unroll: int):
     """A core's first block fetches its first pair of tiles; the others find theirs on the way."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         for slot in range(2):
-            _start(tile, copies(0, slot))
+            _start(tile, unroll, copies(0, slot))
 
 
 def _end(buffers, arrived):
@@ -439,18 +446,18 @@ def _copy(row, buffer, i, semaphore, back=False):
     return pltpu.make_async_copy(*((inner, row) if back else (row, inner)), semaphore)
 
 
-def _start(count: int, *copies, in_line=False):
-    """Starts copy(i) for i below count; in line: without a loop."""
+def _start(count: int, unroll: int, *copies):
+    """Starts copy(i) for i below count, so many in one turn of a loop; all of them: without a loop."""
 
     def turn(i, _):
         for copy in copies:
             copy(i).start()
 
-    if in_line:
+    if unroll == count:
         for i in range(count):
             turn(i, None)
     else:
-        lax.fori_loop(0, count, turn, None, unroll=8)
+        lax.fori_loop(0, count, turn, None, unroll=unroll)
 
 
 def _arrival(buffer, semaphore):

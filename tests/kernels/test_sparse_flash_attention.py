@@ -79,12 +79,23 @@ def spread(t, k, step, s):
     return np.sort((first + 2 * np.arange(k, dtype=np.int32)) % s, axis=-1)[None]
 
 
+def filled(topk):
+    """topk [b t k] as int32[B T 9], -1 for what it lacks."""
+    topk = np.pad(topk, ((0, 0), (0, 0), (0, 9 - topk.shape[-1])), constant_values=-1)
+    return np.broadcast_to(topk, (B, T, 9)).copy()
+
+
 CHOSEN = {
-    "of visible keys": topk_of(7, SEGMENTS),
-    "all the same": np.broadcast_to(spread(1, 10, 0, S), (B, T, 10)),
-    "one other than the neighbour's": np.broadcast_to(spread(T, 10, 2, S), (B, T, 10)),
-    "none of the neighbour's": np.broadcast_to(spread(T, 2, 5, S), (B, T, 2)),
+    "of visible keys": filled(topk_of(7, SEGMENTS)),
+    "all the same": filled(spread(1, 9, 0, S)),
+    "one other than the neighbour's": filled(spread(T, 9, 2, S)),
+    "none of the neighbour's": filled(spread(T, 2, 5, S)),
 }
+
+
+@functools.cache
+def compiled(implementation):
+    return jax.jit(functools.partial(run, implementation=implementation, block=4))
 
 
 @over_implementations(KERNEL)
@@ -95,7 +106,7 @@ def test_attention_and_its_gradients(name, implementation):
     topk[0, 2] = -1
     topk[1, :, 1] = -1  # a gap
     args = problem()
-    got = jax.jit(functools.partial(run, implementation=implementation, block=4))(*args, topk)
+    got = compiled(implementation)(*args, topk)
     for ours, theirs in zip(got, answer(*args, topk), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
     assert not np.asarray(got[0])[0, 2].any() and np.isinf(np.asarray(got[1])[0, 2]).all()
@@ -120,7 +131,7 @@ def test_bfloat16_sums_wide(implementation):
 @over_pallas_forms(KERNEL)
 def test_the_same_bits_twice(name):
     args = problem()
-    function = jax.jit(functools.partial(run, implementation=interpreted(name)))
+    function = compiled(interpreted(name))
     first, second = (function(*args, CHOSEN["all the same"]) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -165,12 +176,10 @@ def test_under_vmap(implementation):
     topk = CHOSEN["of visible keys"][:, :5]
     kernel = functools.partial(run, implementation=implementation)
     expected = answer(q, latents, dy, topk)
-    one = jax.jit(jax.vmap(lambda *args: kernel(*(a[None] for a in args))))
-    got = one(q, latents, dy, topk)
+    got = jax.jit(jax.vmap(lambda *args: kernel(*(a[None] for a in args))))(q, latents, dy, topk)
     for index in (0, 1, 3, 4):
         np.testing.assert_allclose(got[index][:, 0], expected[index], atol=2e-5)
-    over_queries = jax.jit(jax.vmap(lambda q: kernel(q, latents, dy, topk)[0]))
-    got = over_queries(np.stack([q, 2 * q]))
+    got = jax.jit(jax.vmap(lambda q: kernel(q, latents, dy, topk)[0]))(np.stack([q, 2 * q]))
     np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
     np.testing.assert_allclose(got[1], answer(2 * q, latents, dy, topk)[0], atol=2e-5)
 
