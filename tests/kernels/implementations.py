@@ -23,11 +23,15 @@ def watched(name: str):
     return dispatch.interpreted(name, compat.emulator(name, detect_races=True))
 
 
-def over_implementations(kernel: str):
-    """Parametrises a test by `implementation`."""
+def over_implementations(kernel: str, several_devices: bool = False):
+    """Parametrises a test by `implementation`.
+
+    several_devices: without Hopper's, whose emulator waits for ever when several devices share few cores.
+    """
     params = [
         pytest.param("ref" if name == "ref" else interpreted(name), id=name)
         for name in written(kernel)
+        if not (several_devices and name == "gpu")
     ]
     return pytest.mark.parametrize("implementation", params)
 

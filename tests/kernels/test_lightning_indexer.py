@@ -288,7 +288,7 @@ def test_quantising_an_index_vector(dtype, steps):
         quantize_index(x, "float16")
 
 
-@over_all
+@over_implementations("lightning_indexer", several_devices=True)
 def test_batches_devices_and_the_same_bits(implementation):
     """Under vmap, on 8 devices that share the queries, twice, and below a gradient."""
     t, s, k = 16, 64, 9

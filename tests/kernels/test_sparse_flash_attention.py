@@ -184,7 +184,7 @@ def test_under_vmap(implementation):
     np.testing.assert_allclose(got[1], answer(2 * q, latents, dy, topk)[0], atol=2e-5)
 
 
-@over_implementations(KERNEL)
+@over_implementations(KERNEL, several_devices=True)
 def test_queries_sharded_over_devices(implementation):
     """Every device holds all latents and an eighth of the queries; the latents' gradients add up."""
     q, latents, dy = problem(1, 16, 2)
