@@ -92,7 +92,8 @@ class Tokenizer:
     def __init__(self, definition: str, config: dict | None = None):
         """Reads the text of a tokenizer.json and the content of its tokenizer_config.json, if any.
 
-        Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`.
+        Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`,
+        or numbers its special tokens in a way that `tokenizers` would not keep.
         """
         self._definition = definition
         try:
@@ -115,6 +116,13 @@ class Tokenizer:
             inner.no_padding()
 
         self.special_ids = {token["content"]: token["id"] for token in added}
+        for name, index in self.special_ids.items():
+            # An id that neither the vocabulary nor the running count gives is replaced in silence.
+            if (read := self._with_special.token_to_id(name)) != index:
+                raise ValueError(
+                    f"special token {name!r} has id {index} in the tokenizer's definition but would "
+                    f"be read as {read}; give the added tokens ids that follow the vocabulary"
+                )
         if config is None:
             config = CONFIG if END_OF_DOCUMENT in self.special_ids else {}
         if not isinstance(config, dict):

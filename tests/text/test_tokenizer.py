@@ -99,11 +99,9 @@ def _foreign(tmp_path, config):
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<bos>", "<eos>"])
-    inner.add_tokens([tokenizers.AddedToken(c) for c in pre_tokenizers.ByteLevel.alphabet()])
     content = json.loads(inner.to_str())
-    letters = [token for token in content["added_tokens"] if len(token["content"]) == 1]
-    content["model"]["vocab"] = {token["content"]: token["id"] for token in letters}
-    content["added_tokens"] = content["added_tokens"][:2]
+    tokens = ["<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # it has no order
+    content["model"]["vocab"] = {token: index for index, token in enumerate(tokens)}
     think = {**content["added_tokens"][0], "id": 258, "content": "<think>", "special": False}
     content["added_tokens"].append(think)
     content["post_processor"] = {
@@ -131,6 +129,14 @@ def test_a_tokenizer_of_another_model_drops_in(tmp_path):
     assert tokenizer.decode(tokenizer.encode(text)) == text
     tokenizer.save(tmp_path / "copy")
     assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text()) == config
+
+
+def test_special_tokens_that_would_be_read_under_other_ids_are_named(tmp_path):
+    _foreign(tmp_path, None)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"][-1]["id"] = 300
+    with pytest.raises(ValueError, match=r"'<think>' has id 300 .* 258"):
+        Tokenizer(json.dumps(content))
 
 
 def test_a_tokenizer_that_names_no_end_of_document_says_so_when_asked(tmp_path):
