@@ -4,8 +4,10 @@
     python -m pallas_kernels.bench all --json results.jsonl
 
 A line per case: the time of a call, its FLOP/s and bytes/s by `cost`, its share of the chip's floor, and
-how many times longer XLA and the best library on this machine take. Every case is run twice before it is
-timed, and must give the same bits; what it gives is compared with XLA's.
+how many times longer XLA and each library on this machine take (torch, tokamax, jax's own). Every case is
+run twice at its small sizes too, and must give the same bits; what it gives is compared with XLA's.
+`dsa` is one layer, sparse, whose baselines are dense: the ratios are what sparse attention saves.
+`all` is for an hour with an accelerator: it needs jax, numpy and a few minutes, no other package.
 
 On a machine without an accelerator only XLA runs, and a line says so: interpreted kernels have no speed.
 """
@@ -24,8 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import cost as costs, dispatch
-from pallas_kernels.cases import KERNELS, Case, cases, worst_difference
+from pallas_kernels import baselines, cost as costs, dispatch
+from pallas_kernels.cases import COMPOSED, KERNELS, Case, cases, worst_difference
+
+# Of a baseline's results from XLA's, as a share of the largest: bfloat16 rounds to 0.004.
+DISAGREES = 0.03
 
 
 class Timing(NamedTuple):
@@ -35,29 +40,40 @@ class Timing(NamedTuple):
     best: float
 
 
-def time_calls(function, inputs, seconds: float = 1.0, runs: int = 7) -> Timing:
-    """How long function(inputs) takes on the device, dispatch left out: the calls are one program's loop."""
+RUNS = 7
+
+
+def time_runs(spent, seconds: float) -> Timing:
+    """Of RUNS runs in about so many seconds, fewer if a call is long; spent(calls): the seconds of so many."""
+    spent(1)
+    once = max(spent(1), 1e-6)
+    runs = max(1, min(RUNS, int(seconds / once)))
+    calls = max(1, min(1000, int(seconds / runs / once)))
+    times = [spent(calls) / calls for _ in range(runs)]
+    return Timing(statistics.median(times), min(times))
+
+
+def clock(function, inputs):
+    """The seconds that so many calls of function(inputs) take, which are the loop of one program."""
 
     def repeat(inputs, calls):
         def once(_, carry):
-            # Tied to the call before it, or XLA takes it out of the loop.
+            # Tied to the call before it, or XLA takes it out of the loop; and whole, or XLA makes only
+            # the number that is looked at.
             tied, carry = lax.optimization_barrier((inputs, carry))
-            first = jax.tree.leaves(function(tied))[0]
+            first = jax.tree.leaves(lax.optimization_barrier(function(tied)))[0]
             return carry + first.reshape(-1)[0].astype(jnp.float32)
 
         return lax.fori_loop(0, calls, once, jnp.zeros((), jnp.float32))
 
     run = jax.jit(repeat)
 
-    def once(calls: int) -> float:
+    def spent(calls: int) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run(inputs, calls))
         return time.perf_counter() - start
 
-    once(1)
-    calls = max(1, min(1000, int(seconds / runs / max(once(1), 1e-6))))
-    times = [once(calls) / calls for _ in range(runs)]
-    return Timing(statistics.median(times), min(times))
+    return spent
 
 
 def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
@@ -73,25 +89,42 @@ def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
     return {"same_bits": same, "difference": worst_difference(first, expected)}
 
 
+def agrees(kernel: str, name: str, baseline: baselines.Baseline) -> float:
+    """How far a baseline's results are from XLA's at the small sizes; selected places in any order."""
+    case = cases(kernel)[name]
+    inputs = jax.jit(lambda key: case.inputs(case.small, key))(jax.random.key(0))
+    got = baselines.result_on_host(baseline, inputs, case.small)
+    expected = jax.jit(lambda inputs: case.run(inputs, case.small, "ref"))(inputs)
+    both = zip(got, jax.tree.leaves(jax.device_get(expected)))
+    ordered = [[np.sort(x) if x.dtype.kind == "i" else x for x in pair] for pair in both]
+    return max(worst_difference(*pair) for pair in ordered)
+
+
 def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
-    """One line's figures: of the implementation that "auto" picks, and of XLA."""
+    """One line's figures: of the implementation that "auto" picks, of XLA, and of libraries."""
     case = cases(kernel)[name]
     sizes = dict(case.sizes) | sizes
     best = dispatch.OF_PLATFORM.get(dispatch.platform(), "ref")
     found = {"kernel": kernel, "case": name, "sizes": sizes, "device": dispatch.device_kind()}
-    found |= {"date": datetime.date.today().isoformat(), "jax": jax.__version__}
+    found |= {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "errors": {}}
     inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(0))
 
-    def timed(implementation):
+    def timed(who, spent):
         try:
-            return time_calls(lambda x: case.run(x, sizes, implementation), inputs, seconds)
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
-            found[f"{implementation}_error"] = " ".join(str(error).split())[:200]
+            return time_runs(spent(), seconds)
+        except Exception as error:  # of whatever library it is: the others are timed nevertheless
+            found["errors"][who] = " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
-    xla = timed("ref")
-    ours = timed(best) if best != "ref" else None
+    def of(implementation):
+        return clock(lambda x: case.run(x, sizes, implementation), inputs)
+
+    xla = timed("XLA", lambda: of("ref"))
+    ours = timed(best, lambda: of(best)) if best != "ref" else None
     if ours:
         found |= check(case, dict(case.small), best)
+    found["libraries"] = {}
+    for who, baseline in baselines.present(kernel, name).items():
+        found["libraries"][who] = time_baseline(kernel, name, baseline, inputs, sizes, timed, who)
     spent = ours or xla
     if spent is None:
         return found
@@ -107,18 +140,35 @@ def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
     return found
 
 
+def time_baseline(kernel, name, baseline, inputs, sizes, timed, who) -> float | None:
+    """Its median seconds, or None with the reason among the errors."""
+
+    def spent():
+        if baseline.same and (difference := agrees(kernel, name, baseline)) > DISAGREES:
+            raise ValueError(f"its results differ from XLA's by {difference:.1e}")
+        if baseline.library == "torch":
+            return baselines.torch_clock(baseline, inputs, sizes)
+        return clock(lambda x: baseline.run(x, sizes), inputs)
+
+    found = timed(who, spent)
+    return found.median if found else None
+
+
 def line(found: dict) -> str:
     """One printed line."""
     head = f"{found['kernel']:24}{found['case']:20}"
-    errors = " ".join(v for k, v in found.items() if k.endswith("_error"))
+    errors = "; ".join(f"{who} failed: {what}" for who, what in found["errors"].items())
     if "seconds" not in found:
-        return f"{head}failed: {errors}"
+        return f"{head}{errors}"
     text = f"{head}{found['implementation']:5}{found['seconds'] * 1e3:10.3f} ms"
     text += f"{found['tflops']:9.2f} TFLOP/s{found['gb_per_s']:9.1f} GB/s"
     if "share_of_floor" in found:
         text += f"  {found['share_of_floor']:.0%} of the floor"
     if "times_xla" in found:
         text += f"  {found['times_xla']:.2f}x XLA"
+    for who, seconds in found["libraries"].items():
+        if seconds:
+            text += f"  {seconds / found['seconds']:.2f}x {who}"
     if "difference" in found:
         bits = "same bits twice" if found["same_bits"] else "BITS DIFFER BETWEEN RUNS"
         text += f"  {bits}, {found['difference']:.1e} from XLA"
@@ -139,14 +189,14 @@ def parse_sizes(text: str) -> dict[str, int]:
 def main(argv=None) -> int:
     description = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser("python -m pallas_kernels.bench", description=description)
-    parser.add_argument("kernel", choices=["all", *KERNELS])
+    parser.add_argument("kernel", choices=["all", *KERNELS, *COMPOSED])
     parser.add_argument("--case", help="only this case")
     parser.add_argument("--shape", default="", help="sizes to change, as in m=4096,d=1024")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--seconds", type=float, default=1.0, help="to spend on each timing")
     parser.add_argument("--json", type=pathlib.Path, help="also append every line to this file")
     args = parser.parse_args(argv)
-    wanted = KERNELS if args.kernel == "all" else [args.kernel]
+    wanted = KERNELS + COMPOSED if args.kernel == "all" else [args.kernel]
     plan = [(k, c) for k in wanted for c in cases(k) if args.case in (None, c)]
     if not plan:
         parser.error(f"no case {args.case!r}; {args.kernel} has {', '.join(cases(wanted[0]))}")

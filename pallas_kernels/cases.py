@@ -30,6 +30,10 @@ KERNELS = (
 )
 
 
+# What is put together from kernels, and timed as they are.
+COMPOSED = ("dsa",)
+
+
 class Case(NamedTuple):
     """One call of a public function.
 
@@ -64,6 +68,7 @@ def worst_difference(got, expected) -> float:
 
 def cases(kernel: str) -> dict[str, Case]:
     """The cases of one kernel by name; ValueError with the list of kernels if there is no such one."""
-    if kernel not in KERNELS:
-        raise ValueError(f"no kernel {kernel!r}; use one of {', '.join(KERNELS)}")
-    return importlib.import_module(f"pallas_kernels.{kernel}.cases").CASES
+    if kernel not in KERNELS + COMPOSED:
+        raise ValueError(f"no kernel {kernel!r}; use one of {', '.join(KERNELS + COMPOSED)}")
+    module = kernel if kernel in COMPOSED else f"{kernel}.cases"
+    return importlib.import_module(f"pallas_kernels.{module}").CASES

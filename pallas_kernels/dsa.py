@@ -4,38 +4,24 @@ Both start from projected queries and the cached latents, and end before the out
 expands keys and values and attends to all of them; sparse scores, selects, folds and attends.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cases import Case
 from pallas_kernels.cost import Cost
 from pallas_kernels.flash_mla import flash_mla
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 
-
-class Sizes(NamedTuple):
-    """Of one layer, by axis letters; k: selected keys."""
-
-    n: int = 64
-    h: int = 192
-    r: int = 64
-    u: int = 256
-    c: int = 512
-    i: int = 32
-    j: int = 128
-    k: int = 2048
-
-
-GLM5 = Sizes()
+# Of one layer, by axis letters; k: selected keys.
+GLM5 = {"n": 64, "h": 192, "r": 64, "u": 256, "c": 512, "i": 32, "j": 128, "k": 2048}
 # The same ratios of FLOPs for a CPU.
-MINIATURE = Sizes(n=8, h=48, r=16, u=64, c=128, i=4, j=32, k=256)
+MINIATURE = {"n": 8, "h": 48, "r": 16, "u": 64, "c": 128, "i": 4, "j": 32, "k": 256}
 
 
-def inputs(sizes: Sizes, t: int, dtype, key):
+def inputs(sizes, key, dtype=jnp.bfloat16):
     """Random queries, latents, up-projections and index vectors of t tokens."""
-    n, h, r, u, c, i, j, _ = sizes
+    t, n, h, r, u, c, i, j = (sizes[name] for name in "tnhrucij")
     shapes = {
         "q": (1, t, n, h + r),
         "latent": (1, t, c + r),
@@ -53,50 +39,53 @@ def inputs(sizes: Sizes, t: int, dtype, key):
     return arrays | {"idx_w": jax.random.normal(keys[-1], (1, t, i), jnp.float32)}
 
 
-def dense(x, sizes: Sizes, implementation="auto", block: int = 128):
+def dense(x, sizes, implementation="auto", block: int = 128):
     """[1 t n u]: every query over all keys before it."""
-    c_kv, k_rope = jnp.split(x["latent"], [sizes.c], axis=-1)
+    c_kv, k_rope = jnp.split(x["latent"], [sizes["c"]], axis=-1)
     k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, x["k_b"])
     v = jnp.einsum("bsc,cnu->bsnu", c_kv, x["v_b"])
-    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], sizes.r))
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], sizes["r"]))
     k = jnp.concatenate([k_nope, shared], axis=-1)
-    scale = (sizes.h + sizes.r) ** -0.5
+    scale = (sizes["h"] + sizes["r"]) ** -0.5
     return flash_mla(x["q"], k, v, scale=scale, block=block, implementation=implementation)[0]
 
 
-def select(x, sizes: Sizes, implementation="auto", block: int = 128):
+def select(x, sizes, implementation="auto", block: int = 128):
     """topk int32[1 t k]."""
     queries = (x["idx_q"], x["idx_w"], x["idx_k"])
-    return lightning_indexer(*queries, sizes.k, block=block, implementation=implementation)
+    return lightning_indexer(*queries, sizes["k"], block=block, implementation=implementation)
 
 
-def sparse(x, sizes: Sizes, implementation="auto", block: int = 128, gather_block: int = 32):
+def sparse(x, sizes, implementation="auto", block: int = 128, gather_block: int = 32):
     """[1 t n u]: every query over the keys that its indexer selects."""
     topk = select(x, sizes, implementation, block)
-    q_nope, q_rope = jnp.split(x["q"], [sizes.h], axis=-1)
+    q_nope, q_rope = jnp.split(x["q"], [sizes["h"]], axis=-1)
     q = jnp.concatenate([jnp.einsum("btnh,cnh->btnc", q_nope, x["k_b"]), q_rope], axis=-1)
     out, _, _ = sparse_flash_attention(
         q,
         x["latent"],
         topk,
-        scale=(sizes.h + sizes.r) ** -0.5,
-        value_dim=sizes.c,
+        scale=(sizes["h"] + sizes["r"]) ** -0.5,
+        value_dim=sizes["c"],
         block=gather_block,
         implementation=implementation,
     )
     return jnp.einsum("btnc,cnu->btnu", out, x["v_b"])
 
 
-def costs(sizes: Sizes, t: int) -> dict[str, Cost]:
-    """{"dense", "sparse"}: products of t tokens from the first on, and inputs and outputs once."""
-    n, h, r, u, c, i, j, k = sizes
-    pairs = t * (t + 1) / 2
+def cost(sizes) -> Cost:
+    """Of `sparse` for t tokens from the first on: its products, and inputs and outputs once."""
+    t, n, h, r, u, c, i, j, k = (sizes[name] for name in "tnhrucijk")
+    pairs = t * (t + 1) // 2
     chosen = sum(min(q + 1, k) for q in range(min(t, k))) + max(t - k, 0) * k
-    expand = 2 * t * c * n * (h + u)
-    moved = 2 * (t * n * (h + r + u) + t * (c + r))
-    return {
-        "dense": Cost(expand + 2 * pairs * n * (h + r + u), moved),
-        "sparse": Cost(
-            expand + 2 * pairs * i * j + 2 * chosen * n * (2 * c + r), moved + 2 * t * (i + 1) * j
-        ),
-    }
+    folds = 2 * t * c * n * (h + u)
+    moved = 2 * (t * n * (h + r + u) + t * (c + r) + c * n * (h + u) + t * (i + 1) * j)
+    flops = folds + 2 * pairs * i * j + 2 * chosen * n * (2 * c + r)
+    return Cost(flops, moved + 4 * t * i)
+
+
+def _case(t: int) -> Case:
+    return Case(GLM5 | {"t": t}, inputs, sparse, cost, MINIATURE | {"t": 1024})
+
+
+CASES = {f"{t // 1024}k": _case(t) for t in (4096, 8192, 16384, 32768, 65536, 131072, 202752)}

@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.mask import HIDDEN, visible
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import for_product, wide
 
 FEW_QUERIES = 32  # of one key's heads and positions, below which its logits have the keys first
 
@@ -76,7 +76,8 @@ def backward(static, saved, dout):
             )
             dp = jnp.einsum("bmsy,bmgty->bmsgt", values, dout, preferred_element_type=inner)
             ds = (p * (dp - _keys_first(delta)) * scale).astype(q.dtype)
-            dq = jnp.einsum("bmsx,bmsgt->bmxgt", keys, ds, preferred_element_type=inner)
+            operands = for_product(keys), for_product(ds)
+            dq = jnp.einsum("bmsx,bmsgt->bmxgt", *operands, preferred_element_type=inner)
             dq = dq.transpose(0, 1, 3, 4, 2)
             dk += jnp.einsum("bmsgt,bmgtx->bmsx", ds, q, preferred_element_type=inner)
             return (dk, dv), dq.astype(q.dtype)

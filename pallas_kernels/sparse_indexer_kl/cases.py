@@ -56,5 +56,5 @@ def cost(products: int):
 
 CASES = {
     "forward": Case(SIZES, inputs, forward, cost(1), SMALL),
-    "backward": Case(SIZES, inputs, backward, cost(4), SMALL),
+    "backward": Case(SIZES, inputs, backward, cost(3), SMALL),
 }

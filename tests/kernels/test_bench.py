@@ -1,0 +1,70 @@
+"""`python -m pallas_kernels.bench`: what it prints, what it compares with, and what it refuses."""
+
+import json
+
+import pytest
+
+from pallas_kernels import baselines, bench
+from pallas_kernels.cases import COMPOSED, KERNELS, cases
+
+
+def run(capsys, *args):
+    code = bench.main([*args, "--small", "--seconds", "0.01"])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_line_for_each_case_with_xla_and_what_libraries_take(capsys, tmp_path):
+    code, lines = run(capsys, "top_k", "--json", str(tmp_path / "lines.jsonl"))
+    assert code == 0 and "No accelerator" in lines[1]
+    assert [line.split()[:3] for line in lines[2:]] == [
+        [*"top_k decode ref".split()],
+        [*"top_k prefill ref".split()],
+    ]
+    assert all(
+        "x lax.top_k" in line and " ms" in line and "failed" not in line for line in lines[2:]
+    )
+    found = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert [f["case"] for f in found] == ["decode", "prefill"]
+    for f in found:
+        assert f["seconds"] >= f["best_seconds"] > 0 and f["libraries"]["lax.top_k"] > 0
+        assert f["gb_per_s"] == pytest.approx(4 * 3 * 20500 / f["seconds"] / 1e9)
+
+
+def test_a_case_alone_at_changed_sizes(capsys):
+    code, lines = run(capsys, "grouped_matmul", "--case", "decode", "--shape", "m=96,filled=90")
+    assert code == 0 and len(lines) == 3 and "x lax.ragged_dot" in lines[2]
+
+
+def test_a_baseline_that_gives_something_else_is_not_compared_with(capsys, monkeypatch):
+    wrong = baselines.Baseline("jax", lambda x, sizes: x["scores"][:, : sizes["k"]].astype(int))
+    monkeypatch.setitem(baselines.BASELINES, ("top_k", "decode"), {"wrong": wrong})
+    code, lines = run(capsys, "top_k", "--case", "decode")
+    assert "x wrong" not in lines[2] and "wrong failed: ValueError: its results differ" in lines[2]
+
+
+def test_what_cannot_run_is_told_and_fails(capsys, monkeypatch):
+    broken = cases("top_k")["decode"]._replace(run=lambda *args: 1 / 0)
+    monkeypatch.setitem(cases("top_k"), "decode", broken)
+    monkeypatch.setattr(baselines, "BASELINES", {})
+    code, lines = run(capsys, "top_k", "--case", "decode")
+    assert code == 1 and "XLA failed: ZeroDivisionError" in lines[2]
+
+
+def test_baselines_belong_to_cases():
+    for kernel, case in baselines.BASELINES:
+        assert kernel in KERNELS + COMPOSED and case in cases(kernel)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["top_k", "--case", "no"], "no case 'no'; top_k has decode, prefill"),
+        (["top_k", "--shape", "m=x"], "m needs a positive integer"),
+        (["top_k", "--shape", "y=4"], "has no size 'y'"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, args, message):
+    with pytest.raises(SystemExit):
+        bench.main(args)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""The calls at GLM-5's shapes: they can be lowered for their chips anywhere, and their cost is what they need."""
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from glm5_jax.core.flops import count_flops
+from pallas_kernels.cases import COMPOSED, KERNELS, cases
+from tests.kernels.implementations import written
+
+CHIPS = {"tpu": ("tpu", "TPU v5p"), "gpu": ("cuda", "NVIDIA H200")}
+ALL = [
+    pytest.param(kernel, case, id=f"{kernel}-{case}")
+    for kernel in KERNELS + COMPOSED
+    for case in cases(kernel)
+]
+LOWERED = [
+    pytest.param(kernel, case, form, id=f"{kernel}-{case}-{form}")
+    for kernel in KERNELS
+    for form in CHIPS
+    if form in written(kernel)
+    for case in cases(kernel)
+]
+
+
+@pytest.mark.parametrize(("kernel", "name", "form"), LOWERED)
+def test_lowers_at_full_size(kernel, name, form):
+    """Layouts, blocks and scratch memory fit together; what the chip's compiler says: test_offline."""
+    case = cases(kernel)[name]
+    platform, kind = CHIPS[form]
+    chip = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=chip)
+    shapes = jax.eval_shape(lambda key: case.inputs(case.sizes, key), jax.random.key(0))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(lambda arrays: case.run(arrays, case.sizes, "auto")).trace(shapes)
+        lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[form] in lowered
+
+
+@pytest.mark.parametrize(("kernel", "name"), ALL)
+def test_costs_are_what_cannot_be_left_out(kernel, name):
+    """XLA's form, which leaves out nothing, does no fewer products; what is moved is at least the results."""
+    case = cases(kernel)[name]
+    shapes = jax.eval_shape(lambda key: case.inputs(case.small, key), jax.random.key(0))
+
+    def run(arrays):
+        return case.run(arrays, case.small, "ref")
+
+    cost = case.cost(case.small)
+    trips = case.small["e"] + case.small["m"] if "e" in case.small else None
+    assert 0 <= cost.flops <= count_flops(run, shapes, while_trips=trips)
+    assert (cost.flops > 0) == (kernel != "top_k")
+    results = jax.eval_shape(run, shapes)
+    written, moved = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        for tree in (results, (shapes, results))
+    )
+    assert written <= cost.bytes <= 4 * moved
