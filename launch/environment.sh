@@ -113,7 +113,7 @@ add_compilers() {
     pip_install --target="$folder" --requirement="$lock"
     cp "$lock" "$folder"
   fi
-  export PYTHONPATH=$folder
+  export PYTHONPATH=$folder CUDA_HOME=$folder/nvidia/cu13
   # Libtpu would ask a cloud for its machine, and refuse a second process.
   export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost
   export ALLOW_MULTIPLE_LIBTPU_LOAD=1
