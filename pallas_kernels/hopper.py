@@ -98,6 +98,57 @@ class Ops:
 
         return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 
+    def sum_products(self, shapes, steps, operands, done, b_transposed=False, a_transposed=False):
+        """A list of float32[shape], one for each b: the sum over i < steps of a_i @ b_i (or their transposes).
+
+        operands(i) waits for what product i reads, and gives (a, tuple of b); tensor cores read all of them.
+        done(i) is called when they have: one step later, so that a product runs while the next one's
+        operands are waited for.
+        """
+        if self.emulated:
+
+            def step(i, accs):
+                a, bs = operands(i)
+                accs = [self.dot(c, a, b, b_transposed, a_transposed) for c, b in zip(accs, bs)]
+                done(i)
+                return accs
+
+            return lax.fori_loop(0, steps, step, [self.zeros(s) for s in shapes])
+
+        def run(*accs):
+            @pl.loop(0, steps)
+            def _(i):
+                a, bs = operands(i)
+                a = compat.transposed(a) if a_transposed else a
+                for acc, b in zip(accs, bs):
+                    plgpu.wgmma(acc, a, compat.transposed(b) if b_transposed else b)
+                plgpu.wgmma_wait(len(accs))
+                pl.when(i > 0)(lambda: done(i - 1))
+
+            sums = [acc[...] for acc in accs]
+            pl.when(steps > 0)(lambda: done(steps - 1))
+            return sums
+
+        return pl.run_scoped(run, *(plgpu.ACC(s, jnp.float32) for s in shapes))
+
+    def rows(self, shape):
+        """int32[shape] of row numbers in registers."""
+        return self.cast(lax.broadcasted_iota(jnp.int32, shape, 0))
+
+    def store_rows(self, ref, x, begin, end, without):
+        """ref[i] = x[i] for begin <= i < end, but not in without[0] <= i < without[1]; x in WGMMA registers.
+
+        ref: a view of global memory; rows of it that are not stored need not exist.
+        """
+        if not self.emulated:
+            return lanes.store_rows(ref, x, begin, end, without)
+
+        @pl.loop(begin, end)
+        def _(i):
+            @pl.when((i < without[0]) | (i >= without[1]))
+            def _():
+                ref[i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
+
     def store_transposed(self, ref, x):
         """ref[...] = x^T for x [m n] in WGMMA registers and ref [n m] of global or shared memory."""
         if self.emulated:

@@ -114,6 +114,60 @@ def scatter(ref, places, values, flags, stride):
     run(ref, places, flags, list(values))
 
 
+def store_rows(ref, x, begin, end, without):
+    """ref[i] = x[i] for begin <= i < end, but not in without[0] <= i < without[1].
+
+    ref [m n] in global memory; x [m n] of 16 bits each in the layout WGMMA.
+    """
+    splat = plgpu.Layout.WG_SPLAT
+    bounds = [begin, end, *without]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, [splat] * len(bounds)))
+    def run(_, ref, x, bounds):
+        begin, end, stop, resume = (bound.registers.item() for bound in bounds)
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        width = x.shape[1]
+        # A thread's first number; the others are at constant distances, which cost no registers.
+        place = next(iter(x.layout.thread_idxs(x.shape)))
+        row, column = (arith.index_cast(_int32(), i) for i in place)
+        start = arith.addi(_times(row, 2 * stride), _times(column, 2))
+        start = arith.addi(start, llvm.ptrtoint(_int64(), mgpu.utils.memref_ptr(ref)))
+        steps = x.layout.tiling.tile_strides((width, 1))
+        for at in _places(x.registers):
+            down, across = divmod(sum(i * step for i, step in zip(at, steps)), width)
+            own = arith.addi(row, _int(down))
+            mine = arith.andi(_compare("sge", own, begin), _compare("slt", own, end))
+            outside = arith.ori(_compare("slt", own, stop), _compare("sge", own, resume))
+            further = mgpu.c(2 * (down * stride + across), _int64())
+            pair = vector.bitcast(ir.VectorType.get((1,), _int32()), x.registers[at])
+            llvm.inline_asm(
+                None,
+                [
+                    arith.addi(start, further),
+                    _element(pair, 0),
+                    arith.extui(_int32(), arith.andi(mine, outside)),
+                ],
+                "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0], $1; }",
+                "l,r,r,~{memory}",
+                has_side_effects=True,
+            )
+
+    run(ref, x, bounds)
+
+
+def _compare(how: str, a, b):
+    return arith.cmpi(getattr(arith.CmpIPredicate, how), a, b)
+
+
+def _times(value, factor: int):
+    """A product of 64 bits."""
+    return arith.muli(arith.extsi(_int64(), value), mgpu.c(factor, _int64()))
+
+
+def _int64():
+    return ir.IntegerType.get_signless(64)
+
+
 def _places(registers):
     return list(np.ndindex(registers.shape))
 

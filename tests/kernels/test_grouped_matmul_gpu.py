@@ -1,0 +1,73 @@
+"""What only the Hopper form does: tiles that begin where groups do, rings that turn, rows kept from neighbours."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import compat
+from pallas_kernels.grouped_matmul import gpu, gpu_rows, gpu_weights
+from tests.kernels.implementations import watched
+from tests.kernels.test_grouped_matmul import slices
+
+RNG = np.random.default_rng(3)
+INTERPRET = watched("gpu").interpret
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def test_rows_of_several_tiles_that_begin_anywhere():
+    """Five steps in a ring of four, tiles of one group behind another's, and rows that nobody has."""
+    sizes = (3, 131, 0, 1, 17)
+    x, w = draw(160, 320), draw(5, 320, 64)
+    work = gpu_rows.work_of(jnp.asarray(sizes), 160)
+    run = functools.partial(gpu_rows.multiply, fill=True, interpret=INTERPRET)
+    (y,) = jax.jit(lambda x, w: run(work, [(x, w)]))(x, w)
+    assert not compat.races_found("gpu")
+    expected = np.zeros(y.shape)
+    for e, rows in enumerate(slices(sizes)):
+        expected[rows] = np.asarray(x[rows], np.float64) @ np.asarray(w[e], np.float64)
+    np.testing.assert_allclose(y, expected, atol=2e-4)
+    assert not np.asarray(y[152:]).any()
+
+
+def test_sums_over_rows_that_are_others_too():
+    """Groups that begin and end within the same eight rows, beside a group of six steps."""
+    sizes = (3, 2, 0, 340)
+    x, dy = draw(352, 128), draw(352, 128)
+    x, dy = (a.at[345:].set(jnp.nan) for a in (x, dy))
+    dw = gpu_weights.sum_products(x, dy, jnp.asarray(sizes), interpret=INTERPRET)
+    assert not compat.races_found("gpu")
+    for got, rows in zip(dw, slices(sizes)):
+        expected = np.asarray(x[rows], np.float64).T @ np.asarray(dy[rows], np.float64)
+        np.testing.assert_allclose(got, expected, atol=2e-4)
+
+
+def test_work_covers_every_row_once():
+    rows, num_groups = 1000, 6
+    run = jax.jit(gpu_rows.work_of, static_argnums=1)
+    draws = RNG.multinomial(rows, np.full(num_groups, 1 / num_groups), 40)
+    draws = draws * RNG.integers(0, 2, draws.shape)
+    for sizes in (*draws, [rows] + [0] * 5, [0] * 6, [1] * 6, [8] * 6, [0, 127, 1, 129, 743, 0]):
+        sizes = np.asarray(sizes, np.int32)
+        work = jax.device_get(run(sizes, rows))
+        (count,) = work.all
+        assert count <= len(work.group)
+        assert work.count == np.sum(work.group[:count] < num_groups)
+        owner = np.full(rows, -1)
+        for group, first, begin, end in zip(work.group[:count], work.first, work.begin, work.end):
+            assert first % gpu_rows.ALIGNED == 0 and 0 <= begin < end <= gpu_rows.ROWS
+            assert (owner[first + begin : first + end] == -1).all()
+            owner[first + begin : first + end] = group
+        expected = np.repeat(np.arange(num_groups), sizes)
+        np.testing.assert_array_equal(owner[: len(expected)], expected)
+        assert (owner[len(expected) :] == num_groups).all()
+
+
+def test_says_what_it_cannot_take():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 6144), (1, 6144, 2048)))
+    assert gpu.refuse(x, w) is None
+    assert "float16" in gpu.refuse(x.update(dtype=jnp.float16), w)
