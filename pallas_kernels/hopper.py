@@ -149,6 +149,20 @@ class Ops:
             def _():
                 ref[i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
 
+    def dots(self, acc, pairs, b_transposed=False, a_transposed=False):
+        """acc + the sum of a @ b over pairs, all products under way together; otherwise as `dot`."""
+        if self.emulated:
+            for a, b in pairs:
+                acc = self.dot(acc, a, b, b_transposed, a_transposed)
+            return acc
+
+        def accumulate(acc_ref):
+            for a, b in pairs:
+                left = compat.transposed(a) if a_transposed else a
+                plgpu.wgmma(acc_ref, left, compat.transposed(b) if b_transposed else b)
+
+        return pl.run_state(accumulate)(plgpu.ACC.init(acc))
+
     def store_transposed(self, ref, x):
         """ref[...] = x^T for x [m n] in WGMMA registers and ref [n m] of global or shared memory."""
         if self.emulated:

@@ -8,6 +8,7 @@ dimensional products with one leading axis, float32 as exact as the unit gives i
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,15 +19,25 @@ from jax import lax
 AXES = {"ab": (2, 1), "abt": (2, 2), "atb": (1, 1)}
 
 
+def split(x, parts: int):
+    """x as a sum of so many bfloat16 arrays, the largest first."""
+    done = []
+    for _ in range(parts):
+        done.append(x.astype(jnp.bfloat16))
+        x = x - done[-1].astype(x.dtype)
+    return done
+
+
 class Parts(NamedTuple):
     """Of how many bfloat16 numbers a product takes each operand; 0: of none, the unit's own float32.
 
     An operand that was bfloat16 is one exactly; two leave an error of 2^-17, and need two or three passes
-    of the unit instead of the six of its float32.
+    of the unit instead of the six of its float32. split: as the function of that name.
     """
 
     a: int
     b: int
+    split: Callable = split
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -41,30 +52,22 @@ def product(kind: str, parts: Parts, a, b):
     )
     if not parts.a:
         return dot(a, b)
-    a, b = _split(a, parts.a), _split(b, parts.b)
+    a, b = parts.split(a, parts.a), parts.split(b, parts.b)
     # The least first; below the last part of either there is nothing to gain.
     pairs = sorted(((i, j) for i in range(len(a)) for j in range(len(b))), key=sum, reverse=True)
-    terms = [dot(a[i], b[j]) for i, j in pairs if i + j < max(parts)]
+    terms = [dot(a[i], b[j]) for i, j in pairs if i + j < max(parts.a, parts.b)]
     return functools.reduce(operator.add, terms)
-
-
-def _split(x, parts: int):
-    split = []
-    for _ in range(parts):
-        split.append(x.astype(jnp.bfloat16))
-        x = x - split[-1].astype(x.dtype)
-    return split
 
 
 def _product_backward(kind, parts, saved, d):
     a, b = saved
     two = 2 if parts.a else 0
-    with_a, with_b = Parts(parts.a, two), Parts(two, parts.b)
+    with_a, with_b = parts._replace(b=two), parts._replace(a=two)
     if kind == "ab":
         return product("abt", with_b, d, b), product("atb", with_a, a, d)
     if kind == "abt":
-        return product("ab", with_b, d, b), product("atb", Parts(two, parts.a), d, a)
-    return product("abt", Parts(parts.b, two), b, d), product("ab", with_a, a, d)
+        return product("ab", with_b, d, b), product("atb", parts._replace(a=two, b=parts.a), d, a)
+    return product("abt", parts._replace(a=parts.b, b=two), b, d), product("ab", with_a, a, d)
 
 
 product.defvjp(
@@ -74,13 +77,14 @@ product.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def solve(parts, a, b):
-    """(1 + a)^-1 b of a [n t s], strictly lower triangular, and b [n t u]."""
-    return _solve_forward(parts, a, b)[0]
+def solve(parts, a, b, inverted):
+    """(1 + a)^-1 b of a [n t s], strictly lower triangular, and b [n t u]; inverted: (1 + a)^-1 or None."""
+    return _solve_forward(parts, a, b, inverted)[0]
 
 
-def _solve_forward(parts, a, b):
-    inverted = inverse(parts, a)
+def _solve_forward(parts, a, b, inverted):
+    if inverted is None:
+        inverted = inverse(parts, a)
     x = product("ab", parts, inverted, b)
     return x, (inverted, x)
 
@@ -88,7 +92,7 @@ def _solve_forward(parts, a, b):
 def _solve_backward(parts, saved, dx):
     inverted, x = saved
     db = product("atb", parts, inverted, dx)
-    return -product("abt", parts, db, x), db
+    return -product("abt", parts, db, x), db, None
 
 
 solve.defvjp(_solve_forward, _solve_backward)
@@ -121,12 +125,14 @@ def halves(x):
 halves.defvjp(lambda x: (halves(x), None), lambda _, d: (jnp.concatenate(d, axis=1),))
 
 
-def run(narrow, q, k, v, g, beta, state):
+def run(narrow, q, k, v, g, beta, state, inverted=None, split=split):
     """(out [n t u], state [n h u] behind the chunk) of q, k [n t h], v [n t u], g, beta [n 1 t] and the
     state [n h u] before it, all of one wide dtype.
 
-    narrow: q and k hold bfloat16 numbers, and products may be as exact as `Parts` says of two.
+    narrow: q and k hold bfloat16 numbers, and products may be as exact as `Parts` says of two. inverted:
+    (1 + A)^-1 where it is known; it carries no gradient of its own.
     """
+    parts = functools.partial(Parts, split=split)
     one, two, three = (1, 2, 3) if narrow else (0, 0, 0)
     row, column = _indices(q.shape[1])
     lower = row >= column
@@ -134,7 +140,7 @@ def run(narrow, q, k, v, g, beta, state):
     # are of huge numbers. They are sums of products with 0 and 1.
     later = jnp.where(row > column, _sum(row == column, g), 0)
     ones = jnp.broadcast_to(jnp.where(lower, 1, 0).astype(g.dtype), later.shape)
-    decay = product("ab", Parts(one, three), ones, later)
+    decay = product("ab", parts(one, three), ones, later)
     decay = jnp.where(lower, jnp.exp(decay), 0)
     since_start = jnp.exp(_sum(lower, g))
     to_end = jnp.exp(_sum(row < column, g))
@@ -142,12 +148,12 @@ def run(narrow, q, k, v, g, beta, state):
     beta = _sum(row == column, beta)
 
     both = jnp.concatenate([q, k], axis=1)
-    qk, kk = halves(product("abt", Parts(one, one), both, k))
-    q_state, k_state = halves(product("ab", Parts(one, two), both, state))
+    qk, kk = halves(product("abt", parts(one, one), both, k))
+    q_state, k_state = halves(product("ab", parts(one, two), both, state))
     a = jnp.where(row > column, beta * decay * kk, 0)
-    w = solve(Parts(two, two), a, beta * (v - since_start * k_state))
-    out = since_start * q_state + product("ab", Parts(two, two), decay * qk, w)
-    return out, whole * state + product("atb", Parts(one, two), k, to_end * w)
+    w = solve(parts(two, two), a, beta * (v - since_start * k_state), inverted)
+    out = since_start * q_state + product("ab", parts(two, two), decay * qk, w)
+    return out, whole * state + product("atb", parts(one, two), k, to_end * w)
 
 
 def _indices(size: int):

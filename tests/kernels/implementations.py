@@ -23,19 +23,29 @@ def watched(name: str):
     return dispatch.interpreted(name, compat.emulator(name, detect_races=True))
 
 
-def over_implementations(kernel: str, several_devices: bool = False):
+def over_implementations(kernel: str, several_devices: bool = False, slow: str = ""):
     """Parametrises a test by `implementation`.
 
     several_devices: without Hopper's, whose emulator waits for ever when several devices share few cores.
+    slow: the name of one that the slow tier runs.
     """
     params = [
-        pytest.param("ref" if name == "ref" else interpreted(name), id=name)
+        pytest.param(
+            "ref" if name == "ref" else interpreted(name), id=name, marks=marks(name == slow)
+        )
         for name in written(kernel)
         if not (several_devices and name == "gpu")
     ]
     return pytest.mark.parametrize("implementation", params)
 
 
-def over_pallas_forms(kernel: str):
-    """Parametrises a test by `name`, one of tpu and gpu."""
-    return pytest.mark.parametrize("name", [n for n in written(kernel) if n != "ref"])
+def over_pallas_forms(kernel: str, slow: str = ""):
+    """Parametrises a test by `name`, one of tpu and gpu; slow: as for `over_implementations`."""
+    names = [name for name in written(kernel) if name != "ref"]
+    params = [pytest.param(name, marks=marks(name == slow)) for name in names]
+    return pytest.mark.parametrize("name", params)
+
+
+def marks(slow: bool) -> list:
+    """The marks of a test's parameters that are for the slow tier or not."""
+    return [pytest.mark.slow] if slow else []

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import compat
-from pallas_kernels.cross_entropy import Static, linear_cross_entropy, tpu
+from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy, tpu
 from tests.kernels.implementations import (
     interpreted,
     over_implementations,
@@ -74,7 +74,7 @@ def tiles():
     return hidden, head, targets, rng.random(1100)
 
 
-@over_implementations("cross_entropy")
+@over_implementations("cross_entropy", slow="gpu")
 def test_many_tiles(tiles, implementation, monkeypatch):
     monkeypatch.setattr(tpu, "BACKWARD_ROWS", 400)
     hidden, head, targets, weight = tiles
@@ -88,7 +88,7 @@ def test_many_tiles(tiles, implementation, monkeypatch):
     np.testing.assert_allclose(d_head, expected["d_weight"], rtol=1e-5, atol=2e-4)
 
 
-@over_implementations("cross_entropy")
+@over_implementations("cross_entropy", slow="gpu")
 @pytest.mark.parametrize("slope", [40.0, -40.0])
 def test_logits_of_tens_of_thousands(implementation, slope):
     """They rise or fall over the vocabulary, so that the last or the first block holds the maximum."""
@@ -115,7 +115,7 @@ def test_logits_never_exist_as_a_whole():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e6
 
 
-@over_implementations("cross_entropy")
+@over_implementations("cross_entropy", slow="gpu")
 def test_bfloat16_sums_the_head_gradient_wide(implementation, monkeypatch):
     """4096 equal rows: a bfloat16 sum would stop growing at 256 of them."""
     monkeypatch.setattr(tpu, "BACKWARD_ROWS", 64)
@@ -136,7 +136,7 @@ def test_bfloat16_sums_the_head_gradient_wide(implementation, monkeypatch):
     )
 
 
-@over_pallas_forms("cross_entropy")
+@over_pallas_forms("cross_entropy", slow="gpu")
 def test_pallas_forms_take_bfloat16(tiles, name):
     hidden, head, targets, _ = tiles
     hidden, head = (jnp.asarray(x, jnp.bfloat16) for x in (hidden[:600], head))
@@ -151,8 +151,9 @@ def test_pallas_forms_take_bfloat16(tiles, name):
     np.testing.assert_allclose(-nll, expected["logp"], atol=2e-5)
 
 
-@over_pallas_forms("cross_entropy")
-def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name):
+@over_pallas_forms("cross_entropy", slow="gpu")
+def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name, monkeypatch):
+    monkeypatch.setattr(gpu, "BLOCKS", 1)  # few blocks that take all words each
     hidden, head, targets, _ = tiles
     run = jax.jit(functools.partial(linear_cross_entropy, chunk=1, implementation=watched(name)))
     args = hidden.astype(np.float32), head.astype(np.float32), targets
@@ -165,7 +166,7 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name):
     np.testing.assert_allclose(first, plain(*args), atol=1e-5)
 
 
-@over_implementations("cross_entropy")
+@over_implementations("cross_entropy", slow="gpu")
 def test_batched_and_traced_once(projection, implementation):
     hidden, head, targets, _ = projection
     traces = []
@@ -185,7 +186,7 @@ def test_batched_and_traced_once(projection, implementation):
         np.testing.assert_allclose(got[i], run(hidden[i], targets[i]), atol=1e-5)
 
 
-@over_implementations("cross_entropy")
+@over_implementations("cross_entropy", several_devices=True)
 def test_rows_and_head_sharded_over_a_mesh(implementation):
     """As the loss uses it: rows stay, the head is gathered, its gradient is scattered again."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", slow="gpu")
 @pytest.mark.parametrize("name", CASES)
 def test_chunked_form_and_its_gradients(name, implementation):
     args, segments = CASES[name]
@@ -161,7 +161,7 @@ def test_steps_are_the_recurrence_and_so_are_their_gradients():
     assert_equal((out, final, pull((dout, dfinal))[0]), wanted)
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", slow="gpu")
 def test_a_prefix_in_chunks_and_the_rest_in_steps(implementation):
     args = problem()
     prefix = {name: x[:, :33] for name, x in args.items() if name != "state"}
@@ -211,7 +211,7 @@ def test_inverse(size, parts):
     np.testing.assert_allclose(got, np.linalg.inv(np.eye(size) + a), atol=limit)
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", slow="gpu")
 def test_bfloat16(implementation):
     """Its sums are wide: what comes out wide is as exact as two bfloat16 parts of an operand make it."""
     args = problem()
@@ -231,7 +231,7 @@ def test_bfloat16(implementation):
         assert error < (2**-8 if name in "qkv" else 5e-5), (name, error)
 
 
-@over_pallas_forms("gated_delta")
+@over_pallas_forms("gated_delta", slow="gpu")
 def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
     args, d = problem(), cotangents()
     run = runner(watched(name))
@@ -253,7 +253,7 @@ def test_backward_keeps_a_state_per_chunk():
     assert compiled.memory_analysis().temp_size_in_bytes < 5e6
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", slow="gpu")
 def test_batched_and_traced_once(implementation):
     args = problem()
     args.pop("state")
@@ -274,7 +274,7 @@ def test_batched_and_traced_once(implementation):
         np.testing.assert_allclose(final[i], single[1], atol=1e-5)
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", several_devices=True)
 def test_sharded_over_batch_and_heads(implementation):
     axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=axes, devices=jax.devices()[:4])
