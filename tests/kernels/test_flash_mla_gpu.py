@@ -1,0 +1,134 @@
+"""What only the Hopper form of attention over all keys does: rings of tiles, cut ranges, wide latents."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.flash_mla import flash_mla, gpu, visits
+from pallas_kernels.flash_mla.visits import Tiling
+from tests.kernels.implementations import watched
+from tests.kernels.offline import compile_for
+
+RNG = np.random.default_rng(0)
+SCALE = 0.3
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def agree(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize(("t", "n"), [(140, 1), pytest.param(70, 2, marks=pytest.mark.slow)])
+def test_rings_that_turn_and_widths_that_differ(t, n):
+    """Tiles of 128 rows of one head or of two that share four tiles of keys; three documents; no races."""
+    s, start = 200, 200 - t
+    q, k, v, dy = normal(1, t, n, 70), normal(1, s, 1, 70), normal(1, s, 1, 20), normal(1, t, n, 20)
+    segments = jnp.asarray(np.repeat([[1, 2, 0, 3]], [30, 100, 10, 60], axis=1), jnp.int32)
+
+    def run(implementation):
+        def attend(q, k, v):
+            out, *rest = flash_mla(
+                q,
+                k,
+                v,
+                scale=SCALE,
+                start=start,
+                q_segments=segments[:, start : start + t],
+                k_segments=segments,
+                implementation=implementation,
+            )
+            return out, rest
+
+        out, pull, rest = jax.vjp(attend, q, k, v, has_aux=True)
+        return out, rest, pull(dy)
+
+    agree(jax.jit(run, static_argnums=0)(watched("gpu")), run("ref"))
+    assert not compat.races_found("gpu")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_wide_latents_in_pieces(shared):
+    """Three heads' two queries over one tile or five, in two pieces, of which one may see nothing."""
+    q, k = normal(1, 2, 3, 70), normal(1, 300, 1, 70)
+    v = k if shared else normal(1, 300, 1, 40)
+
+    def run(implementation, start):
+        return flash_mla(q, k, v, scale=SCALE, start=start, implementation=implementation)
+
+    with mock.patch.multiple(gpu, NARROW=0, MULTIPROCESSORS=2, PIECE_TILES=1):
+        on_gpu = jax.jit(functools.partial(run, watched("gpu")))
+        for start in (3, 298 if shared else 130):
+            agree(on_gpu(jnp.int32(start)), run("ref", start))
+            assert not compat.races_found("gpu")
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_ranges_hold_what_tiles_meet(by_keys, packed):
+    """Whatever is met is in the range, nothing partly hidden is in its whole part; pieces join up."""
+    tiling = Tiling(t=90, s=150, row=16, key=8, rows=6, keys=19)
+    segments = ()
+    if packed:
+        of_keys = np.sort(RNG.integers(0, 4, (2, 152)), axis=1).astype(np.int32)
+        of_keys[:, 150:] = 0
+        of_rows = np.zeros((2, 96), np.int32)
+        of_rows[:, :90] = of_keys[:, 60:150]
+        segments = jnp.asarray(of_rows), jnp.asarray(of_keys)
+    known = jax.jit(lambda: gpu._ranges(tiling, 60, segments, by_keys))()
+    later = jax.jit(lambda start: gpu._ranges(tiling, start, segments, by_keys))
+    np.testing.assert_array_equal(known, later(60))
+    met, whole = (np.asarray(x) for x in visits.meetings(tiling, 60, *segments))
+    if by_keys:
+        met, whole = met.swapaxes(1, 2), whole.swapaxes(1, 2)
+    tile = np.arange(met.shape[2])
+    begin, end, low, high = (np.asarray(known)[..., i, None] for i in range(4))
+    assert not (met & ~((begin <= tile) & (tile < end))).any()
+    assert not (~whole & (low <= tile) & (tile < high)).any()
+    assert ((low <= tile) & (tile < high)).sum() > 0.5 * whole.sum()
+    assert (begin == end).any() == (~met.any(2)).any()
+    pieces = np.asarray(gpu._cut(known, 3)).reshape(*known.shape[:2], 3, 4)
+    inside = (pieces[..., :1] <= tile) & (tile < pieces[..., 1:2])
+    np.testing.assert_array_equal(inside.sum(axis=2), (begin <= tile) & (tile < end))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "reason"), [(256, 256, None), (576, 512, None), (640, 512, "keys of 640")]
+)
+def test_says_what_it_cannot_take(x, y, reason):
+    q, k, v = (jax.ShapeDtypeStruct((1, 1, 1, 4, c), jnp.bfloat16) for c in (x, x, y))
+    found = gpu.refuse(q, k, v, None)
+    assert found == reason or reason in found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("heads", "x", "y"), [(8, 192, 128), (8, 64, 192), (1, 576, 512)])
+def test_compiles_for_values_of_another_width(heads, x, y):
+    """Of gaps in what a copy writes, as in columns of a tile, the compiler alone knows."""
+
+    def run(q, k, v):
+        def out(q, k, v):
+            return flash_mla(q, k, v, scale=SCALE, start=200, implementation="gpu")[0]
+
+        made, pull = jax.vjp(out, q, k, v)
+        return pull(made)
+
+    shapes = (1, 100, 8, x), (1, 300, heads, x), (1, 300, heads, y)
+    compile_for("h200", run, *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+
+
+def test_decoding_keeps_all_multiprocessors_busy():
+    """The range of each of 8 blocks is cut into 16; 64 heads of 8 queries are 8 blocks of a batch row."""
+    q, k = jnp.zeros((1, 1, 64, 1, 64)), jnp.zeros((1, 1, 8192, 64))
+    blocks = gpu._Blocks(q, k, gpu.ROWS, gpu.KEYS)
+    assert (blocks.parts, blocks.tiling.rows) == (1, 1)
+    blocks = gpu._Blocks(jnp.zeros((1, 1, 64, 8, 64)), k, gpu.ROWS, gpu.KEYS)
+    assert (blocks.group, blocks.parts, blocks.tiling.rows) == (8, 8, 1)
