@@ -62,9 +62,8 @@ def run(x, w, cos, sin, cache=None, slots=None, implementation="ref"):
     )
 
 
-@pytest.mark.parametrize("biases", [True, False])
 @over_implementations("mla_prologue")
-def test_queries_latents_and_cache(implementation, biases):
+def test_queries_latents_and_cache(implementation, biases=True):
     (x, w, cos, sin, cache), turns = problem(biases)
     got = run(x, w, cos, sin, cache, SLOTS, implementation)
     for ours, theirs in zip(got, expected(x, w, turns, cache, SLOTS), strict=True):
@@ -73,7 +72,12 @@ def test_queries_latents_and_cache(implementation, biases):
     np.testing.assert_array_equal(np.asarray(got.cache)[others], cache[others])
 
 
-@over_implementations("mla_prologue")
+@over_implementations("mla_prologue", slow="gpu")
+def test_without_biases(implementation):
+    test_queries_latents_and_cache(implementation, biases=False)
+
+
+@over_implementations("mla_prologue", slow="gpu")
 def test_without_a_cache(implementation):
     (x, w, cos, sin, cache), turns = problem()
     got = run(x, w, cos, sin, implementation=implementation)
@@ -82,7 +86,7 @@ def test_without_a_cache(implementation):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@over_implementations("mla_prologue")
+@over_implementations("mla_prologue", slow="gpu")
 def test_bfloat16(implementation):
     (x, w, cos, sin, cache), turns = problem()
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x, w, cos, sin, cache))
@@ -115,7 +119,7 @@ def test_no_races_and_the_same_bits_twice(name):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@over_implementations("mla_prologue")
+@over_implementations("mla_prologue", several_devices=True)
 def test_every_device_its_own_sequences(implementation):
     """In a manual region over eight devices, with a cache each."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -136,7 +140,7 @@ def test_every_device_its_own_sequences(implementation):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@over_implementations("mla_prologue")
+@over_implementations("mla_prologue", slow="gpu")
 def test_vmap(implementation):
     (x, w, cos, sin, _), turns = problem()
     one = functools.partial(run, implementation=implementation)

@@ -24,6 +24,22 @@ SIZES = {
     "no row at all": (0, 0, 0, 0, 0),
 }
 over_all = over_implementations("w4a8_matmul")
+over_all_but_slow_on_hopper = over_implementations("w4a8_matmul", slow="gpu")
+
+
+def over_all_and(name, values, slow):
+    """Every implementation with every value; in Hopper's emulator those of `slow` are for the slow tier."""
+    params = [
+        pytest.param(
+            *form.values,
+            value,
+            id=f"{value}-{form.id}",
+            marks=[pytest.mark.slow] * (form.id == "gpu" and value in slow),
+        )
+        for form in over_all.args[1]
+        for value in values
+    ]
+    return pytest.mark.parametrize(("implementation", name), params)
 
 
 def problem(m=M, k=K, n=N, e=E, group=GROUP):
@@ -53,8 +69,7 @@ def runner(implementation, grouped=False, out_dtype=jnp.float32):
     return jax.jit(functools.partial(run, out_dtype=out_dtype, implementation=implementation))
 
 
-@over_all
-@pytest.mark.parametrize("group", [128, 256, 768])
+@over_all_and("group", (128, 256, 768), slow=(128, 768))
 def test_dense(implementation, group):
     args = dense(m=75, k=768, n=72, group=group)
     got = runner(implementation)(*args)
@@ -62,7 +77,7 @@ def test_dense(implementation, group):
     np.testing.assert_array_equal(got, runner("ref")(*args))
 
 
-@over_all
+@over_all_but_slow_on_hopper
 def test_products_are_exact_integers(implementation):
     """The largest sums that a group can have, of both signs, and their neighbours."""
     x = jnp.full((3, 256), -128, jnp.int8).at[1].set(127).at[2, 0].set(-127)
@@ -73,8 +88,7 @@ def test_products_are_exact_integers(implementation):
     assert got[0, 0] == 256 * 128 * 8 and got[1, 1] == 256 * 127 * 7
 
 
-@over_all
-@pytest.mark.parametrize("name", SIZES)
+@over_all_and("name", SIZES, slow=("empty experts", "all on the last", "less than a tile"))
 def test_rows_sorted_by_expert(implementation, name):
     x, x_scale, w, w_scale = problem()
     sizes = SIZES[name]
@@ -91,7 +105,7 @@ def test_rows_sorted_by_expert(implementation, name):
     np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
 
 
-@over_all
+@over_all_but_slow_on_hopper
 def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
     x, x_scale, w, w_scale = dense()
     got = runner(implementation)(x, x_scale, w, w_scale)
@@ -104,7 +118,7 @@ def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
     np.testing.assert_array_equal(half, got.astype(jnp.bfloat16))
 
 
-@over_all
+@over_all_but_slow_on_hopper
 def test_what_is_quantised_is_what_is_multiplied(implementation):
     """From floats and back: the error is that of rounding, 1/7 and 1/127 of a largest value at most."""
     rng = np.random.default_rng(1)
@@ -117,9 +131,9 @@ def test_what_is_quantised_is_what_is_multiplied(implementation):
     assert 0.05 < np.std(got - x @ w) / np.std(x @ w) < 0.2
 
 
-@over_all
-def test_batches_and_devices(implementation):
-    x, x_scale, w, w_scale = dense(m=20, k=256, n=1024)
+@over_all_but_slow_on_hopper
+def test_batches(implementation):
+    x, x_scale, w, w_scale = dense(m=20, k=256, n=128)
     run = runner(implementation)
     both = jax.vmap(run, (0, 0, None, None))(
         jnp.stack([x, -x]), jnp.stack([x_scale, x_scale]), w, w_scale
@@ -127,15 +141,22 @@ def test_batches_and_devices(implementation):
     once = run(x, x_scale, w, w_scale)
     np.testing.assert_array_equal(both[0], once)
     np.testing.assert_array_equal(both[1], run(-x, x_scale, w, w_scale))
+
+
+@over_implementations("w4a8_matmul", several_devices=True)
+def test_devices(implementation):
+    x, x_scale, w, w_scale = dense(m=20, k=256, n=1024)
+    run = runner(implementation)
     mesh = Mesh(np.array(jax.devices()[:8]), ("tensor",))
     columns = P(None, "tensor")
     spread = jax.shard_map(
         run, mesh=mesh, in_specs=(P(), P(), columns, columns), out_specs=columns, check_vma=False
     )
+    once = run(x, x_scale, w, w_scale)
     np.testing.assert_array_equal(jax.jit(spread)(x, x_scale, w, w_scale), once)
 
 
-@over_all
+@over_all_but_slow_on_hopper
 def test_traced_once_whatever_the_sizes(implementation):
     traced = []
 

@@ -1,0 +1,156 @@
+"""What only the Hopper form does: wide blocks, and the way of packed columns through registers, thread by
+thread, against the emulator's plain forms."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.mosaic.gpu.fragmented_array import Replicated
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import compat, hopper
+from pallas_kernels.w4a8_matmul import gpu, w4a8_grouped_matmul, weave
+from tests.kernels.implementations import watched
+
+RNG = np.random.default_rng(0)
+EMULATED = hopper.Ops(True)
+
+
+def test_wide_blocks_of_rows_of_many_experts(monkeypatch):
+    """Two warpgroups of 128 columns each, as with GLM-5's experts; rows end where no tile ends."""
+    monkeypatch.setattr(gpu, "FEW_COLUMNS", 0)
+    x = jnp.asarray(RNG.integers(-128, 128, (101, 384)), jnp.int8)
+    w = jnp.asarray(RNG.integers(-128, 128, (3, 192, 300)), jnp.int8)
+    scales = (jnp.asarray(RNG.uniform(size=s), jnp.float32) for s in (101, (3, 3, 300)))
+    x_scale, w_scale = scales
+    args = x, x_scale, w, w_scale, jnp.asarray((13, 0, 86))
+    got, wanted = (
+        jax.jit(lambda *args, form=form: w4a8_grouped_matmul(*args, implementation=form))(*args)
+        for form in (watched("gpu"), "ref")
+    )
+    assert not compat.races_found("gpu")
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_what_is_refused():
+    shape = jax.ShapeDtypeStruct
+    x, w = shape((8, 2048), jnp.int8), shape((1024, 8), jnp.int8)
+    assert "groups of 64" in gpu.refuse(x, w, shape((32, 8), jnp.float32))
+    assert "groups of 2048" in gpu.refuse(x, w, shape((1, 8), jnp.float32))
+    assert gpu.refuse(x, w, shape((16, 8), jnp.float32)) is None
+
+
+class Numbers:
+    """`weave.Mlir` on integers."""
+
+    def word(self, register, v):
+        return sum(int(byte) % 256 << 8 * i for i, byte in enumerate(register))
+
+    def bytes(self, word):
+        return [word >> 8 * i & 255 for i in range(4)]
+
+    def permute(self, a, b, pick):
+        both = self.bytes(a) + self.bytes(b)
+        return self.word([both[pick >> 4 * i & 7] for i in range(4)], 4)
+
+    def halves(self, word):
+        return word << 4 & 0xF0F0F0F0, word & 0xF0F0F0F0
+
+    def element(self, register, i):
+        return register[i]
+
+    def vector(self, values):
+        return list(values)
+
+
+def places(layout, shape):
+    """int[warps lanes *registers vector]: which number of a flat array stands where, by the definition of
+    tiled layouts."""
+    layout = layout.to_mgpu()
+    tiled = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        lead, rank = tiled.ndim - len(tile), len(tile)
+        cut = zip(tiled.shape[lead:], tile)
+        cut = itertools.chain.from_iterable((size // part, part) for size, part in cut)
+        tiled = tiled.reshape(*tiled.shape[:lead], *cut)
+        order = *range(lead, lead + 2 * rank, 2), *range(lead + 1, lead + 2 * rank, 2)
+        tiled = tiled.transpose(*range(lead), *order)
+
+    def index(dims, number):
+        sizes = [d.times if isinstance(d, Replicated) else tiled.shape[d] for d in dims]
+        at = zip(dims, np.unravel_index(number, sizes))
+        return {d: i for d, i in at if not isinstance(d, Replicated)}
+
+    registers = layout.registers_shape(shape)
+    out = np.empty((4, 32, *registers, layout.vector_length), int)
+    for warp, lane in np.ndindex(4, 32):
+        fixed = index(layout.warp_dims, warp) | index(layout.lane_dims, lane)
+        fixed[layout.vector_dim] = slice(None)
+        for register in np.ndindex(registers):
+            at = [fixed.get(d - len(register), i) for d, i in enumerate(register)]
+            out[warp, lane, *register] = tiled[tuple(at)]
+    return out
+
+
+def through_registers(function, inputs, layout, out_layout, shape, results):
+    """Arrays of that shape in out_layout, which function makes of the registers of inputs in layout."""
+    into = [places(layout, x.shape) for x in inputs]
+    back = places(out_layout, shape)
+    outs = [np.zeros(np.prod(shape), np.int64) for _ in range(results)]
+    for thread in np.ndindex(4, 32):
+        registers = []
+        for x, place in zip(inputs, into):
+            held = np.empty(place.shape[2:-1], object)
+            for at in np.ndindex(held.shape):
+                held[at] = list(x.reshape(-1)[place[thread][at]])
+            registers.append(held)
+        for out, made in zip(outs, function(registers)):
+            for at in np.ndindex(made.shape):
+                out[back[thread][at]] = made[at]
+    return np.stack(outs).reshape(results, *shape)
+
+
+@pytest.mark.parametrize("v", weave.WIDTHS)
+def test_bytes_become_operands(v):
+    packed = RNG.integers(-128, 128, (weave.ROWS, weave.WIDTHS[v])).astype(np.int8)
+    got = through_registers(
+        lambda registers: weave.to_operands(registers[0], v, Numbers()),
+        [packed],
+        weave.bytes_layout(v),
+        plgpu.Layout.WGMMA_8BIT,
+        (64, 2 * weave.ROWS),
+        v // 2,
+    )
+    np.testing.assert_array_equal(got.astype(np.int8), weave.unpack(EMULATED, jnp.asarray(packed)))
+
+
+@pytest.mark.parametrize("v", weave.WIDTHS)
+def test_numbers_by_column_come_by_row(v):
+    numbers = np.arange(weave.WIDTHS[v])
+    row = hopper.WGMMA.reduce(1)
+    got = through_registers(
+        lambda registers: weave.to_rows(registers[0], v, Numbers()),
+        [numbers],
+        weave.column_layout(v),
+        row,
+        (64,),
+        v // 2,
+    )
+    np.testing.assert_array_equal(got, weave.spread(EMULATED, jnp.asarray(numbers)))
+
+
+@pytest.mark.parametrize("v", weave.WIDTHS)
+def test_sums_leave_by_column(v):
+    sums = list(RNG.integers(0, 1 << 30, (v // 2, 64, 24)))
+    shape = 24, weave.WIDTHS[v]
+    got = through_registers(
+        lambda registers: [weave.to_columns(registers, shape, Numbers())],
+        sums,
+        hopper.WGMMA,
+        weave.out_layout(v),
+        shape,
+        1,
+    )
+    np.testing.assert_array_equal(got[0], weave.join(EMULATED, list(map(jnp.asarray, sums))))
