@@ -16,11 +16,45 @@ from tests.kernels.offline import compile_for
 pytestmark = pytest.mark.aot
 
 LENGTH = 1024  # twice what is selected
-TRAINED = {
-    "dense": {"flash_mla_forward", "flash_mla_backward"},
-    "sparse": {"lightning_indexer", "sparse_flash_attention", "sparse_flash_attention_backward"},
-}
 ALWAYS = {"grouped_matmul", "grouped_matmul_dw", "cross_entropy"}
+TRAINED = {
+    ("v5p", "dense"): {"flash_mla_forward", "flash_mla_backward"},
+    ("v5p", "sparse"): {
+        "lightning_indexer",
+        "sparse_flash_attention",
+        "sparse_flash_attention_backward",
+    },
+    ("h200", "dense"): {
+        "flash_mla_attend",
+        "flash_mla_sum_for_queries",
+        "flash_mla_sum_for_keys",
+    },
+    ("h200", "sparse"): {
+        "score_keys",
+        "select_rows",
+        "sparse_attend",
+        "sparse_score",
+        "sparse_spread",
+        "sparse_collect",
+    },
+}
+DECODED = {
+    ("v5p", "dense"): {"mla_prologue", "flash_mla_forward", "grouped_matmul"},
+    ("v5p", "sparse"): {
+        "mla_prologue",
+        "lightning_indexer",
+        "sparse_flash_attention",
+        "grouped_matmul",
+    },
+    ("h200", "dense"): {"mla_project", "flash_mla_attend_wide", "grouped_matmul"},
+    ("h200", "sparse"): {
+        "mla_project",
+        "score_keys",
+        "select_rows",
+        "sparse_attend",
+        "grouped_matmul",
+    },
+}
 
 
 def config(attention: str):
@@ -32,15 +66,15 @@ def params_of(cfg):
 
 
 def kernels(compiled) -> set[str]:
-    """Names of the Pallas kernels in a program compiled for a TPU."""
-    calls = re.findall(
-        r'%(\w+?)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', compiled.as_text()
-    )
-    return {name.removeprefix("jvp_").removesuffix("_") for name in calls}
+    """Names of the Pallas kernels in a program compiled for a TPU or a GPU."""
+    text = compiled.as_text()
+    of_tpu = re.findall(r'%(\w+?)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', text)
+    of_gpu = re.findall(r'custom_call_target="mosaic_gpu[^\n]*?op_name="[^"]*/(\w+)/[^/"]*"', text)
+    return {name.removeprefix("jvp_").removesuffix("_") for name in of_tpu + of_gpu}
 
 
-@pytest.mark.parametrize("attention", TRAINED)
-def test_training(attention):
+@pytest.mark.parametrize(("chip", "attention"), TRAINED)
+def test_training(chip, attention):
     cfg = config(attention)
 
     def loss(params, tokens):
@@ -51,13 +85,12 @@ def test_training(attention):
         ].sum()
 
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    found = kernels(compile_for("v5p", jax.grad(loss), params_of(cfg), tokens))
-    print(found)
-    assert found >= TRAINED[attention] | ALWAYS
+    found = kernels(compile_for(chip, jax.grad(loss), params_of(cfg), tokens))
+    assert found >= TRAINED[chip, attention] | ALWAYS
 
 
-@pytest.mark.parametrize("attention", TRAINED)
-def test_decoding(attention):
+@pytest.mark.parametrize(("chip", "attention"), DECODED)
+def test_decoding(chip, attention):
     cfg = config(attention)
     cache = jax.eval_shape(lambda: init_cache(cfg, 8, LENGTH, jnp.bfloat16))
     tokens = jax.ShapeDtypeStruct((8, 1), jnp.int32)
@@ -65,6 +98,5 @@ def test_decoding(attention):
     def advance(params, tokens, cache):
         return glm5.forward(params, tokens, cfg, cache=cache).logits
 
-    found = kernels(compile_for("v5p", advance, params_of(cfg), tokens, cache))
-    print(found)
-    assert found >= {"mla_prologue", "grouped_matmul"}
+    found = kernels(compile_for(chip, advance, params_of(cfg), tokens, cache))
+    assert found >= DECODED[chip, attention]
