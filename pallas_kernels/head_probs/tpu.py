@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.head_probs.tiles import may_see, padded, segments_of, spans
+
 # Not measured. A step reads (queries + keys) rows of x and multiplies queries * keys of them: 341 FLOP
 # per byte at 512 and 1024, above what v5p (166) and v7x (313) want, below v6e (560). Output tiles of
 # 2 MiB and logits of 2 MiB, twice buffered, are below 12 MiB.
@@ -111,18 +113,6 @@ def summed(scale, q, k, lse, where: Place, sizes, interpret):
     )(where.first, where.tiles, q, k, LOG2E * lse.astype(jnp.float32), where.own, where.segments)
 
 
-def padded(x, axis: int, multiple: int):
-    """x with zeros behind its last place along axis, to a multiple."""
-    pad = [(0, 0)] * x.ndim
-    pad[axis] = (0, -x.shape[axis] % multiple)
-    return jnp.pad(x, pad) if pad[axis][1] else x
-
-
-def segments_of(x, segments):
-    """int32[b t] of x [b t ...]: the segments, or ones for one document. Padded, they are 0: unseen."""
-    return jnp.ones(x.shape[:2], jnp.int32) if segments is None else segments.astype(jnp.int32)
-
-
 def tiling(t: int, s: int, queries, keys) -> tuple[int, int]:
     """The largest tile of `queries` and of `keys` that divides t and s; both are multiples of 128."""
     return (
@@ -134,18 +124,8 @@ def tiling(t: int, s: int, queries, keys) -> tuple[int, int]:
 def place(start, own, segments, sizes) -> Place:
     """Of queries whose first has key index start, own int32[b t] and segments int32[b s], in tiles of `sizes`."""
     queries, keys = sizes
-    b, t = own.shape
-    tiles = segments.shape[1] // keys
     first = jnp.asarray(start, jnp.int32).reshape(1)
-    least, most = _extremes(own.reshape(b, t // queries, queries))
-    low, high = _extremes(segments.reshape(b, tiles, keys))
-    last = first + queries * jnp.arange(1, t // queries + 1, dtype=jnp.int32)
-    overlap = (low[:, None] <= most[:, :, None]) & (high[:, None] >= least[:, :, None])
-    seen = overlap & (keys * jnp.arange(tiles, dtype=jnp.int32) < last[:, None])
-    begin = jnp.argmax(seen, axis=-1)
-    end = tiles - jnp.argmax(seen[..., ::-1], axis=-1)
-    end = jnp.where(jnp.any(seen, axis=-1), end, begin)
-    both = jnp.stack([begin, end], axis=-1).astype(jnp.int32).reshape(-1)
+    both = spans(may_see(first[0], own, segments, queries, keys)).reshape(-1)
     return Place(first, both, own[:, None], segments[:, None])
 
 
@@ -157,16 +137,6 @@ def span(tiles, query_tile):
 def nearest(tile, low, high):
     """The tile of a span that is closest: blocks indexed so stand still, and are not copied, outside it."""
     return jnp.clip(tile, low, jnp.maximum(high - 1, low))
-
-
-def _extremes(segments):
-    """Least and largest segment of [... size], padding apart."""
-    real = segments != 0
-    big = jnp.iinfo(jnp.int32).max
-    return (
-        jnp.min(jnp.where(real, segments, big), axis=-1),
-        jnp.max(jnp.where(real, segments, 0), axis=-1),
-    )
 
 
 def seen_by(query, key, own, segments):

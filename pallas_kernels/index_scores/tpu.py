@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.head_probs.tpu import dot, nearest, padded, span, tiling
+from pallas_kernels.head_probs.tiles import padded
+from pallas_kernels.head_probs.tpu import dot, nearest, span, tiling
 from pallas_kernels.index_scores.ref import head_weights
 
 # Not measured. The backward keeps 32 heads' queries (2 MiB in bfloat16) and their sums (4 MiB) for a

@@ -13,16 +13,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import join
 from pallas_kernels.head_probs import tpu as target_kernel
-from pallas_kernels.head_probs.tpu import (
-    Place,
-    nearest,
-    padded,
-    place,
-    seen_by,
-    segments_of,
-    span,
-    tiling,
-)
+from pallas_kernels.head_probs.tiles import padded, segments_of
+from pallas_kernels.head_probs.tpu import Place, nearest, place, seen_by, span, tiling
 from pallas_kernels.index_scores import tpu as scores_kernel
 from pallas_kernels.index_scores.tpu import add_scores, gradients, lanes, of_queries, query_specs
 from pallas_kernels.mask import HIDDEN

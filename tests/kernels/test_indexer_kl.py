@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import blocks, compat
 from pallas_kernels.head_probs import tpu as head_probs_tpu
 from pallas_kernels.index_scores import tpu as index_scores_tpu
-from pallas_kernels.indexer_kl import indexer_kl, tpu as indexer_kl_tpu
+from pallas_kernels.indexer_kl import gpu as indexer_kl_gpu, indexer_kl, tpu as indexer_kl_tpu
 from tests.kernels.implementations import (
     interpreted,
     over_implementations,
@@ -78,7 +78,7 @@ CASES = {
 
 
 @pytest.mark.usefixtures("few_extents")
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 @pytest.mark.parametrize("name", CASES)
 def test_kl_and_its_gradients(name, implementation):
     case = dict(CASES[name])
@@ -95,7 +95,7 @@ LONG = np.stack(
 )
 
 
-@over_pallas_forms("indexer_kl")
+@over_pallas_forms("indexer_kl", slow="gpu")
 @pytest.mark.parametrize("block", [128, 256])
 def test_over_several_tiles(name, block, monkeypatch):
     """140 queries and 300 keys: two blocks of a tile or one of two, each over three tiles of keys."""
@@ -104,6 +104,8 @@ def test_over_several_tiles(name, block, monkeypatch):
             monkeypatch.setattr(module, "QUERIES", (128,))
             monkeypatch.setattr(module, "KEYS", (128,))
         monkeypatch.setattr(indexer_kl_tpu, "BLOCKS", (block,))
+    else:
+        monkeypatch.setattr(indexer_kl_gpu, "BLOCK", block)
     t, s = 140, 300
     given = problem(t=t, s=s)
     for segments in (None, LONG):
@@ -112,7 +114,7 @@ def test_over_several_tiles(name, block, monkeypatch):
         assert_equal(pulled(given, log_sum_exp(given, mask), **options), expected(given, mask))
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 def test_start_known_at_run_time_and_no_gradient_asked(implementation):
     given = problem()
     lse = log_sum_exp(given, keep(START))
@@ -138,7 +140,7 @@ def test_the_oracles_gradients_are_the_slopes_of_its_loss():
         np.testing.assert_allclose(np.sum(way * want[f"d_{name}"]), slope, rtol=1e-6)
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 def test_equal_scores_measure_how_sharp_the_attention_is(implementation):
     """Head weights of zero: I is flat, so kl = log(visible keys) - entropy(p), and only the weights learn."""
     given = problem()
@@ -152,7 +154,7 @@ def test_equal_scores_measure_how_sharp_the_attention_is(implementation):
     assert np.asarray(got["d_idx_w"]).any()
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 def test_the_target_is_normalised(implementation):
     """A log-sum-exp that is off by a constant scales every probability alike."""
     given = problem()
@@ -161,7 +163,7 @@ def test_the_target_is_normalised(implementation):
     assert_equal(got, expected(given, keep(START)))
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 def test_the_target_does_not_learn(implementation):
     given = problem()
     lse = log_sum_exp(given, keep(START))
@@ -198,7 +200,7 @@ def test_without_weights_every_query_counts_once():
     np.testing.assert_allclose(loss, kl.sum(), rtol=1e-6)
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", slow="gpu")
 def test_bfloat16_sums_wide_and_the_same_twice(implementation):
     given = problem()
     low = {
@@ -218,7 +220,7 @@ def test_bfloat16_sums_wide_and_the_same_twice(implementation):
         assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max(), name
 
 
-@over_implementations("indexer_kl")
+@over_implementations("indexer_kl", several_devices=True)
 def test_in_a_manual_region_of_8_devices(implementation):
     """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
     given = problem()

@@ -65,7 +65,7 @@ def pulled(given, lse, topk, **options) -> dict[str, np.ndarray]:
     return {"loss": loss, "kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 @pytest.mark.parametrize("block", [4, 64])
 def test_kl_and_its_gradients(block, implementation):
     given, topk = problem(key_heads=1), selected()
@@ -79,7 +79,7 @@ def test_kl_and_its_gradients(block, implementation):
     np.testing.assert_allclose(kl, want["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 def test_attention_hands_over_its_log_sum_exp(implementation):
     given, topk = problem(key_heads=1), selected()
     latents = given["k"][:, :, 0]
@@ -88,7 +88,7 @@ def test_attention_hands_over_its_log_sum_exp(implementation):
     np.testing.assert_allclose(kl, expected(given, chosen(topk))["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 def test_the_target_is_normalised(implementation):
     """A log-sum-exp that is off by a constant scales every probability alike."""
     given, topk = problem(key_heads=1), selected()
@@ -99,7 +99,7 @@ def test_the_target_is_normalised(implementation):
         np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 def test_the_target_does_not_learn(implementation):
     given, topk = problem(key_heads=1), selected()
     lse = log_sum_exp(given, chosen(topk))
@@ -116,7 +116,7 @@ def test_the_target_does_not_learn(implementation):
     assert not any(np.asarray(g).any() for g in run(given["q"], given["k"], lse, given["weight"]))
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 def test_bfloat16_sums_wide_and_the_same_twice(implementation):
     given, topk = problem(key_heads=1), selected()
     low = {
@@ -136,7 +136,7 @@ def test_bfloat16_sums_wide_and_the_same_twice(implementation):
         assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max(), name
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", slow="gpu")
 def test_under_vmap(implementation):
     given, topk = problem(key_heads=1), selected()
     lse = log_sum_exp(given, chosen(topk))
@@ -149,7 +149,7 @@ def test_under_vmap(implementation):
     np.testing.assert_allclose(kl[:, 0], expected(given, chosen(topk))["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl")
+@over_implementations("sparse_indexer_kl", several_devices=True)
 def test_in_a_manual_region_of_8_devices(implementation):
     """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
     given = problem(key_heads=1, t=16)

@@ -1,0 +1,106 @@
+"""What the Hopper forms of the indexer's training cut: rings that turn, heads in pieces, steps of queries."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import compat
+from pallas_kernels.head_probs import gpu as head_probs_gpu, head_probs
+from pallas_kernels.index_scores import gpu as index_scores_gpu, index_scores
+from pallas_kernels.sparse_indexer_kl import gpu as sparse_indexer_kl_gpu, sparse_indexer_kl
+from tests.kernels.implementations import interpreted, watched
+from tests.oracles import indexer_kl as oracle
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def wide(*arrays):
+    return tuple(np.asarray(x, np.float64) for x in arrays)
+
+
+@pytest.mark.slow
+def test_heads_are_contracted_in_pieces():
+    """3 heads go through two places of queries, their 12 pieces of keys through three."""
+    q, k, start = normal(1, 5, 3, 200), normal(1, 20, 3, 200), 12
+    mask = np.arange(20) <= start + np.arange(5)[:, None]
+    lse = oracle.log_sum_exp(*wide(q, k), mask[None], 0.1).astype(np.float32)
+    got = head_probs(q, k, lse, scale=0.1, start=start, implementation=watched("gpu"))
+    assert not compat.races_found("gpu")
+    np.testing.assert_allclose(got, oracle.head_probs(*wide(q, k), mask[None], 0.1), atol=2e-5)
+
+
+@pytest.mark.slow
+def test_heads_in_passes_and_rings_that_turn():
+    """6 tiles of keys, 3 of queries, and 3 heads one by one."""
+    q, w, k = normal(1, 140, 3, 8), normal(1, 140, 3), normal(1, 700, 8)
+    dscores = normal(1, 140, 700)
+
+    @jax.jit
+    def run(*inputs):
+        scores, pull = jax.vjp(
+            lambda *x: index_scores(*x, implementation=interpreted("gpu")), *inputs
+        )
+        return scores, *pull(jnp.asarray(dscores))
+
+    with mock.patch.multiple(index_scores_gpu, PROCESSORS=1, HEADS=2):
+        got = run(q, w, k)
+    want = oracle.index_scores(*wide(q, w, k))[0], *oracle.pull_scores(*wide(q, w, k, dscores))
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_steps_of_queries_that_choose_the_same_keys():
+    """Every key of 5 queries in steps of 2, over 4 tiles of a ring of two; keys are fetched 2 at a time."""
+    b, t, s, k = 1, 5, 230, 200
+    idx_q, idx_w, idx_k = normal(b, t, 3, 8), normal(b, t, 3), normal(b, s, 8)
+    q, latents, lse = normal(b, t, 2, 16), normal(b, s, 16), np.full((b, t, 2), 5, np.float32)
+    topk = np.stack([RNG.permutation(s)[:k] for _ in range(b * t)]).reshape(b, t, k)
+
+    def run(implementation):
+        def loss(*trained):
+            return sparse_indexer_kl(
+                *trained, q, latents, lse, topk, scale=0.3, implementation=implementation
+            )
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(idx_q, idx_w, idx_k)
+
+    with mock.patch.multiple(sparse_indexer_kl_gpu, AT_ONCE=2, AHEAD=2):
+        ours = run(interpreted("gpu"))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run("ref")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def shapes(dtype, *each):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape in each]
+
+
+def test_say_what_they_cannot_take():
+    b, t, s = 2, 3, 40
+    indexer = (b, t, 32, 128), (b, t, 32), (b, s, 128)
+    attention = (b, t, 64, 256), (b, s, 64, 256)
+    topk = jax.ShapeDtypeStruct((b, t, 7), jnp.int32)
+    scores, target = index_scores_gpu.refuse, head_probs_gpu.refuse
+    sparse = sparse_indexer_kl_gpu.refuse
+    latents = (b, t, 64, 576), (b, s, 576)
+    assert scores(*shapes(jnp.bfloat16, *indexer)) is None
+    assert target(*shapes(jnp.bfloat16, *attention)) is None
+    assert sparse(*shapes(jnp.bfloat16, *indexer[::2], *latents), topk) is None
+    assert "float16" in scores(*shapes(jnp.float16, *indexer))
+    assert "float16" in target(*shapes(jnp.float16, *attention))
+    assert "float16" in sparse(*shapes(jnp.float16, *indexer[::2], *latents), topk)
+    wider = (b, t, 32, 192), (b, t, 32), (b, s, 192)
+    assert scores(*shapes(jnp.bfloat16, *wider)) == "index heads of 192 columns; 128 at most"
+    more = (b, t, 80, 128), (b, t, 80), (b, s, 128)
+    assert scores(*shapes(jnp.bfloat16, *more)) == "80 index heads; 64 at most"
+    wider = (b, t, 8, 576), (b, s, 8, 576)
+    assert target(*shapes(jnp.bfloat16, *wider)) == "heads of 576 columns; 256 at most"
+    more = *indexer[::2], (b, t, 96, 576), (b, s, 576)
+    assert sparse(*shapes(jnp.bfloat16, *more), topk) == "96 heads; 64 at most"
