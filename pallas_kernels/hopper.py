@@ -17,6 +17,7 @@ from pallas_kernels import compat, lanes
 
 WGMMA = plgpu.Layout.WGMMA
 SMEM_BYTES = 232448  # of one block on an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 def compiler_params(**named) -> plgpu.CompilerParams:
@@ -203,3 +204,23 @@ def kernel(body, *, interpret, **named):
     if emulator is True:
         emulator = compat.emulator("gpu")
     return plgpu.kernel(body, interpret=emulator, compiler_params=params, **named)
+
+
+def over_rows(x, shape):
+    """x[r], a number per row, as an array of that shape."""
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def over_columns(x, shape):
+    """x[c], a number per column, as an array of that shape."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
+def send(x, via, to, columns):
+    """to[:, columns] = x [r m] from registers, through the same columns of a shared tile `via`."""
+    via[:, columns] = x.astype(via.dtype)
+    plgpu.commit_smem()
+    for row in range(0, x.shape[0], 8):  # a copy takes memory without gaps: one row of pieces
+        place = pl.ds(row, 8), columns
+        plgpu.copy_smem_to_gmem(via.at[place], to.at[place])
+    plgpu.wait_smem_to_gmem(0)

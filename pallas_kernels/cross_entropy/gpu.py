@@ -25,17 +25,17 @@ from pallas_kernels import hopper
 from pallas_kernels.cross_entropy import ref
 from pallas_kernels.lightning_indexer.gpu import LEFT, RIGHT, in_parts
 from pallas_kernels.mask import HIDDEN
+from pallas_kernels.numerics import LOG2E
 
 # Not measured; by shared memory and registers alone. A tile of logits is 64 rows by WORDS for each of two
 # warpgroups, 128 registers of a thread; a stage of the ring is 48 KB.
 ROWS, WORDS, DEPTH, STAGES = 128, 256, 64, 4
 GROUP = 16  # blocks of rows that share a stretch of words while it is in the cache
 STRETCH = 8  # tiles of a block at most: the last blocks to run are 3% of GLM-5's time
-BLOCKS = 8 * 132  # wanted at least: several for each multiprocessor of an H100 or H200
+BLOCKS = 8 * hopper.MULTIPROCESSORS  # wanted at least
 # Rows of the backward at a time. Their logits are 2.5 GB in float32 and half as much again in bfloat16; the
 # head's gradient in float32, 3.8 GB, is read and written for each piece.
 BACKWARD_ROWS = 4096
-LOG2E = 1.4426950408889634
 
 
 def refuse(hidden, head):
@@ -176,13 +176,13 @@ def _body(
             )
             begin = (first + tile) * WORDS
             word = ops.cast(lax.iota(jnp.int32, WORDS), column_of)
-            word = lax.broadcast_in_dim(word, shape, [1])
+            word = hopper.over_columns(word, shape)
             if v % WORDS:
                 logits = jnp.where(word < v - begin, logits, HIDDEN)
-            is_target = word == _over_rows(target - begin, shape)
+            is_target = word == hopper.over_rows(target - begin, shape)
             own = own + jnp.sum(jnp.where(is_target, logits, 0.0), axis=1)
             higher = jnp.maximum(top, jnp.max(logits, axis=1))
-            p = jnp.exp2((logits - _over_rows(higher, shape)) * LOG2E)
+            p = jnp.exp2((logits - hopper.over_rows(higher, shape)) * LOG2E)
             total = total * jnp.exp2((top - higher) * LOG2E) + jnp.sum(p, axis=1)
             return higher, total, own
 
@@ -192,7 +192,3 @@ def _body(
             ref_[stretch, place] = x
 
     lax.cond(role == 2, load, add)
-
-
-def _over_rows(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])

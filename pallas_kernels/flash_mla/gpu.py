@@ -22,7 +22,6 @@ from pallas_kernels.flash_mla.gpu_backward import sum_for_keys, sum_for_queries
 from pallas_kernels.flash_mla.gpu_forward import (
     GROUPS,
     KEYS,
-    LOG2E,
     ROWS,
     SEPARATE_KEYS,
     Seen,
@@ -31,11 +30,11 @@ from pallas_kernels.flash_mla.gpu_forward import (
     parts_of,
 )
 from pallas_kernels.flash_mla.visits import Tiling
-from pallas_kernels.mask import HIDDEN
+from pallas_kernels.hopper import MULTIPROCESSORS
+from pallas_kernels.numerics import LOG2E, join_pieces
 
 NARROW = 256  # columns of a head whose sums one warpgroup holds
 WIDEST = 576  # for which there is shared memory
-MULTIPROCESSORS = 132  # of an H100 or H200
 PIECE_TILES = 4  # of keys, which a piece of a block's range has at least
 NO_SEGMENT = np.iinfo(np.int32).min  # of queries that see nothing
 
@@ -74,7 +73,7 @@ def forward(static, q, k, v, start, q_segments, k_segments, topk, *, interpret=F
     keys, values = (_pad(x, tiling.keys * tiling.key, 2) for x in (k, v))
     values = None if static.shared else values
     made = run(blocks.stack(q), keys, values, seen, scale=static.scale, interpret=interpret)
-    out, lse, top = (blocks.unstack(x) for x in _merge(*made, row, cuts))
+    out, lse, top = (blocks.unstack(x) for x in _merge(made, row, cuts))
     return out[..., :y], lse, jnp.max(top)
 
 
@@ -183,25 +182,12 @@ def _cut(ranges, cuts: int):
     return numbers.stack([low, high, *whole], axis=-1).reshape(ranges.shape[0], -1, 4)
 
 
-def _merge(out, lse, top, row: int, cuts: int):
-    """What the pieces of each block's range give [b h blocks rows .], as one.
-
-    The pieces' outcomes come as bfloat16, as the whole's would: an error of theirs is one of the whole's
-    weighted by their share.
-    """
+def _merge(made, row: int, cuts: int):
+    """What the pieces of each block's range give [b h blocks rows .], as one."""
     if cuts == 1:
-        return out, lse, top
-    out, lse, top = (x.reshape(*x.shape[:2], -1, cuts, row, *x.shape[3:]) for x in (out, lse, top))
-    known = jnp.where(lse == jnp.inf, HIDDEN, lse)
-    most = jnp.max(known, axis=3, keepdims=True)
-    weights = jnp.where(lse == jnp.inf, 0, jnp.exp(known - most))
-    total = jnp.sum(weights, axis=3, keepdims=True)
-    seen = total > 0
-    total = jnp.where(seen, total, 1)
-    sums = jnp.sum((weights / total)[..., None] * out.astype(jnp.float32), axis=3)
-    lse = jnp.where(seen, most + jnp.log(total), jnp.inf)
-    made = sums.astype(out.dtype), lse[:, :, :, 0], jnp.max(top, axis=3)
-    return tuple(x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in made)
+        return made
+    cut = (x.reshape(*x.shape[:2], -1, cuts, row, *x.shape[3:]) for x in made)
+    return (x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in join_pieces(*cut, axis=3))
 
 
 def _widened(x, columns: int, other=None):

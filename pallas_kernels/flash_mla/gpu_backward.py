@@ -16,12 +16,11 @@ from pallas_kernels.flash_mla.gpu_forward import (
     Range,
     Seen,
     hidden,
-    over_columns,
     ring,
     send_all,
 )
 from pallas_kernels.mask import HIDDEN
-from pallas_kernels.sparse_flash_attention.gpu_forward import LOG2E, over_rows
+from pallas_kernels.numerics import LOG2E
 
 SLOTS = 3  # of the ring of `sum_for_queries`: 96 KB beside 128 KB of rows
 
@@ -85,9 +84,9 @@ def sum_for_queries(q, k, v, dout, lse, delta, seen: Seen, *, scale, interpret):
                 logits = logits * (scale * LOG2E)
                 number = met.begin + i
                 logits = met.masked(number, logits, lambda logits: mask(number, logits))
-                p = jnp.exp2(logits - over_rows(lse, shape))
+                p = jnp.exp2(logits - hopper.over_rows(lse, shape))
                 values = tiles.wait(2 * i + 1)
-                below = over_rows(-delta, shape)
+                below = hopper.over_rows(-delta, shape)
                 ds = p * ops.dot(below, my_douts, values, b_transposed=True)
                 tiles.release(2 * i + 1)
                 acc = ops.dot(acc, ds.astype(q.dtype), keys)
@@ -168,10 +167,10 @@ def sum_for_keys(q, k, v, dout, lse, delta, seen: Seen, *, scale, interpret):
                 rows = pl.ds(number * ROWS, ROWS)
                 last = ops.load(last_ref, (rows,), layout=COLUMN_OF) - tile * KEYS
                 key = ops.cast(lax.broadcasted_iota(jnp.int32, shape, 0))
-                seen = key <= over_columns(last, shape)
+                seen = key <= hopper.over_columns(last, shape)
                 if segments:
                     own = ops.load(segments[0], (b, rows), layout=COLUMN_OF)
-                    seen = seen & (over_rows(of, shape) == over_columns(own, shape))
+                    seen = seen & (hopper.over_rows(of, shape) == hopper.over_columns(own, shape))
                 return jnp.where(seen, logits, HIDDEN)
 
             def step(i, acc):
@@ -181,7 +180,7 @@ def sum_for_keys(q, k, v, dout, lse, delta, seen: Seen, *, scale, interpret):
                 queries.release(i)
                 number = met.begin + lax.rem(i, each)
                 logits = met.masked(number, logits, lambda logits: mask(number, logits))
-                p = jnp.exp2(logits - over_columns(lse, shape))
+                p = jnp.exp2(logits - hopper.over_columns(lse, shape))
 
                 @pl.when(i > 0)
                 def _():
@@ -211,7 +210,7 @@ def sum_for_keys(q, k, v, dout, lse, delta, seen: Seen, *, scale, interpret):
             def step(i, acc):
                 rows = douts.wait(i)
                 delta = ops.load(douts.beside.at[douts.stage(i)], layout=COLUMN_OF)
-                below = over_columns(-delta, shape)
+                below = hopper.over_columns(-delta, shape)
                 dp = ops.dot(below, values, rows, b_transposed=True)
                 douts.release(i)
                 plgpu.barrier_wait(made)

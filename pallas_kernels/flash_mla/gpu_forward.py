@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, hopper
 from pallas_kernels.mask import HIDDEN
-from pallas_kernels.sparse_flash_attention.gpu_forward import LOG2E, PIECE, over_rows, send
+from pallas_kernels.numerics import LOG2E
+from pallas_kernels.sparse_flash_attention.gpu_forward import PIECE
 
 ROWS = 64  # of one product of a warpgroup
 GROUPS = 2  # warpgroups of `attend` that have rows of their own
@@ -123,28 +124,23 @@ def ring(
     )
 
 
-def over_columns(x, shape):
-    """x[c], a number per column, as an array of that shape."""
-    return lax.broadcast_in_dim(x, shape, [1])
-
-
 def hidden(ops, logits, first, last, own, segments, b):
     """logits [r c] with HIDDEN for the keys, from `first` on, that a row does not see.
 
     last int32[r]; own int32[r] or None: segments of the rows; segments: the ref of those of all keys.
     """
     column = ops.cast(lax.broadcasted_iota(jnp.int32, logits.shape, 1))
-    seen = column <= over_rows(last - first, logits.shape)
+    seen = column <= hopper.over_rows(last - first, logits.shape)
     if own is not None:
         of = ops.load(segments, (b, pl.ds(first, logits.shape[1])), layout=COLUMN_OF)
-        seen = seen & (over_rows(own, logits.shape) == over_columns(of, logits.shape))
+        seen = seen & (hopper.over_rows(own, logits.shape) == hopper.over_columns(of, logits.shape))
     return jnp.where(seen, logits, HIDDEN)
 
 
 def softmax_step(logits, top, total):
     """(p, factor of what was summed before, top, total) with logits [r c] taken into account."""
     new = jnp.maximum(top, jnp.max(logits, axis=1))
-    p = jnp.exp2(logits - over_rows(new, logits.shape))
+    p = jnp.exp2(logits - hopper.over_rows(new, logits.shape))
     factor = jnp.exp2(top - new)
     return p, factor, new, total * factor + jnp.sum(p, axis=1)
 
@@ -211,7 +207,7 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
                 logits = logits * (scale * LOG2E)
                 logits = met.masked(number, logits, lambda logits: mask(number, logits))
                 p, factor, top, total = softmax_step(logits, top, total)
-                acc = acc * over_rows(factor, acc.shape)
+                acc = acc * hopper.over_rows(factor, acc.shape)
                 acc = ops.dot(acc, p.astype(v.dtype), values.wait(i))
                 values.release(i)
                 return acc, top, total
@@ -244,7 +240,7 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
             lse_ref[b, h, place] = lse
             top_ref[b, h, place] = top
             # The queries' place holds the outcome on its way out.
-            send_all(acc * over_rows(share, acc.shape), mine, out_ref.at[b, h, place])
+            send_all(acc * hopper.over_rows(share, acc.shape), mine, out_ref.at[b, h, place])
 
         # One branch of one choice each, or the compiler gives every role the same registers.
         lax.cond(role == GROUPS, load, add)
@@ -287,7 +283,7 @@ def beside(ops, shape, a, b, then):
 def send_all(x, via, to):
     """to[...] = x [r m] from registers, through the first m columns of a shared tile `via`."""
     if x.shape != via.shape:
-        return send(x, via, to, pl.ds(0, x.shape[1]))
+        return hopper.send(x, via, to, pl.ds(0, x.shape[1]))
     via[...] = x.astype(via.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(via, to)
@@ -393,7 +389,7 @@ def attend_wide(q, k, v, seen: Seen, *, scale, interpret):
             columns = pl.ds(role * part, part)
 
             def scaled(acc):
-                return acc * over_rows(ops.load(factors, layout=ROW_OF), acc.shape)
+                return acc * hopper.over_rows(ops.load(factors, layout=ROW_OF), acc.shape)
 
             def step(i, acc):
                 tile = (keys if shared else values).wait(i).at[:, columns]
@@ -405,7 +401,7 @@ def attend_wide(q, k, v, seen: Seen, *, scale, interpret):
             acc = lax.fori_loop(0, count, step, ops.zeros((ROWS, part)))
             plgpu.barrier_wait(weighed)
             # All logits are made: the queries' place holds the outcome on its way out.
-            send(scaled(acc), queries, out_ref.at[b, h, place], columns)
+            hopper.send(scaled(acc), queries, out_ref.at[b, h, place], columns)
 
         lax.cond(role == parts, weigh, add)
 

@@ -10,7 +10,6 @@ and once for dk and dv. Rows that are too many for that go in chunks.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.flash_mla import visits
 from pallas_kernels.flash_mla.visits import Tiling
 from pallas_kernels.mask import HIDDEN
+from pallas_kernels.numerics import LOG2E
 
 
 class Tiles(NamedTuple):
@@ -41,7 +41,6 @@ FORWARD_VMEM = 32 * 2**20  # it needs less than 24 MiB, and XLA can use what is 
 BACKWARD_VMEM = 62 * 2**20  # of the 64 MiB of v5p and tpu7x
 
 LANES = 128  # a column of numbers is stored as wide as this
-LOG2E = math.log2(math.e)  # logits inside have the unit of exp2
 NO_SEGMENT = np.iinfo(np.int32).min  # of queries that see nothing
 
 

@@ -24,7 +24,6 @@ ROWS = 2 * HALF
 COLUMNS = 256
 DEPTH = 64  # of a step of the ring: a row of 128 bytes of bfloat16
 PIECE = 64  # columns that leave together
-PROCESSORS = 132  # of an H100 or H200
 EMULATED = 2  # blocks in the emulator, where each costs time
 ALIGNED = 8  # rows of which copies take multiples
 LOADER = 2  # the warpgroup that feeds the others
@@ -159,7 +158,7 @@ def multiply(
     tiles = n // columns
     steps = k // DEPTH
     most = work.group.shape[0] * tiles
-    blocks = min(EMULATED if interpret else PROCESSORS, most)
+    blocks = min(EMULATED if interpret else hopper.MULTIPROCESSORS, most)
     stages = 3 if inputs else 4
     ops = hopper.Ops(interpret)
     read = *(x for x, _ in terms), *inputs

@@ -16,7 +16,6 @@ from pallas_kernels.grouped_matmul.gpu_rows import (
     HALF,
     LOADER,
     PIECE,
-    PROCESSORS,
     bounds_of,
     column_tile,
     exits,
@@ -43,7 +42,7 @@ def sum_products(x, dy, group_sizes, *, interpret):
     columns = column_tile(n)
     down, across = k // (2 * HALF), n // columns
     tiles = num_groups * down * across
-    blocks = min(EMULATED if interpret else PROCESSORS, tiles)
+    blocks = min(EMULATED if interpret else hopper.MULTIPROCESSORS, tiles)
     ops = hopper.Ops(interpret)
 
     def body(x_ref, dy_ref, starts, ends, out_ref, *, operands, leaving, cleaned):

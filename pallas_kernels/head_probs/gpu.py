@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.head_probs.tiles import may_see, padded, segments_of
-from pallas_kernels.sparse_flash_attention.gpu_forward import LOG2E, over_rows
+from pallas_kernels.numerics import LOG2E
 
 # Not measured; by shared memory and registers alone: 128 KB for the queries of two heads of 256 columns,
 # 96 KB for tiles of keys.
@@ -108,7 +108,7 @@ def summed(scale, start, q, lse, own, k, segments, interpret):
 
             def step(head, totals):
                 at = lax.rem(head, 2)
-                norm = over_rows(ops.load(lse_ref.at[batch, head, rows], (), row_of), shape)
+                norm = hopper.over_rows(ops.load(lse_ref.at[batch, head, rows], (), row_of), shape)
                 plgpu.barrier_wait(q_full.at[at])
                 more = []
                 for half, total in enumerate(totals):
@@ -130,14 +130,14 @@ def summed(scale, start, q, lse, own, k, segments, interpret):
             totals = lax.fori_loop(0, heads, step, [ops.zeros(shape)] * 2)
             pl.when(role == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
             query = ops.cast(lax.iota(jnp.int32, 64), row_of)
-            query = over_rows(query + (first_ref[0] + tile * QUERIES + role * 64), shape)
-            own = over_rows(ops.load(own_ref.at[batch, rows], (), row_of), shape)
+            query = hopper.over_rows(query + (first_ref[0] + tile * QUERIES + role * 64), shape)
+            own = hopper.over_rows(ops.load(own_ref.at[batch, rows], (), row_of), shape)
             for half, total in enumerate(totals):
                 begin = column * KEYS + half * HALF
                 columns = pl.ds(begin, HALF)
                 key = ops.cast(lax.iota(jnp.int32, HALF), column_of) + begin
                 of = ops.load(segments_ref.at[batch, columns], (), column_of)
-                key, of = (lax.broadcast_in_dim(a, shape, [1]) for a in (key, of))
+                key, of = (hopper.over_columns(a, shape) for a in (key, of))
                 mask = (key <= query) & (own == of) & (own != 0)
                 out_ref[batch, rows, columns] = jnp.where(mask, total, 0.0)
 

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.head_probs.tiles import may_see, padded, segments_of, spans
+from pallas_kernels.numerics import LOG2E
 
 # Not measured. A step reads (queries + keys) rows of x and multiplies queries * keys of them: 341 FLOP
 # per byte at 512 and 1024, above what v5p (166) and v7x (313) want, below v6e (560). Output tiles of
@@ -20,7 +21,6 @@ from pallas_kernels.head_probs.tiles import may_see, padded, segments_of, spans
 QUERIES = (512, 256, 128)
 KEYS = (1024, 512, 256, 128)
 VMEM = 48 * 2**20
-LOG2E = 1.4426950408889634  # the chip has 2**x alone: one product less per probability
 
 
 class Place(NamedTuple):

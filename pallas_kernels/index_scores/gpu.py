@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, hopper
 from pallas_kernels.head_probs.tiles import padded, spans
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.index_scores.ref import head_weights
 
 # Not measured; by shared memory, registers and the number of processors alone.
@@ -28,7 +29,6 @@ KEYS = 128  # of a tile: 64 for each of two warpgroups of the forward and of `su
 HEADS = 32  # of a product of the forward: 256 columns, 128 registers of each thread
 ROWS = 64  # queries of a tile of the backward
 RING = 4  # tiles in flight at most
-PROCESSORS = 132  # of an H100 or H200
 WIDEST = 128  # columns of a head: as many float32 of 64 rows are 64 registers of each thread
 BUDGET = hopper.SMEM_BYTES - 1024  # bytes of tiles: barriers and alignment take some
 
@@ -102,7 +102,7 @@ def scores(q, w, k, spans, interpret):
     tiles = t // QUERIES
     # A tile's weights lie as the columns of its products do.
     w = w.reshape(b, tiles, QUERIES, i).swapaxes(2, 3).reshape(b, tiles, i * QUERIES)
-    parts = max(1, min(PROCESSORS // (b * tiles), s // KEYS))
+    parts = max(1, min(MULTIPROCESSORS // (b * tiles), s // KEYS))
     size = q.dtype.itemsize
     ring = max(2, min(RING, (BUDGET - i * QUERIES * j * size) // (KEYS * j * size)))
     ops = hopper.Ops(interpret)
@@ -159,7 +159,7 @@ def scores(q, w, k, spans, interpret):
                         issued=lambda: plgpu.barrier_arrive(turn.at[1 - role]),
                     )
                     each = jnp.maximum(dots, 0)
-                    each *= lax.broadcast_in_dim(weights[of], dots.shape, [1])
+                    each *= hopper.over_columns(weights[of], dots.shape)
                     for head in range(heads):
                         some = head * QUERIES, (head + 1) * QUERIES
                         one = lax.slice(each, (0, some[0]), (64, some[1]))
@@ -333,7 +333,7 @@ def sum_queries(q, w, k, dscores, spans, interpret):
                         ops.zeros(shape), k_tile.at[own], q_ring.at[slot], b_transposed=True
                     )
                     passed = jnp.where(dots > 0, given.astype(jnp.float32), ops.zeros(shape))
-                    passed *= lax.broadcast_in_dim(weights, shape, [1])
+                    passed *= hopper.over_columns(weights, shape)
                     dk = ops.dot(dk, passed.astype(q.dtype), q_ring.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
                     return dk

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.top_k.gpu import INVISIBLE, STAGE, ordered, select_rows, too_many
 
 QUERIES = 8  # of a tile: the width of the tensor cores' smallest product
@@ -24,7 +25,6 @@ HEADS = 32  # of a product: 256 columns, 128 registers of each thread
 SLICE = 128  # contracted at a time
 RING = 4  # tiles in flight at most
 BUDGET = hopper.SMEM_BYTES - 1024  # bytes of tiles: barriers and alignment take some
-PROCESSORS = 132  # of an H100 or H200
 PART = 1024  # keys that are worth a block
 SCORES = 128 << 20  # bytes of a chunk's scores
 
@@ -178,7 +178,7 @@ def _plan(q, tiles, reach) -> Plan:
     columns = _to_multiple(reach, STAGE)
     most = max(1, SCORES // (4 * QUERIES * columns))
     chunk = -(-tiles // -(-tiles // most))
-    parts = max(1, min(PROCESSORS // chunk, -(-reach // PART)))
+    parts = max(1, min(MULTIPROCESSORS // chunk, -(-reach // PART)))
     return Plan(
         i // passes,
         passes,
@@ -350,7 +350,7 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
                     dots = product(n, of, part, dots)
                 # Float8 products are added with fewer bits than float32 has, by the tensor cores.
                 each = jnp.maximum(dots.astype(jnp.float32), 0)
-                each *= lax.broadcast_in_dim(weights[of], dots.shape, [1])
+                each *= hopper.over_columns(weights[of], dots.shape)
                 for head in range(plan.heads):
                     some = head * QUERIES, (head + 1) * QUERIES
                     own = lax.slice(each, (0, some[0]), (64, some[1]))
@@ -358,13 +358,13 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
             score = sums[0] + sums[1]
             if plan.scaled:
                 factor = ops.load(scale.at[batch, at], (), along_rows)
-                score *= lax.broadcast_in_dim(factor, score.shape, [0])
+                score *= hopper.over_rows(factor, score.shape)
             key = ordered(score)
             if plan.segmented:
                 own = ops.load(own_segments.at[queries], (), along_columns)
                 of = ops.load(segments.at[batch, at], (), along_rows)
-                own = lax.broadcast_in_dim(own, key.shape, [1])
-                same = own == lax.broadcast_in_dim(of, key.shape, [0])
+                own = hopper.over_columns(own, key.shape)
+                same = own == hopper.over_rows(of, key.shape)
                 key = jnp.where(same & (own != 0), key, INVISIBLE)
             rows = pl.ds(lax.axis_index("tile") * QUERIES, QUERIES)
             ops.store_transposed(scores.at[rows, at], key)

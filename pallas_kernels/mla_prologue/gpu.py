@@ -29,7 +29,6 @@ FEW_ROWS = 64  # with more, 128 rows by 128 columns for a warpgroup: 128 registe
 STEP = 64  # along the contraction: what 128 bytes of bfloat16 hold
 READERS = 2  # warpgroups, with columns of their own
 PIECE = 64  # columns that are written together; those at the end of a head hold what is rotated
-MULTIPROCESSORS = 132  # of an H100 or H200
 BUDGET = hopper.SMEM_BYTES - 2048  # bytes of tiles: barriers and alignment take some
 RING = 8  # steps in flight at most
 BAND = 16  # blocks of rows whose blocks of columns are done one after another, for the second-level cache
@@ -134,7 +133,7 @@ def project(x, weights, turn: Turn | None = None, *, interpret):
     blocks = tuple(-(-n // (READERS * width)) for n in padded)
     parts = 1
     if turn is None:
-        most = max(1, MULTIPROCESSORS // (row_blocks * sum(blocks)))
+        most = max(1, hopper.MULTIPROCESSORS // (row_blocks * sum(blocks)))
         parts = next(p for p in range(most, 0, -1) if k // STEP % p == 0)
     # The emulator has no barrier of several processors.
     pair = 1 if interpret or row_blocks % 2 else 2

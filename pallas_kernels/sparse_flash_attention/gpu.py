@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import dispatch
-from pallas_kernels.mask import HIDDEN
+from pallas_kernels import dispatch, hopper
+from pallas_kernels.collect import TOGETHER, collect
+from pallas_kernels.numerics import join_pieces
 from pallas_kernels.sparse_flash_attention.gpu_backward import (
-    COLLECTED,
     SPREAD,
-    collect,
     score,
     spread,
 )
@@ -31,7 +30,6 @@ from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 WIDEST = 576  # columns of a latent for which there is shared memory
 SHARING = 4  # blocks of rows whose gradients of a latent are summed before they go to memory
 AT_ONCE = 512  # blocks whose gradients exist at a time: 2.4 GB at the worst for GLM-5
-MULTIPROCESSORS = 132  # of an H100 or H200
 NONE = jnp.iinfo(jnp.int32).max
 
 
@@ -64,7 +62,7 @@ def forward(static, q, latents, topk, *, interpret=False):
         value_dim=values,
         interpret=interpret,
     )
-    out, lse, top = _merge(out, lse, top, cuts)
+    out, lse, top = _merge((out, lse, top), cuts)
     out, lse, top = (blocks.unstack(x) for x in (out, lse[..., None], top[..., None]))
     return out[..., : static.value_dim], lse[..., 0], jnp.max(top)
 
@@ -86,7 +84,7 @@ def paged(static, q, pages, page_table, topk, *, interpret=False):
 def _cuts(blocks: int, room: int) -> int:
     """Into how many pieces the lists of so few blocks are cut, for all multiprocessors to have work."""
     cuts, tiles = 1, room // TILE
-    while 2 * cuts * blocks <= MULTIPROCESSORS and tiles % (4 * cuts) == 0:
+    while 2 * cuts * blocks <= hopper.MULTIPROCESSORS and tiles % (4 * cuts) == 0:
         cuts *= 2
     return cuts
 
@@ -99,20 +97,11 @@ def _cut(rows, members, count, cuts: int):
     return rows.reshape(-1, room), members.reshape(-1, room), count
 
 
-def _merge(out, lse, top, cuts: int):
+def _merge(made, cuts: int):
     """What `attend` gives for the pieces of each list, as one."""
     if cuts == 1:
-        return out, lse, top
-    out, lse, top = (x.reshape(-1, cuts, *x.shape[1:]) for x in (out, lse, top))
-    known = jnp.where(lse == jnp.inf, HIDDEN, lse)
-    most = jnp.max(known, axis=1)
-    weights = jnp.where(lse == jnp.inf, 0, jnp.exp(known - most[:, None]))
-    total = jnp.sum(weights, axis=1)
-    seen = total > 0
-    weights = weights / jnp.where(seen, total, 1)[:, None]
-    sums = jnp.sum(weights[..., None] * out.astype(jnp.float32), axis=1)
-    lse = jnp.where(seen, most + jnp.log(jnp.where(seen, total, 1)), jnp.inf)
-    return sums.astype(out.dtype), lse, jnp.max(top, axis=1)
+        return made
+    return join_pieces(*(x.reshape(-1, cuts, *x.shape[1:]) for x in made), axis=1)
 
 
 def backward(static, saved, dout, *, interpret=False):
@@ -127,7 +116,7 @@ def backward(static, saved, dout, *, interpret=False):
     numbers = (blocks.stack(x[..., None], 1)[..., 0] for x in (lse, delta))
     # As wide as q, zeros where there are no values: `spread` multiplies both by columns.
     inputs = blocks.stack(q, width), blocks.stack(dout, width), *lists, *numbers
-    latent_rows = COLLECTED * -(-len(table) // COLLECTED)
+    latent_rows = TOGETHER * -(-len(table) // TOGETHER)
     steps = -(-blocks.count // AT_ONCE)
     size = SHARING * -(-blocks.count // (steps * SHARING))
     empty = [(0, steps * size - blocks.count)]

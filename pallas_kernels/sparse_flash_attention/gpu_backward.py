@@ -21,15 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.numerics import LOG2E
 from pallas_kernels.sparse_flash_attention.gather import AHEAD, gather, gather_all, ring
 from pallas_kernels.sparse_flash_attention.gpu_forward import (
-    LOG2E,
     PIECE,
     ROWS,
     chose,
-    over_rows,
     parts_of,
-    send,
 )
 
 SCORED = 32  # latents at a time: q and dout take 136 KB, which leaves two tiles of 36 KB
@@ -84,9 +82,9 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
                 logits = ops.dot(ops.zeros(shape), queries, tile, b_transposed=True)
                 tile = keys.tiles.at[stage, :, values]
                 dp = ops.dot(ops.zeros(shape), douts, tile, b_transposed=True)
-                p = jnp.exp2(logits * (scale * LOG2E) - over_rows(lse, shape))
+                p = jnp.exp2(logits * (scale * LOG2E) - hopper.over_rows(lse, shape))
                 p = jnp.where(chose(own, chosen, shape), p, 0.0)
-                ds = p * (dp - over_rows(delta, shape)) * scale
+                ds = p * (dp - hopper.over_rows(delta, shape)) * scale
                 # The tile of two before has been copied out; its other readers gave its latents free.
                 plgpu.wait_smem_to_gmem(2, wait_read_only=True)
                 ops.store_transposed(ds_tiles.at[stage], ds.astype(q.dtype))
@@ -113,7 +111,7 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
                 return acc
 
             acc = lax.fori_loop(0, tiles, step, ops.zeros((ROWS, part)))
-            send(acc, queries, dq_ref.at[block], columns)
+            hopper.send(acc, queries, dq_ref.at[block], columns)
 
         lax.cond(role == loader, load, lambda: lax.cond(role == scorer, make_scores, add))
 
@@ -226,52 +224,3 @@ def spread(q, dout, scores, places, count, *, interpret):
         },
     )
     return kernel(q, dout, scores, places, count)
-
-
-COLLECTED = 8  # latents of one block of `collect`
-
-
-def collect(totals, sums, order, starts, *, interpret):
-    """totals float32[s x] and, for row i, sums[order[starts[i] : starts[i + 1]]], added one by one.
-
-    sums float32[m x]; order int32[m]; starts int32[s + 1]; s a multiple of COLLECTED.
-    """
-    rows, x = totals.shape
-    # The registers of a warpgroup take a multiple of 128 numbers: 64 of 576 columns are added twice.
-    windows = [pl.ds(0, x)] if x % 128 == 0 else [pl.ds(0, x - 64), pl.ds(x - 128, 128)]
-
-    def body(totals_ref, sums_ref, order_ref, starts_ref, out_ref):
-        first = lax.axis_index("block") * COLLECTED
-        whole = pl.ds(first, COLLECTED)
-        out_ref[whole, :] = totals_ref[whole, :]
-
-        def add(row, begin):
-            end = starts_ref[row + 1]
-
-            @pl.when(begin < end)
-            def _():
-                def step(k, accs):
-                    place = order_ref[k]
-                    return [acc + sums_ref[place, w] for acc, w in zip(accs, windows)]
-
-                accs = lax.fori_loop(begin, end, step, [totals_ref[row, w] for w in windows])
-                for acc, window in zip(accs, windows):
-                    out_ref[row, window] = acc
-
-            return end
-
-        begin = starts_ref[first]
-
-        @pl.when(begin < starts_ref[first + COLLECTED])
-        def _():
-            lax.fori_loop(first, first + COLLECTED, add, begin)
-
-    kernel = hopper.kernel(
-        body,
-        kernel_name="sparse_collect",
-        interpret=interpret,
-        out_type=jax.ShapeDtypeStruct(totals.shape, jnp.float32),
-        grid=(rows // COLLECTED,),
-        grid_names=("block",),
-    )
-    return kernel(totals, sums, order, starts)

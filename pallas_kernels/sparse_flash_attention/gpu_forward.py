@@ -8,12 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 from pallas_kernels.mask import HIDDEN
+from pallas_kernels.numerics import LOG2E
 from pallas_kernels.sparse_flash_attention.gather import gather_all, ring
 
 ROWS = 64  # queries x heads of a block: what a tensor core instruction takes
 TILE = 64  # latents at a time: two tiles of 72 KB beside 72 KB of queries
 PIECE = 128  # columns of one product: see `hopper.Ops.dot`
-LOG2E = 1.4426950408889634
 
 
 def parts_of(width: int) -> int:
@@ -67,7 +67,7 @@ def attend(q, latents, rows, members, count, bits, *, scale, value_dim, interpre
                 logits = ops.dot(ops.zeros(shape), queries, tile, b_transposed=True) * scale
                 logits = jnp.where(chose(own, chosen, shape), logits, HIDDEN)
                 new = jnp.maximum(top, jnp.max(logits, axis=1))
-                p = jnp.exp2((logits - over_rows(new, shape)) * LOG2E)
+                p = jnp.exp2((logits - hopper.over_rows(new, shape)) * LOG2E)
                 factor = jnp.exp2((top - new) * LOG2E)
                 total = total * factor + jnp.sum(p, axis=1)
 
@@ -100,7 +100,7 @@ def attend(q, latents, rows, members, count, bits, *, scale, value_dim, interpre
             columns = pl.ds(role * part, part)
 
             def scaled(acc):
-                return acc * over_rows(ops.load(factors, layout=row_of), acc.shape)
+                return acc * hopper.over_rows(ops.load(factors, layout=row_of), acc.shape)
 
             def step(i, acc):
                 plgpu.barrier_wait(weighed)
@@ -113,7 +113,7 @@ def attend(q, latents, rows, members, count, bits, *, scale, value_dim, interpre
             acc = lax.fori_loop(0, tiles, step, ops.zeros((ROWS, part)))
             plgpu.barrier_wait(weighed)
             # All logits are made: the queries' place holds the outcome on its way out.
-            send(scaled(acc), queries, out_ref.at[block], columns)
+            hopper.send(scaled(acc), queries, out_ref.at[block], columns)
 
         # One branch of one choice each, or the compiler gives every role the same registers.
         lax.cond(role == loader, load, lambda: lax.cond(role == weigher, weigh, add))
@@ -147,21 +147,6 @@ def attend(q, latents, rows, members, count, bits, *, scale, value_dim, interpre
     return kernel(q, latents, rows, members, count, bits)
 
 
-def send(x, via, to, columns):
-    """to[:, columns] = x [r m] from registers, through the same columns of a shared tile `via`."""
-    via[:, columns] = x.astype(via.dtype)
-    plgpu.commit_smem()
-    for row in range(0, x.shape[0], 8):  # a copy takes memory without gaps: one row of pieces
-        place = pl.ds(row, 8), columns
-        plgpu.copy_smem_to_gmem(via.at[place], to.at[place])
-    plgpu.wait_smem_to_gmem(0)
-
-
-def over_rows(x, shape):
-    """x[r], a number per row, as an array of that shape."""
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
 def chose(own, members, shape):
     """Whether the query of a row (own: its bit) is among those that chose the latent of a column."""
-    return (over_rows(own, shape) & lax.broadcast_in_dim(members, shape, [1])) != 0
+    return (hopper.over_rows(own, shape) & hopper.over_columns(members, shape)) != 0

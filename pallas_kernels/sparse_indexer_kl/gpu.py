@@ -15,18 +15,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, hopper
+from pallas_kernels.collect import TOGETHER, collect
 from pallas_kernels.head_probs.tiles import padded
 from pallas_kernels.index_scores import gpu as scores_kernel
 from pallas_kernels.index_scores.ref import head_weights
 from pallas_kernels.indexer_kl.gpu import compare
+from pallas_kernels.numerics import LOG2E
 from pallas_kernels.sparse_flash_attention.gather import gather_all, ring
-from pallas_kernels.sparse_flash_attention.gpu_forward import LOG2E, over_rows
 
 # Not measured; by shared memory and registers alone.
 TILE = 64  # rows at a time: what a tensor core instruction takes
 AT_ONCE = 512  # queries whose gradients of rows exist at a time: 537 MB for GLM-5
-TOGETHER = 8  # rows of dk in one block of `collect`
-AHEAD = 8  # gradients of a row that are fetched at a time
 HEADS = 64
 SWIZZLE = 64  # bytes: those of 32 index heads, over which the gradients of rows are contracted
 WIDEST = 576  # columns of a latent: two tiles of 72 KB beside 72 KB of queries
@@ -122,7 +121,7 @@ def _add(total, parts, rows, interpret):
     named, order = lax.sort((named, jnp.arange(len(named), dtype=jnp.int32)), num_keys=1)
     row = jnp.arange(len(total) + 1, dtype=jnp.int32)
     starts = jnp.searchsorted(named, row, method="scan_unrolled").astype(jnp.int32)
-    return collect(total, parts.reshape(-1, parts.shape[-1]), order, starts, interpret)
+    return collect(total, parts.reshape(-1, parts.shape[-1]), order, starts, interpret=interpret)
 
 
 def sum_heads(each, q, numbers, table, rows, interpret):
@@ -150,7 +149,7 @@ def sum_heads(each, q, numbers, table, rows, interpret):
                 plgpu.barrier_wait(keys.full.at[stage])
                 dots = ops.dot(ops.zeros(shape), keys.tiles.at[stage], queries, b_transposed=True)
                 plgpu.barrier_arrive(keys.free.at[stage])
-                total = jnp.sum(each(dots, lax.broadcast_in_dim(own, shape, [1])), axis=1)
+                total = jnp.sum(each(dots, hopper.over_columns(own, shape)), axis=1)
                 out_ref[block, pl.ds(i * TILE, TILE)] = ops.cast(total, row_of)
 
         lax.cond(role == 1, load, add)
@@ -202,7 +201,7 @@ def pull_rows(q, w, table, dscores, rows, interpret):
 
             def step(n, e):
                 place = pl.ds(n * TILE, TILE)
-                given = over_rows(ops.load(d_ref.at[block, place], (), row_of), shape)
+                given = hopper.over_rows(ops.load(d_ref.at[block, place], (), row_of), shape)
                 stage = keys.stage(n)
                 plgpu.barrier_wait(keys.full.at[stage])
                 tile = keys.tiles.at[stage]
@@ -246,39 +245,3 @@ def pull_rows(q, w, table, dscores, rows, interpret):
             "passed_tile": plgpu.SMEM((2, TILE, i), q.dtype, transforms=tiled),
         },
     )(q, w, table, dscores, rows)
-
-
-def collect(total, parts, order, starts, interpret):
-    """total float32[s j] and, for row i, parts[order[starts[i] : starts[i + 1]]], added one by one.
-
-    parts float32[m j]; order int32[m]; starts int32[s + 1]; s is a multiple of TOGETHER. The rows of a
-    block lie far apart, since neighbours tend to be chosen by as many queries.
-    """
-    s = len(total)
-    blocks = s // TOGETHER
-
-    def body(total_ref, parts_ref, order_ref, starts_ref, out_ref):
-        @pl.loop(0, TOGETHER)
-        def _(n):
-            row = lax.axis_index("block") + blocks * n
-            begin, end = starts_ref[row], starts_ref[row + 1]
-
-            def step(i, total):
-                first = begin + i * AHEAD
-                # All on their way before the first is added.
-                places = [order_ref[jnp.minimum(first + n, end - 1)] for n in range(AHEAD)]
-                for n, part in enumerate([parts_ref[place, :] for place in places]):
-                    total = jnp.where(first + n < end, total + part, total)
-                return total
-
-            count = lax.div(end - begin + (AHEAD - 1), AHEAD)
-            out_ref[row, :] = lax.fori_loop(0, count, step, total_ref[row, :])
-
-    return hopper.kernel(
-        body,
-        interpret=interpret,
-        kernel_name="sparse_collect_keys",
-        out_type=jax.ShapeDtypeStruct(total.shape, jnp.float32),
-        grid=(blocks,),
-        grid_names=("block",),
-    )(total, parts, order, starts)

@@ -22,10 +22,10 @@ from pallas_kernels.w4a8_matmul import weave
 # Not measured; by registers, shared memory and the number of multiprocessors alone.
 STEP = 2 * weave.ROWS  # rows of weights at a time
 LEAST_ROWS, MOST_ROWS = 8, 128  # of activations in a tile: 128 are 128 registers of sums
-FEW_COLUMNS = 128 * 132  # below so many columns of weights, blocks are as narrow as they can be
+# Below so many columns of weights, blocks are as narrow as they can be.
+FEW_COLUMNS = 128 * hopper.MULTIPROCESSORS
 SUMS = 384  # numbers that two threads have registers for: totals, and products under way
 TOGETHER = 4  # groups at most whose products are under way
-MULTIPROCESSORS = 132  # of an H100 or H200
 BUDGET = hopper.SMEM_BYTES - 2048  # bytes of tiles: barriers and alignment take some
 RING = 16  # steps in flight at most
 
@@ -217,7 +217,7 @@ def _call(plan: Plan, out_dtype, interpret):
             here = pl.ds(role * plan.width, plan.width)
 
             def over(factor):
-                return lax.broadcast_in_dim(factor, (64, plan.rows), [0])
+                return hopper.over_rows(factor, (64, plan.rows))
 
             def one(block, own, bounds, done):
                 def some_groups(_, carry):
@@ -267,7 +267,7 @@ def _call(plan: Plan, out_dtype, interpret):
                 done, totals = lax.fori_loop(0, most, some, (done, zeros))
                 start, begin, end = bounds
                 by_row = ops.load(x_scale.at[pl.ds(start, plan.rows)], (), along_columns)
-                totals = [x * lax.broadcast_in_dim(by_row, x.shape, [1]) for x in totals]
+                totals = [x * hopper.over_columns(by_row, x.shape) for x in totals]
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 own_tile = tiles.at[role]
                 own_tile[...] = weave.join(ops, totals).astype(out_dtype)
@@ -289,7 +289,11 @@ def _call(plan: Plan, out_dtype, interpret):
             kernel_name="w4a8_matmul",
             interpret=interpret,
             out_type=jax.ShapeDtypeStruct((x.shape[0], columns), out_dtype),
-            grid=(min(entries[0].shape[0] * plan.blocks, 2 if ops.emulated else MULTIPROCESSORS),),
+            grid=(
+                min(
+                    entries[0].shape[0] * plan.blocks, 2 if ops.emulated else hopper.MULTIPROCESSORS
+                ),
+            ),
             grid_names=("processor",),
             num_threads=plan.readers + 1,
             thread_name="role",

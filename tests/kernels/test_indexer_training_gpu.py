@@ -49,7 +49,7 @@ def test_heads_in_passes_and_rings_that_turn():
         )
         return scores, *pull(jnp.asarray(dscores))
 
-    with mock.patch.multiple(index_scores_gpu, PROCESSORS=1, HEADS=2):
+    with mock.patch.multiple(index_scores_gpu, MULTIPROCESSORS=1, HEADS=2):
         got = run(q, w, k)
     want = oracle.index_scores(*wide(q, w, k))[0], *oracle.pull_scores(*wide(q, w, k, dscores))
     for ours, theirs in zip(got, want, strict=True):

@@ -41,9 +41,9 @@ def cut(**sizes):
 
 CUTS = {
     "chunks": {"SCORES": 8 * 4 * 4096},
-    "keys in two parts": {"PROCESSORS": 4},
-    "heads in two passes": {"HEADS": 2, "PROCESSORS": 2},
-    "queries beside the keys": {"HEADS": 2, "SLICE": 64, "BUDGET": 120_000, "PROCESSORS": 1},
+    "keys in two parts": {"MULTIPROCESSORS": 4},
+    "heads in two passes": {"HEADS": 2, "MULTIPROCESSORS": 2},
+    "queries beside the keys": {"HEADS": 2, "SLICE": 64, "BUDGET": 120_000, "MULTIPROCESSORS": 1},
 }
 
 
@@ -70,14 +70,14 @@ def test_cuts(name):
 def test_long_rows_of_bfloat16():
     """More keys than are held at a time; ring and turns go round."""
     q, w, k, *_ = problem(1, 8, 9000, 2, 64, 8992, jnp.bfloat16)
-    with cut(PROCESSORS=1):
+    with cut(MULTIPROCESSORS=1):
         got = lightning_indexer(q, w, k, 300, start=8992, implementation=interpreted("gpu"))
     np.testing.assert_array_equal(got, expected(q, w, k, None, None, 8992, 300))
 
 
 def test_has_no_races():
     q, w, k, own, of = problem(1, 8, 900, 2, 16, 892, jnp.bfloat16)
-    with cut(PROCESSORS=1):
+    with cut(MULTIPROCESSORS=1):
         run = jax.jit(
             lambda: lightning_indexer(
                 q, w, k, 40, start=892, q_segments=own, k_segments=of, implementation=watched("gpu")
