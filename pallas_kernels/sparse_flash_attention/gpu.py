@@ -28,6 +28,7 @@ from pallas_kernels.sparse_flash_attention.rows import unpack_rows
 from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 
 WIDEST = 576  # columns of a latent for which there is shared memory
+WIDEST_VALUES = 512  # a third warpgroup for more would wait forever for registers
 SHARING = 4  # blocks of rows whose gradients of a latent are summed before they go to memory
 AT_ONCE = 512  # blocks whose gradients exist at a time: 2.4 GB at the worst for GLM-5
 NONE = jnp.iinfo(jnp.int32).max
@@ -44,6 +45,8 @@ def refuse(q, latents, topk, value_dim) -> str | None:
         return f"{q.shape[2]} heads; {ROWS} at most"
     if _widths(q.shape[3], value_dim)[0] > WIDEST:
         return f"latents of {q.shape[3]} columns; {WIDEST} at most"
+    if value_dim > WIDEST_VALUES:
+        return f"values of {value_dim} columns; {WIDEST_VALUES} at most"
     return None
 
 
@@ -209,9 +212,13 @@ class _Blocks:
         return jnp.pad(latents, pad).reshape(-1, width)
 
     def lists(self, topk):
-        """(rows int32[count c] of the table, members int32[count c], used int32[count]) of each block."""
+        """(rows int32[count c] of the table, members int32[count c], used int32[count]) of each block.
+
+        Rows without members are -1: zeros, where row 0 may be of another sequence and not finite.
+        """
         union = unite(topk, self.s, self.queries, TILE)
         rows = union.rows + self.s * jnp.arange(self.b, dtype=jnp.int32)[:, None, None]
+        rows = jnp.where(union.members != 0, rows, -1)
         return *(x.reshape(self.count, -1) for x in (rows, union.members)), union.count.reshape(-1)
 
     def bits(self):

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.sparse_flash_attention import gpu, sparse_flash_attention
+from pallas_kernels.sparse_flash_attention import (
+    gpu,
+    paged_sparse_attention,
+    sparse_flash_attention,
+)
 from tests.kernels.implementations import interpreted, watched
 
 SCALE, VALUES = 0.3, 70
@@ -65,16 +69,33 @@ def test_few_queries_are_cut():
         agree(forward(interpreted("gpu"), chosen), forward("ref", chosen))
 
 
+def test_a_gap_reads_no_page():
+    """Page 0 is of no sequence here, and what it holds reaches none."""
+    q, latents, topk = problem(t=2, s=64, n=40, k=40)
+    pages = jnp.concatenate([jnp.full_like(latents[:, :16], jnp.nan), latents], axis=1)
+    out, lse = paged_sparse_attention(
+        q,
+        pages.reshape(5, 16, -1),
+        jnp.arange(1, 5, dtype=jnp.int32)[None],
+        topk,
+        scale=SCALE,
+        value_dim=VALUES,
+        implementation=interpreted("gpu"),
+    )
+    agree((out, lse), run("ref", q, latents, topk)[0])
+
+
 @pytest.mark.parametrize(
-    ("heads", "x", "dtype", "reason"),
+    ("heads", "x", "y", "dtype", "reason"),
     [
-        (64, 576, jnp.bfloat16, None),
-        (65, 576, jnp.bfloat16, "65 heads; 64 at most"),
-        (64, 640, jnp.bfloat16, "latents of 640 columns; 576 at most"),
-        (64, 576, jnp.float16, "q is float16"),
+        (64, 576, 512, jnp.bfloat16, None),
+        (65, 576, 512, jnp.bfloat16, "65 heads; 64 at most"),
+        (64, 640, 512, jnp.bfloat16, "latents of 640 columns; 576 at most"),
+        (64, 576, 576, jnp.bfloat16, "values of 576 columns; 512 at most"),
+        (64, 576, 512, jnp.float16, "q is float16"),
     ],
 )
-def test_says_what_it_cannot_take(heads, x, dtype, reason):
+def test_says_what_it_cannot_take(heads, x, y, dtype, reason):
     q, latents = (jax.ShapeDtypeStruct((1, 2, *shape), dtype) for shape in ((heads, x), (x,)))
-    found = gpu.refuse(q, latents, None, 512)
+    found = gpu.refuse(q, latents, None, y)
     assert found == reason or reason in found
