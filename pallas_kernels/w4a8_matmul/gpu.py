@@ -99,8 +99,8 @@ def _multiply(static, interpret):
 def _plan(x, w_scale, static) -> Plan:
     (m, k), (experts, groups, n) = x.shape, w_scale.shape
     group = k // groups
-    if experts == 1:
-        rows = -(-m // 8) * 8
+    if experts == 1:  # tensor cores take no odd number of eights of int8 above 24
+        rows = -(-m // 8) * 8 if m <= 24 else -(-m // 16) * 16
     else:  # some more than the mean, and the first may be the last of eight
         rows = -(-m * 5 // (4 * experts) // 16) * 16 + 16
     # In longer groups the integer sums of all columns live at the same time.
@@ -181,7 +181,7 @@ def _call(plan: Plan, out_dtype, interpret):
             return lax.fori_loop(0, lax.div(pairs - processor + size - 1, size), one, carry)
 
         def load():
-            plgpu.set_max_registers(32, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
 
             def one(block, own, bounds, done):
                 columns = pl.ds(block * plan.columns, plan.columns)

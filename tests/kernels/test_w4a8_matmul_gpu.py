@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, hopper
-from pallas_kernels.w4a8_matmul import gpu, w4a8_grouped_matmul, weave
+from pallas_kernels.w4a8_matmul import Static, gpu, w4a8_grouped_matmul, weave
 from tests.kernels.implementations import watched
 
 RNG = np.random.default_rng(0)
@@ -40,6 +40,15 @@ def test_what_is_refused():
     assert "groups of 64" in gpu.refuse(x, w, shape((32, 8), jnp.float32))
     assert "groups of 2048" in gpu.refuse(x, w, shape((1, 8), jnp.float32))
     assert gpu.refuse(x, w, shape((16, 8), jnp.float32)) is None
+
+
+@pytest.mark.parametrize("m", range(1, 140))
+def test_products_have_widths_that_exist(m):
+    """Of int8, 8, 16 and 24 columns and multiples of 16."""
+    shape = jax.ShapeDtypeStruct
+    static = Static(None, 128, jnp.dtype("bfloat16"))
+    plan = gpu._plan(shape((m, 256), jnp.int8), shape((1, 2, 256), jnp.float32), static)
+    assert plan.rows in (8, 24) or plan.rows % 16 == 0
 
 
 class Numbers:
