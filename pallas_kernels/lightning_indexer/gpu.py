@@ -292,8 +292,7 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
                 to = k_ring.at[slot, pl.ds(n * plan.page, plan.page)]
                 plgpu.copy_gmem_to_smem(keys.at[page, :, some], to, full.at[slot])
 
-    @pl.when((warpgroup == 2) & (count > 0))
-    def _fetch():
+    def fetch():
         plgpu.set_max_registers(40, action="decrease")
         if plan.resident:
             for head in range(plan.passes * plan.heads):
@@ -314,8 +313,7 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
         for slot in range(plan.ring):
             pl.when(slot < count * steps)(lambda slot=slot: plgpu.barrier_wait(free.at[slot]))
 
-    @pl.when((warpgroup < 2) & (count > 0))
-    def _sum():
+    def add():
         plgpu.set_max_registers(232, action="increase")
         along_rows, along_columns = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
         weights = [
@@ -373,3 +371,6 @@ def _score_body(ops, plan, chunk, tiles, q, w, keys, *refs):
             ops.store_transposed(scores.at[rows, at], key)
 
         pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
+
+    # One branch of one choice each, or the compiler gives every role the same registers.
+    pl.when(count > 0)(lambda: lax.cond(warpgroup == 2, fetch, add))

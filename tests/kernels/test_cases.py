@@ -23,6 +23,38 @@ LOWERED = [
 ]
 
 
+def registers(jaxpr) -> list[tuple[int, int]]:
+    """For each Hopper kernel: its warpgroups, and the registers of a lane that these ask for together."""
+    found = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "mpmd_map" and hasattr(eqn.params["meshes"][0], "num_threads"):
+            warpgroups = eqn.params["meshes"][0].num_threads or 1
+            found += [(warpgroups, sum(asked(body, warpgroups))) for body in inner(eqn)]
+        else:
+            found += [pair for body in inner(eqn) for pair in registers(body)]
+    return found
+
+
+def asked(jaxpr, warpgroups: int) -> list[int]:
+    """What `set_max_registers` gives each of so many warpgroups; where two branches say it, the second is of one."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "set_max_registers_p":
+            number = eqn.params["n"] if "n" in eqn.params else int(eqn.invars[0].val)
+            return [number] * warpgroups
+        bodies = [body for body in inner(eqn) if asked(body, warpgroups)]
+        if len(bodies) == 2:
+            return asked(bodies[0], warpgroups - 1) + asked(bodies[1], 1)
+        if bodies:
+            return asked(bodies[0], warpgroups)
+    return []
+
+
+def inner(eqn) -> list:
+    """The jaxprs of an equation."""
+    leaves = jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(leaf, "eqns")]
+
+
 @pytest.mark.parametrize(("kernel", "name", "form"), LOWERED)
 def test_lowers_at_full_size(kernel, name, form):
     """Layouts, blocks and scratch memory fit together; what the chip's compiler says: test_offline."""
@@ -35,6 +67,11 @@ def test_lowers_at_full_size(kernel, name, form):
         traced = jax.jit(lambda arrays: case.run(arrays, case.sizes, "auto")).trace(shapes)
         lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[form] in lowered
+    kernels = registers(traced.jaxpr.jaxpr)
+    assert bool(kernels) == (form == "gpu")
+    for warpgroups, taken in kernels:
+        # What a block starts with is what there is: who waits for more, waits for ever.
+        assert taken <= warpgroups * (min(240, 512 // warpgroups) // 8 * 8)
 
 
 @pytest.mark.parametrize(("kernel", "name"), ALL)
