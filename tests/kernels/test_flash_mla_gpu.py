@@ -27,7 +27,8 @@ def agree(ours, theirs):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize(("t", "n"), [(140, 1), pytest.param(70, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("t", "n"), [(140, 1), (70, 2)])
 def test_rings_that_turn_and_widths_that_differ(t, n):
     """Tiles of 128 rows of one head or of two that share four tiles of keys; three documents; no races."""
     s, start = 200, 200 - t

@@ -15,6 +15,7 @@ from tests.oracles import gated_delta as oracle
 NAMES = ("q", "k", "v", "g", "beta")
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_several_pieces_over_many_chunks(monkeypatch):
     """Keys in two pieces and values in two groups, neither full; three chunks in a ring of two; XLA's part
     of the backward head by head."""

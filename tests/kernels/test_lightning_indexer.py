@@ -148,6 +148,7 @@ def test_long_rows_are_filtered_before_the_choice(name, visible, k):
 
 
 over_all = over_implementations("lightning_indexer")
+over_all_but_slow_on_hopper = over_implementations("lightning_indexer", slow="gpu")
 
 
 def chosen(scores, first, k):
@@ -206,7 +207,7 @@ def test_the_selection_is_a_stable_descending_sort(implementation, name):
 @example("few values", 0, 0, 0)
 @example("all equal", 0, CHOSEN - T, 0)
 @settings(max_examples=25)
-@over_all
+@over_all_but_slow_on_hopper
 def test_the_selection_at_any_place(implementation, name, seed, start, documents):
     check_selection(implementation, name, seed, start, documents)
 
@@ -232,7 +233,7 @@ def problem(b, t, s, heads=4, dtype=jnp.float32):
     return q.astype(dtype), w, keys.astype(dtype)
 
 
-@over_all
+@over_all_but_slow_on_hopper
 def test_many_keys_and_more_than_a_register_of_queries(implementation):
     """Keys beyond a chunk and beyond the ring of buffers, two pieces of a result, rows that are filled up."""
     t, s, k, start = 11, 9000, 600, 8985

@@ -47,7 +47,10 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name != "chunks")],
+)
 def test_cuts(name):
     q, w, k, own, of = problem(2, 12, 400, 4, 24, 380)
     with cut(**CUTS[name]):
@@ -67,6 +70,7 @@ def test_cuts(name):
     np.testing.assert_array_equal(got, expected(q, w, k, own, of, 380, 50))
 
 
+@pytest.mark.slow
 def test_long_rows_of_bfloat16():
     """More keys than are held at a time; ring and turns go round."""
     q, w, k, *_ = problem(1, 8, 9000, 2, 64, 8992, jnp.bfloat16)

@@ -67,7 +67,7 @@ def expected(q, w, pages, table, lengths, k, scales=None):
     return found
 
 
-@over_all
+@over_implementations("lightning_indexer", slow="gpu")
 @pytest.mark.parametrize(
     ("t", "heads", "dtype", "k"),
     [

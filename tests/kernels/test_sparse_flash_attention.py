@@ -112,7 +112,7 @@ def test_attention_and_its_gradients(name, implementation):
     assert not np.asarray(got[0])[0, 2].any() and np.isinf(np.asarray(got[1])[0, 2]).all()
 
 
-@over_implementations(KERNEL)
+@over_implementations(KERNEL, slow="gpu")
 def test_bfloat16_sums_wide(implementation):
     """Widths of two packed words and more, and a row that every query has: its gradient has 64 terms."""
     q, latents, dy = (jnp.asarray(a, jnp.bfloat16) for a in problem(1, 16, 4, 24, 300, 256))
@@ -169,7 +169,7 @@ def test_no_copy_races_with_another(name, monkeypatch):
     assert not compat.races_found(name)
 
 
-@over_implementations(KERNEL)
+@over_implementations(KERNEL, slow="gpu")
 def test_under_vmap(implementation):
     """Over queries alone, and over everything."""
     q, latents, dy = problem(2, 5, 2)

@@ -53,6 +53,7 @@ def test_lists_in_any_order_and_rings_that_turn():
     assert not compat.races_found("gpu")
 
 
+@pytest.mark.slow
 def test_few_queries_are_cut():
     """4 tiles of one query as two pieces of 2, one of them without rows; no rows at all are zeros."""
     q, latents, topk = problem(t=1, s=300, n=64, k=256)
