@@ -10,10 +10,14 @@ from pallas_kernels.numerics import wide
 from pallas_kernels.sparse_flash_attention.rows import unpack_rows
 
 
-def _taken(latents, topk, x):
-    """[b t k x] rows of latents [b s x], or packed [b s 1 w]; -1 takes row 0, which the caller masks."""
+def _taken(latents, topk, x, foreign=False):
+    """[b t k x] rows of latents [b s x], or packed [b s 1 w]; -1 takes row 0, which the caller masks.
+
+    foreign: row 0 may belong to somebody else, or to nobody; zeros instead, since 0 * NaN is NaN.
+    """
     rows = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(latents, topk)
-    return unpack_rows(rows, x) if rows.dtype == jnp.int32 else rows
+    rows = unpack_rows(rows, x) if rows.dtype == jnp.int32 else rows
+    return jnp.where(topk[..., None] < 0, 0, rows) if foreign else rows
 
 
 def _logits(q, rows, topk, scale):
@@ -23,13 +27,13 @@ def _logits(q, rows, topk, scale):
     return logits + jnp.where(topk >= 0, 0, HIDDEN).astype(inner)[..., None]
 
 
-def forward(static, q, latents, topk):
+def forward(static, q, latents, topk, foreign=False):
     """(out [b t n y], lse wide[b t n], largest logit) of q [b t n x] over rows topk [b t k] of latents [b s x]."""
     scale, block = static.scale, static.block
 
     def one(args):
         q, topk = args
-        rows = _taken(latents, topk, q.shape[-1])
+        rows = _taken(latents, topk, q.shape[-1], foreign)
         logits = _logits(q, rows, topk, scale)
         # Without the barrier XLA:CPU computes the maximum again for every element.
         top = lax.optimization_barrier(jnp.max(logits, axis=2))
@@ -61,7 +65,7 @@ def paged(static, q, pages, page_table, topk):
     rows = jnp.where(topk < 0, -1, page * slots + topk % slots)
     # All pages are one batch row's latents, and all sequences its queries.
     q, rows = (x.reshape(1, b * t, *x.shape[2:]) for x in (q, rows))
-    out, lse, _ = forward(static, q, pages.reshape(1, -1, *pages.shape[2:]), rows)
+    out, lse, _ = forward(static, q, pages.reshape(1, -1, *pages.shape[2:]), rows, foreign=True)
     return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
 
 

@@ -203,11 +203,14 @@ def test_queries_sharded_over_devices(implementation):
 
 
 def paged_problem(t, slots, dtype):
-    """Queries, latents [b s x], the same latents in pages that lie anywhere, their table, and topk."""
+    """Queries, latents [b s x], the same latents in pages that lie anywhere, their table, and topk.
+
+    Pages of nobody, the first among them, hold what must reach nobody.
+    """
     count = -(-S // slots)
     q, latents, _ = problem(B, t, N, count * slots, 40)
-    table = np.random.default_rng(0).permutation(B * count + 3)[: B * count]
-    pages = normal(B * count + 3, slots, 40)
+    table = 1 + np.random.default_rng(0).permutation(B * count + 2)[: B * count]
+    pages = np.full((B * count + 3, slots, 40), np.nan)
     pages[table] = latents.reshape(-1, slots, 40)
     topk = CHOSEN["one other than the neighbour's"][:, :t].copy()
     topk[0, 0, 3:] = -1

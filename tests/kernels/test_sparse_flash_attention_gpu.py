@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.sparse_flash_attention import (
-    gpu,
-    paged_sparse_attention,
-    sparse_flash_attention,
-)
+from pallas_kernels.sparse_flash_attention import gpu, sparse_flash_attention
 from tests.kernels.implementations import interpreted, watched
 
 SCALE, VALUES = 0.3, 70
@@ -68,22 +64,6 @@ def test_few_queries_are_cut():
 
     for chosen in (topk, topk.at[..., 100:].set(-1), jnp.full_like(topk, -1)):
         agree(forward(interpreted("gpu"), chosen), forward("ref", chosen))
-
-
-def test_a_gap_reads_no_page():
-    """Page 0 is of no sequence here, and what it holds reaches none."""
-    q, latents, topk = problem(t=2, s=64, n=40, k=40)
-    pages = jnp.concatenate([jnp.full_like(latents[:, :16], jnp.nan), latents], axis=1)
-    out, lse = paged_sparse_attention(
-        q,
-        pages.reshape(5, 16, -1),
-        jnp.arange(1, 5, dtype=jnp.int32)[None],
-        topk,
-        scale=SCALE,
-        value_dim=VALUES,
-        implementation=interpreted("gpu"),
-    )
-    agree((out, lse), run("ref", q, latents, topk)[0])
 
 
 @pytest.mark.parametrize(
