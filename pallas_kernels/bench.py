@@ -147,7 +147,7 @@ def time_baseline(kernel, name, baseline, inputs, sizes, timed, who) -> float | 
         if baseline.same and (difference := agrees(kernel, name, baseline)) > DISAGREES:
             raise ValueError(f"its results differ from XLA's by {difference:.1e}")
         if baseline.library == "torch":
-            return baselines.torch_clock(baseline, inputs, sizes)
+            return baselines.torch_calls().clock(baseline.run, inputs, sizes)
         return clock(lambda x: baseline.run(x, sizes), inputs)
 
     found = timed(who, spent)

@@ -29,7 +29,11 @@ PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", 
 PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox.py", "launch/")
 
 # Where libraries may be imported that the project is only compared with.
-COMPARISONS = ("experiments/benchmarks/", "pallas_kernels/baselines.py")
+COMPARISONS = (
+    "experiments/benchmarks/",
+    "pallas_kernels/baselines.py",
+    "pallas_kernels/torch_calls.py",
+)
 
 
 def all_imports() -> list[Import]:

@@ -1,0 +1,114 @@
+"""The calls of torch that kernels are compared with; imported where torch is installed.
+
+Every one is checked against XLA at small sizes before it is timed (`bench.agrees`).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from pallas_kernels.flash_mla.cases import SCALE
+
+
+def has_gpu() -> bool:
+    """Whether this torch can use a GPU of this machine."""
+    return torch.cuda.is_available()
+
+
+def tensors(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same arrays as torch tensors, in the same memory: none of the calls writes to its inputs."""
+    return {name: torch.from_dlpack(array) for name, array in inputs.items()}
+
+
+def on_host(run, inputs, sizes) -> list:
+    """What run(tensors, sizes) gives for jax arrays, as numpy arrays."""
+    given = run(tensors(inputs), sizes)
+    given = given if isinstance(given, tuple) else (given,)
+    # numpy has no bfloat16 that torch knows.
+    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in given]
+
+
+def clock(run, inputs, sizes) -> Callable[[int], float]:
+    """The seconds that so many calls of run(tensors, sizes) take, queued one behind the other; for
+    `bench.time_runs`."""
+    given = tensors(inputs)
+
+    def wait():
+        if has_gpu():
+            torch.cuda.synchronize()
+
+    def spent(calls: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            run(given, sizes)
+        wait()
+        return time.perf_counter() - start
+
+    return spent
+
+
+def top_k(x, sizes):
+    """The places of the k largest, in any order."""
+    return torch.topk(x["scores"], sizes["k"], sorted=False).indices.int()
+
+
+def attention(q, k, v, scale):
+    """The queries are the last ones of the sequence. torch picks flash attention or cuDNN where it can."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    t, s = q.shape[2], k.shape[2]
+    options = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    if t == s:
+        options["is_causal"] = True
+    elif t > 1:
+        options["attn_mask"] = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
+    return functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def flash(x, sizes):
+    """`flash_mla` without documents."""
+    return attention(x["q"], x["k"], x.get("v", x["k"]), SCALE)
+
+
+def flash_backward(x, sizes):
+    """Gradients of queries, keys and values."""
+    given = [x[name].detach().requires_grad_() for name in "qkv"]
+    return torch.autograd.grad(attention(*given, SCALE), given, x["dout"])
+
+
+def grouped(rows, weights, x, sizes):
+    """torch leaves the rows that no expert has as they were in memory."""
+    ends = torch.cumsum(x["group_sizes"], 0).to(torch.int32)
+    y = functional.grouped_mm(rows[: sizes["filled"]], weights, offs=ends)
+    missing = sizes["m"] - sizes["filled"]
+    return functional.pad(y, (0, 0, 0, missing)) if missing else y
+
+
+def experts(x, sizes):
+    """`grouped_matmul`."""
+    return grouped(x["x"], x["w"], x, sizes)
+
+
+def experts_backward(x, sizes):
+    """Gradients of the rows and of the weights."""
+    rows, weights = (x[name].detach().requires_grad_() for name in ("x", "w"))
+    y = grouped(rows, weights, x, sizes)
+    return torch.autograd.grad(y, (rows, weights), x["dy"])
+
+
+def linear_cross_entropy(x, sizes):
+    """The loss of each row, its logits in memory."""
+    logits = x["hidden"] @ x["head"]
+    return functional.cross_entropy(logits.float(), x["targets"].long(), reduction="none")
+
+
+def dense(x, sizes):
+    """The dense layer with torch's attention; the up-projections as in `dsa.dense`."""
+    c_kv, k_rope = x["latent"].split([sizes["c"], sizes["r"]], -1)
+    k_nope = torch.einsum("bsc,cnh->bsnh", c_kv, x["k_b"])
+    v = torch.einsum("bsc,cnu->bsnu", c_kv, x["v_b"])
+    k = torch.cat([k_nope, k_rope[:, :, None].expand(*k_nope.shape[:3], -1)], -1)
+    return attention(x["q"], k, v, (sizes["h"] + sizes["r"]) ** -0.5)
