@@ -30,8 +30,9 @@ def test_a_line_for_each_case_with_xla_and_what_libraries_take(capsys, tmp_path)
         assert f["gb_per_s"] == pytest.approx(4 * 3 * 20500 / f["seconds"] / 1e9)
 
 
-def test_a_case_alone_at_changed_sizes(capsys):
-    code, lines = run(capsys, "grouped_matmul", "--case", "decode", "--shape", "m=96,filled=90")
+@pytest.mark.parametrize("case", ["decode", "backward"])
+def test_a_case_alone_at_changed_sizes(capsys, case):
+    code, lines = run(capsys, "grouped_matmul", "--case", case, "--shape", "m=96,filled=90")
     assert code == 0 and len(lines) == 3 and "x lax.ragged_dot" in lines[2]
 
 
