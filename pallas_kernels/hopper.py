@@ -175,7 +175,9 @@ class Ops:
         """The numbers of ref in one dimension and in registers `lanes.in_order`; n: a multiple of 1024."""
         n = math.prod(ref.shape)
         if self.emulated:
-            return ref[...].reshape(n)
+            flat = ref[...].reshape(n)
+            plgpu.commit_smem()  # as in `dot`: the chip puts a barrier before a copy into what was read
+            return flat
         return compat.load(ref.reshape(n), (), lanes.in_order(n))
 
     def places(self, n: int):
