@@ -74,9 +74,8 @@ def _scale(scores, scale):
 
 def index_scores(idx_q, idx_w, idx_k):
     """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
-    if (
-        idx_k.dtype.itemsize == 1
-    ):  # float32 holds their products exactly; CPUs have no better unit for them
+    if idx_k.dtype.itemsize == 1:
+        # float32 holds their products exactly, and CPUs have no better unit for them.
         idx_q, idx_k = idx_q.astype(jnp.float32), idx_k.astype(jnp.float32)
     inner = wide(idx_q.dtype)
     dots = jnp.einsum("btij,bsj->btis", idx_q, idx_k, preferred_element_type=inner)
