@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import join, query_runs, split
+from pallas_kernels.blocks import Run, join, query_runs, split
 from pallas_kernels.mask import visible
 from pallas_kernels.numerics import wide
 from pallas_kernels.w4a8_matmul.quantize import quantize_a8
@@ -14,18 +14,28 @@ def select_keys(static, idx_q, idx_w, idx_k, k_scale, start, q_segments, k_segme
     s, k, block = idx_k.shape[1], static.k, static.block
     start = start if static.start is None else static.start
     width = min(k, s)
+    # Transposed once, or XLA:CPU does it for every block.
+    columns = lax.optimization_barrier(_columns(idx_k))
     parts = []
     for run in query_runs(idx_q.shape[1], s, start, block):
-        keys = idx_k[:, : run.keys]
+        keys = columns[:, :, : run.keys]
         segments = None if k_segments is None else k_segments[:, : run.keys]
         scale = None if k_scale is None else k_scale[:, : run.keys]
 
-        def one(args, run=run, keys=keys, segments=segments, scale=scale):
+        def rank(args, keys=keys, segments=segments, scale=scale, length=run.keys):
+            q, w, own, first = args
+            query_index = start + first + jnp.arange(q.shape[1], dtype=jnp.int32)
+            mask = visible(query_index, jnp.arange(length, dtype=jnp.int32), own, segments)
+            return _ordered_bits(_scale(_index_scores(q, w, keys), scale), mask)
+
+        def one(args, run=run, rank=rank):
             q, w, own, offset = args
-            query_index = start + offset + jnp.arange(run.size, dtype=jnp.int32)
-            key_index = jnp.arange(run.keys, dtype=jnp.int32)
-            mask = visible(query_index, key_index, own, segments)
-            picked = select(_scale(index_scores(q, w, keys), scale), mask, k)
+            # A loop's results are in memory: XLA:CPU computes all else again for each of its uses.
+            part = _score_rows(run, idx_q.shape[2])
+            pieces = Run(0, run.size // part, part, run.keys)
+            firsts = offset + part * jnp.arange(pieces.count, dtype=jnp.int32)
+            split_args = (split(q, pieces, 1), split(w, pieces, 1), split(own, pieces, 1), firsts)
+            picked = _best(join(lax.map(rank, split_args), 1), k)
             missing = width - picked.shape[-1]
             return jnp.pad(picked, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
 
@@ -33,6 +43,15 @@ def select_keys(static, idx_q, idx_w, idx_k, k_scale, start, q_segments, k_segme
         args = (split(idx_q, run, 1), split(idx_w, run, 1), split(q_segments, run, 1), offsets)
         parts.append(join(lax.map(one, args), 1))
     return jnp.concatenate(parts, axis=1)
+
+
+CACHED = 2**20  # scores of all heads that are made at a time (measured on CPU)
+
+
+def _score_rows(run, heads: int) -> int:
+    """How many of a block's queries are scored at a time: a divisor of the block."""
+    rows = max(1, min(run.size, CACHED // (heads * run.keys)))
+    return next(n for n in range(rows, 0, -1) if run.size % n == 0)
 
 
 def select_paged_keys(static, idx_q, idx_w, pages, page_table, lengths, page_scales):
@@ -44,7 +63,8 @@ def select_paged_keys(static, idx_q, idx_w, pages, page_table, lengths, page_sca
         q, w, table, length = args
         table = jnp.clip(table, 0, pages.shape[0] - 1)
         scale = None if page_scales is None else page_scales[table].reshape(1, s)
-        scores = _scale(index_scores(q[None], w[None], pages[table].reshape(1, s, -1)), scale)
+        columns = _columns(pages[table].reshape(1, s, -1))
+        scores = _scale(_index_scores(q[None], w[None], columns), scale)
         position = length - t + jnp.arange(t, dtype=jnp.int32)
         return select(scores, visible(position, jnp.arange(s, dtype=jnp.int32)), static.k)[0]
 
@@ -72,13 +92,21 @@ def _scale(scores, scale):
     return scores if scale is None else scores * scale[:, None]
 
 
-def index_scores(idx_q, idx_w, idx_k):
-    """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against idx_k [b s j], unmasked."""
-    if idx_k.dtype.itemsize == 1:
-        # float32 holds their products exactly, and CPUs have no better unit for them.
-        idx_q, idx_k = idx_q.astype(jnp.float32), idx_k.astype(jnp.float32)
+def _columns(idx_k):
+    """[b j s] of index keys [b s j], of a type to multiply in."""
+    return _multiplied(idx_k).swapaxes(1, 2)
+
+
+def _multiplied(x):
+    # float32 holds the products of bytes exactly, and CPUs have no better unit for them.
+    return x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
+
+
+def _index_scores(idx_q, idx_w, columns):
+    """wide[b t s] scores of idx_q [b t i j], idx_w [b t i] against index keys [b j s], unmasked."""
+    idx_q = _multiplied(idx_q)
     inner = wide(idx_q.dtype)
-    dots = jnp.einsum("btij,bsj->btis", idx_q, idx_k, preferred_element_type=inner)
+    dots = jnp.einsum("btij,bjs->btis", idx_q, columns, preferred_element_type=inner)
     return jnp.einsum("btis,bti->bts", jnp.maximum(dots, 0), idx_w * idx_q.shape[-1] ** -0.5)
 
 
@@ -89,19 +117,24 @@ def select(scores, visible, k: int):
     to the lower index. Exact, and without sorting: see `_choose`.
 
     Long rows are filtered first. Of 2k groups of keys the k-th largest maximum is a lower bound of the k-th
-    largest key, and seldom far below: what reaches it mostly fits into 2k places, among which the choice is
-    cheap. Where it does not, the choice is made among all.
+    largest key, and seldom far below, nor are its first 16 bits: what reaches them mostly fits into 2k places,
+    among which the choice is cheap. Where it does not, the choice is made among all.
     """
-    s = scores.shape[-1]
+    return _best(_ordered_bits(scores, visible), k)
+
+
+def _best(keys, k: int):
+    """`select` of integers that compare like the scores, the smallest one where a key is not visible."""
+    s, shape = keys.shape[-1], keys.shape[:-1]
     k = min(k, s)
-    # Without the barrier XLA:CPU computes the scores again for every use of the keys.
-    keys = lax.optimization_barrier(_ordered_bits(scores, visible)).reshape(-1, s)
+    keys = keys.reshape(-1, s)
     if s < LONG * k:
-        return _choose(keys, k).reshape(*scores.shape[:-1], k)
+        return _choose(keys, k).reshape(*shape, k)
     lowest = jnp.iinfo(keys.dtype).min
     padded = jnp.pad(keys, ((0, 0), (0, -s % (2 * k))), constant_values=lowest)
     # A group's keys lie 2k apart: neighbours score alike, and any 2k consecutive visible keys meet all groups.
-    bound = _kth_largest(jnp.max(padded.reshape(keys.shape[0], -1, 2 * k), axis=1), k)
+    best = jnp.max(padded.reshape(keys.shape[0], -1, 2 * k), axis=1)
+    bound = _kth_largest(best, k, passes=16)
     above = _words(keys > bound)
     level = _words((keys == bound) & (keys > lowest))
     # Of what equals the bound only the first matter: whole words until k are reached.
@@ -118,7 +151,7 @@ def select(scores, visible, k: int):
         return jnp.where(best >= 0, jnp.take_along_axis(ids, best, axis=1, mode="clip"), -1)
 
     topk = lax.cond(fits, among_likely, lambda: _choose(keys, k))
-    return topk.reshape(*scores.shape[:-1], k)
+    return topk.reshape(*shape, k)
 
 
 LONG = 4  # rows of so many times k keys are filtered (measured on CPU)
@@ -194,8 +227,9 @@ def _ordered_bits(scores, visible):
     return jnp.where(visible, ordered, jnp.iinfo(bits).min)
 
 
-def _kth_largest(keys, k: int):
-    """The k-th largest of integers [... s], as [... 1], from the highest bit down."""
+def _kth_largest(keys, k: int, passes: int | None = None):
+    """The k-th largest of integers [... s], as [... 1], from the highest bit down; after fewer passes than
+    it has bits, what its first bits are worth, which is not above it."""
     info = jnp.iinfo(keys.dtype)
 
     def bit(i, found):
@@ -208,4 +242,4 @@ def _kth_largest(keys, k: int):
         return jnp.where(count >= k, candidate, found)
 
     lowest = jnp.full((*keys.shape[:-1], 1), info.min, keys.dtype)
-    return lax.fori_loop(0, info.bits, bit, lowest, unroll=8)
+    return lax.fori_loop(0, passes or info.bits, bit, lowest, unroll=8)
