@@ -87,7 +87,7 @@ def attention_flops(t: int, cfg) -> int:
 
     def attend(w, q, latent, topk):
         queries = Queries(q, 0, None)
-        return mla(w, queries, Keys(latent, None), cfg, Plan(), topk)[0]
+        return mla(w, queries, Keys(latent, None), cfg, Plan(), topk).y
 
     latent = array(cfg.kv_lora_rank + r)
     per_layer = count_flops(attend, layer, array(n, h + r), latent, topk)

@@ -13,8 +13,15 @@ from glm5_jax.core.mesh import Region
 from glm5_jax.model.cache import LayerCache, write
 from glm5_jax.model.dispatch import routed_experts
 from glm5_jax.model.experts import Experts
-from glm5_jax.model.indexer import Indexer, index_keys, index_queries
-from glm5_jax.model.mla import Keys, Mla, Queries, mla
+from glm5_jax.model.indexer import (
+    Index,
+    Indexer,
+    Selection,
+    index_keys,
+    index_loss,
+    index_queries,
+)
+from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla
 from glm5_jax.model.mlp import Mlp, mlp
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import Router, expert_load, route, sequence_balance
@@ -50,7 +57,8 @@ class Context:
     """What all layers of one forward share.
 
     cos, sin [b t r/2]; start: key index of query 0 (int where known); segments int[b t] of the
-    queries and key_segments int[b s], or None for one document per row; valid bool[b t] or None.
+    queries and key_segments int[b s], or None for one document per row. index_weight [b t]: of each query in
+    the indexers' loss, or None if they do not learn.
     """
 
     cfg: Any
@@ -62,6 +70,7 @@ class Context:
     num_keys: int
     segments: jax.Array | None
     key_segments: jax.Array | None
+    index_weight: jax.Array | None = None
 
     @property
     def selects(self) -> bool:
@@ -70,35 +79,40 @@ class Context:
 
 
 class LayerStats(NamedTuple):
-    """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit."""
+    """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit, and the
+    weighted loss of its indexer (None if they do not learn)."""
 
     max_logit: jax.Array
     load: jax.Array | None = None
     balance: jax.Array | None = None
+    index_loss: jax.Array | None = None
 
 
-def block(w, x, topk, cache: LayerCache | None, context: Context, full=True):
-    """x [b t d] -> (x, topk, cache, LayerStats).
+def block(
+    w, x, selection: Selection, cache: LayerCache | None, context: Context, full=True, share=1.0
+):
+    """x [b t d] -> (x, Selection, cache, LayerStats).
 
-    topk int32[b t k] of the nearest earlier full layer, or None. full: whether this layer selects
-    for itself; a traced bool in a scanned stack that mixes both kinds.
+    selection: of the nearest earlier full layer. full: whether this layer selects for itself; a traced bool
+    in a scanned stack that mixes both kinds. share: the part of its index's loss that is learned from this
+    layer's attention; 0 skips it.
     """
     cfg = context.cfg
     normed = rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)
-    y, topk, cache, max_logit = attention(
-        w["attn"], w.get("indexer"), normed, topk, cache, context, full
+    y, selection, cache, stats = attention(
+        w["attn"], w.get("indexer"), normed, selection, cache, context, full, share
     )
     x = x + y
     normed = rms_norm(x, w["mlp_norm"], cfg.rms_norm_eps)
     if "mlp" in w:
-        return x + mlp(w["mlp"], normed, context.region), topk, cache, LayerStats(max_logit)
+        return x + mlp(w["mlp"], normed, context.region), selection, cache, stats
     y, load, balance = mixture(w, normed, context)
-    return x + y, topk, cache, LayerStats(max_logit, load, balance)
+    return x + y, selection, cache, stats._replace(load=load, balance=balance)
 
 
-def attention(w, indexer, x, topk, cache, context: Context, full):
-    """MLA over this device's queries and everyone's keys -> (y [b t d], topk, cache, max logit)."""
-    cfg, region = context.cfg, context.region
+def attention(w, indexer, x, selection: Selection, cache, context: Context, full, share):
+    """MLA over this device's queries and everyone's keys -> (y [b t d], Selection, cache, LayerStats)."""
+    cfg, region, learns = context.cfg, context.region, context.index_weight is not None
     c_q, q, latent, _ = mla_prologue(
         x,
         w,
@@ -120,33 +134,65 @@ def attention(w, indexer, x, topk, cache, context: Context, full):
         cache = LayerCache(latent, idx_cache)
     else:
         latent = region.all_gather(latent, region.sequence_axes, 1)
-    if context.selects and indexer is not None:
+    if (context.selects or learns) and indexer is not None:
 
         def fresh():
             keys = idx_k
             if keys is None:
                 keys = index_keys(indexer, still, context.cos, context.sin, cfg)
                 keys = region.all_gather(keys, region.sequence_axes, 1)
-            idx_q, idx_w = index_queries(indexer, still, c_q_still, context.cos, context.sin, cfg)
-            return lightning_indexer(
-                idx_q,
-                idx_w,
-                keys,
-                cfg.index_topk,
-                start=context.start,
-                q_segments=context.segments,
-                k_segments=context.key_segments,
-                block=context.plan.query_block,
-                implementation=context.plan.kernels,
+            index = Index(
+                *index_queries(indexer, still, c_q_still, context.cos, context.sin, cfg), keys
             )
+            topk = None
+            if context.selects:
+                topk = lightning_indexer(
+                    *index,
+                    cfg.index_topk,
+                    start=context.start,
+                    q_segments=context.segments,
+                    k_segments=context.key_segments,
+                    block=context.plan.query_block,
+                    implementation=context.plan.kernels,
+                )
+            return Selection(topk, index if learns else None)
 
-        topk = fresh() if full is True else lax.cond(full, fresh, lambda: topk)
-        topk = checkpoint_name(topk, "topk")
+        selection = fresh() if full is True else lax.cond(full, fresh, lambda: selection)
+        if context.selects:
+            selection = selection._replace(topk=checkpoint_name(selection.topk, "topk"))
     queries = Queries(q, context.start, context.segments)
     keys = Keys(latent, context.key_segments)
-    selected = topk if context.selects else None
-    y, max_logit = mla(w, queries, keys, cfg, context.plan, selected)
-    return y, topk, cache, max_logit
+    topk = selection.topk if context.selects else None
+    attended = mla(w, queries, keys, cfg, context.plan, topk)
+    stats = LayerStats(attended.max_logit)
+    if learns:
+        loss = _index_loss(w, queries, keys, attended, topk, selection.index, context, share)
+        stats = stats._replace(index_loss=loss)
+    return attended.y, selection, cache, stats
+
+
+def _index_loss(w, queries, keys, attended, topk, index, context: Context, share):
+    """`share` of the loss that an index has with this layer's attention; nothing is computed for 0."""
+    cfg = context.cfg
+
+    def loss():
+        q, k = attended.q, attended.k
+        if topk is not None and k.shape[2] > 1:
+            q, k = absorbed_queries(w, queries.q, cfg), keys.latent[:, :, None]
+        return index_loss(
+            index,
+            *lax.stop_gradient((q, k, attended.lse)),
+            share * context.index_weight,
+            cfg,
+            context.plan,
+            topk=topk,
+            start=context.start,
+            segments=(context.segments, context.key_segments),
+        )
+
+    if isinstance(share, float):
+        return loss()
+    return lax.cond(share > 0, loss, lambda: jnp.zeros((), attended.lse.dtype))
 
 
 def mixture(w, x, context: Context):

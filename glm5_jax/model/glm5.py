@@ -4,6 +4,7 @@
 shard; the training loss runs it inside its own manual region.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from glm5_jax.core.params import (
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model.block import Block, Context, LayerStats, block
 from glm5_jax.model.cache import Cache, write
+from glm5_jax.model.indexer import Index, Selection
 from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
@@ -213,27 +215,44 @@ class Trunk(NamedTuple):
 
 
 def trunk(
-    params, tokens, positions, segments, cache: Cache | None, cfg, plan: Plan, region: Region
+    params,
+    tokens,
+    positions,
+    segments,
+    cache: Cache | None,
+    cfg,
+    plan: Plan,
+    region: Region,
+    index_weight=None,
+    index_served: bool = False,
 ):
-    """The decoder on one device's tokens int[b t] -> Trunk. See `forward` for the arguments."""
+    """The decoder on one device's tokens int[b t] -> Trunk. See `forward` for the arguments.
+
+    index_weight [b t]: of each query in the indexers' loss (None: it is not computed). index_served: an
+    indexer learns from all layers that use its keys, instead of its own alone.
+    """
     weights = Weights(cfg, region, plan)
     context, cache = begin(positions, segments, cache, cfg, plan, region)
+    context = dataclasses.replace(context, index_weight=index_weight)
     x = embed(params, weights, tokens)
-    topk, layer_caches, stats = None, [], []
-    carries_topk = context.selects and len(cfg.full_layers) < cfg.num_hidden_layers
-    if carries_topk:
-        topk = jnp.zeros((*tokens.shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
+    layer_caches, stats = [], []
+    shares = index_shares(cfg, index_served)
+    selection = Selection(None, None)
+    if len(cfg.full_layers) < cfg.num_hidden_layers:
+        selection = _no_selection(tokens.shape, x.dtype, context)
     for name, layers in stacks(cfg):
         stack = params[name]
         if cache is not None or isinstance(stack, list):
             stack = stack if isinstance(stack, list) else unstack(params, cfg)[name]
             for layer, w in zip(layers, stack):
                 own = cache and cache.layers[layer]
-                x, topk, own, s = block(weights(name, w, sliced=True), x, topk, own, context)
+                w = weights(name, w, sliced=True)
+                x, selection, own, s = block(w, x, selection, own, context, True, shares[layer])
                 layer_caches.append(own)
                 stats.append(jax.tree.map(lambda a: a[None], s))
         else:
-            x, topk, s = _scan(name, stack, layers, x, topk, carries_topk, weights, context)
+            own = [shares[layer] for layer in layers]
+            x, selection, s = _scan(name, stack, layers, x, selection, own, weights, context)
             stats.append(s)
     norm = weights("final_norm", params["final_norm"])
     if cache is not None:
@@ -243,33 +262,61 @@ def trunk(
     return Trunk(rms_norm(x, norm, cfg.rms_norm_eps), cache, stats, context)
 
 
-def _scan(name, stack, layers, x, topk, carries_topk, weights, context):
+def index_shares(cfg: ModelConfig, served: bool) -> list[float]:
+    """The part of an indexer's loss that each layer gives: all of it from its own layer, or an equal part
+    from each layer that it serves (IndexCache, arXiv 2603.12201: the multi-layer loss of IndexShare)."""
+    full = cfg.full_layers
+    if not served:
+        return [float(i in full) for i in range(cfg.num_hidden_layers)]
+    ends = [*full[1:], cfg.num_hidden_layers]
+    return [1 / (end - first) for first, end in zip(full, ends) for _ in range(first, end)]
+
+
+def _no_selection(shape, dtype, context) -> Selection:
+    """What the layers start from where some own no indexer: zeros, which the first layer replaces."""
+    cfg, topk, index = context.cfg, None, None
+    i, j = cfg.index_n_heads, cfg.index_head_dim
+    if context.selects:
+        topk = jnp.zeros((*shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
+    if context.index_weight is not None:
+        keys = jnp.zeros((shape[0], context.num_keys, j), dtype)
+        index = Index(jnp.zeros((*shape, i, j), dtype), jnp.zeros((*shape, i), wide(dtype)), keys)
+    return Selection(topk, index)
+
+
+def _scan(name, stack, layers, x, selection, shares, weights, context):
     """The layers of one stack under `lax.scan`, so that 75 layers compile like one."""
     full = set(context.cfg.full_layers)
     flags = [i in full for i in layers]
     body = {k: v for k, v in stack.items() if k != "indexer"}
     indexers, mixed = None, not all(flags)
-    if context.selects and "indexer" in stack:
+    if (context.selects or context.index_weight is not None) and "indexer" in stack:
         indexers = stack["indexer"]
         if not mixed:
             body, indexers = stack, None
 
+    # Known when tracing where all are alike.
+    alike = shares[0] if len(set(shares)) == 1 else None
+    carried = jax.tree.structure(selection)
+
     def layer(carry, xs):
-        x, topk = carry
-        w, is_full, position = xs
+        x, selection = carry
+        w, is_full, position, share = xs
         w = weights(name, w, sliced=True)
         if indexers is not None:
             own = jax.tree.map(
                 lambda a: lax.dynamic_index_in_dim(a, position, keepdims=False), indexers
             )
             w["indexer"] = weights(f"{name}/indexer", own, sliced=True)
-        x, topk, _, stats = block(w, x, topk, None, context, is_full if mixed else True)
-        return (x, topk if carries_topk else None), stats
+        full, share = is_full if mixed else True, share if alike is None else alike
+        x, made, _, stats = block(w, x, selection, None, context, full, share)
+        kept = made if jax.tree.structure(made) == carried else selection
+        return (x, kept), stats
 
     positions = jnp.maximum(jnp.cumsum(jnp.asarray(flags)) - 1, 0)
-    xs = (body, jnp.asarray(flags), positions)
-    (x, topk), stats = lax.scan(context.plan.checkpoint(layer), (x, topk), xs)
-    return x, topk, stats
+    xs = (body, jnp.asarray(flags), positions, jnp.asarray(shares, jnp.float32))
+    (x, selection), stats = lax.scan(context.plan.checkpoint(layer), (x, selection), xs)
+    return x, selection, stats
 
 
 def begin(positions, segments, cache, cfg, plan, region):
@@ -415,11 +462,13 @@ def batch_spec(region: Region) -> P:
 def reduce_stats(stats: LayerStats, region: Region) -> LayerStats:
     """Per-layer statistics over all devices: largest logit, summed loads, summed balance."""
     everyone = region.live(AXES)
-    load = balance = None
+    load = balance = index_loss = None
     if stats.load is not None:
         load = region.psum(stats.load, region.token_axes)
         balance = region.psum(stats.balance, region.live(BATCH_AXES))
-    return LayerStats(region.pmax(stats.max_logit, everyone), load, balance)
+    if stats.index_loss is not None:
+        index_loss = region.psum(stats.index_loss, everyone)
+    return LayerStats(region.pmax(stats.max_logit, everyone), load, balance, index_loss)
 
 
 def check_length(cfg: ModelConfig, length: int) -> None:

@@ -5,13 +5,22 @@
 The head weights are signed and have no softmax; keys negative on every head score exactly zero, so
 ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope dims *first*, the
 opposite order to the main heads.
+
+It learns nothing from the language model's loss, but what the attention looks at: the divergence of its own
+distribution softmax(I_t) from the attention's probabilities, summed over heads and normalised, over all
+visible keys while attention is dense and over the selected ones afterwards (DeepSeek-V3.2, arXiv 2512.02556).
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import layer_norm, rotate
+from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
 
 
 class Indexer(nnx.Module):
@@ -23,6 +32,23 @@ class Indexer(nnx.Module):
         self.k_norm = declare.ones("k_norm", "j")
         self.k_norm_bias = declare.zeros("k_norm_bias", "j")
         self.weights = declare.normal("weights", "d i")
+
+
+class Index(NamedTuple):
+    """What an indexer says of its tokens: queries [b t i j], head weights wide[b t i] and everyone's keys
+    [b s j]."""
+
+    q: jax.Array
+    w: jax.Array
+    k: jax.Array
+
+
+class Selection(NamedTuple):
+    """What a layer with an indexer hands to those after it that have none: topk int32[b t k] (None: all
+    visible keys), and the index behind it (None where nobody learns)."""
+
+    topk: jax.Array | None
+    index: Index | None
 
 
 def index_keys(w, x, cos, sin, cfg):
@@ -39,6 +65,24 @@ def index_queries(w, x, c_q, cos, sin, cfg):
     # The scale is applied wide: a bfloat16 product flips selections near the cut.
     heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(wide(x.dtype))
     return q, heads * cfg.index_n_heads**-0.5
+
+
+def index_loss(
+    index: Index, q, k, lse, weight, cfg, plan, *, topk=None, start=0, segments=(None, None)
+):
+    """Sum over queries of weight [b t] times KL(p_t || softmax(I_t)), with gradients to the index alone.
+
+    p_t are the probabilities of the attention whose scaled products of q [b t n x] and k [b s m x] have the
+    log-sums lse [b t n]: over all visible keys (start, segments: as for `flash_mla`), or over topk
+    int32[b t k] of them, for which q are the absorbed queries and k [b s 1 x] the latents.
+    """
+    heads = (index.q, index.w, index.k, q)
+    rest = {"scale": cfg.softmax_scale, "weight": weight, "implementation": plan.kernels}
+    if topk is not None:
+        loss, _ = sparse_indexer_kl(*heads, k[:, :, 0], lse, topk, block=plan.gather_block, **rest)
+        return loss
+    rest |= {"start": start, "q_segments": segments[0], "k_segments": segments[1]}
+    return indexer_kl(*heads, k, lse, block=plan.query_block, **rest)[0]
 
 
 def _rotate_front(x, cos, sin, cfg):

@@ -56,8 +56,19 @@ class Keys(NamedTuple):
     segments: jax.Array | None
 
 
-def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
-    """Attention output [b t d] and its largest logit (wide scalar, not differentiated).
+class Attended(NamedTuple):
+    """y [b t d], the largest logit (wide scalar), and what the indexer learns from: lse wide[b t n] of the
+    logits, which are the scaled products of q [b t n x] and k [b s m x]. Only y carries a gradient."""
+
+    y: jax.Array
+    max_logit: jax.Array
+    lse: jax.Array
+    q: jax.Array
+    k: jax.Array
+
+
+def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None) -> Attended:
+    """The attention of one layer.
 
     topk int32[b t k] restricts every query to those keys (-1: none); causality and segments hold in
     any case. A query that sees no key yields zeros.
@@ -80,20 +91,17 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
         k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
         v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
         shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
-        k = jnp.concatenate([k_nope, shared], axis=-1)
-        out, _, top = dense(queries.q, k, v)
+        k, q = jnp.concatenate([k_nope, shared], axis=-1), queries.q
+        out, lse, top = dense(q, k, v)
     elif form in ("absorbed", "gathered"):
-        q_nope, q_rope = jnp.split(queries.q, [cfg.qk_nope_head_dim], axis=-1)
-        folded = jnp.einsum("btnh,cnh->btnc", q_nope, w["k_b"])
-        q = jnp.concatenate([folded, q_rope], axis=-1)
+        q, k = absorbed_queries(w, queries.q, cfg), keys.latent[:, :, None]
         if form == "absorbed":
             # The latent serves as key and value whole: a copy of its first c columns costs more than
             # the r columns of output that are dropped.
-            shared = keys.latent[:, :, None]
-            out, _, top = dense(q, shared, shared)
+            out, lse, top = dense(q, k, k)
             out = out[..., :c]
         else:
-            out, _, top = sparse_flash_attention(
+            out, lse, top = sparse_flash_attention(
                 q,
                 keys.latent,
                 topk,
@@ -106,7 +114,13 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None):
     else:
         raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
     y = jnp.einsum("btnu,nud->btd", out, w["o"])
-    return (y + w["o_bias"] if "o_bias" in w else y), top
+    return Attended(y + w["o_bias"] if "o_bias" in w else y, top, lse, q, k)
+
+
+def absorbed_queries(w, q, cfg):
+    """[b t n c+r]: queries [b t n h+r] that are multiplied with latents instead of keys."""
+    q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
+    return jnp.concatenate([jnp.einsum("btnh,cnh->btnc", q_nope, w["k_b"]), q_rope], axis=-1)
 
 
 # A query that gathers its own rows multiplies them at a third of a plain matmul's rate (measured on

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.model.block import Block, Context, block
+from glm5_jax.model.indexer import Selection
 from pallas_kernels.pointwise import rms_norm
 
 
@@ -31,5 +32,5 @@ def mtp_step(w, hidden, embedded, cache, context: Context):
     embedded = rms_norm(embedded, w["enorm"], cfg.rms_norm_eps)
     hidden = rms_norm(hidden, w["hnorm"], cfg.rms_norm_eps)
     x = jnp.concatenate([embedded, hidden], axis=-1) @ w["eh_proj"]
-    x, _, cache, stats = block(w["block"], x, None, cache, context)
+    x, _, cache, stats = block(w["block"], x, Selection(None, None), cache, context)
     return rms_norm(x, w["norm"], cfg.rms_norm_eps), cache, stats

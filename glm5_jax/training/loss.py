@@ -51,8 +51,23 @@ class LossWeights(NamedTuple):
     z: float
 
 
+class Totals(NamedTuple):
+    """What the sums over a batch are divided by: heads float32[1+k], the summed weights of each head's
+    targets, and queries float32, its tokens that are no padding."""
+
+    heads: jax.Array
+    queries: jax.Array
+
+
+def totals_of(batch, shifted: Shifted) -> Totals:
+    """The totals of a whole batch."""
+    queries = jnp.sum(batch["segment_ids"] != 0, dtype=jnp.float32)
+    return Totals(shifted.weights.sum((1, 2)), jnp.maximum(queries, 1))
+
+
 class LossParts(NamedTuple):
-    """Scalars over the whole batch, and per-layer statistics: max_logit [l], load [l e]."""
+    """Scalars over the whole batch, and per-layer statistics: max_logit [l], load [l e], index_loss [l], the
+    mean over queries of what each indexer learns from, in nats."""
 
     ce: jax.Array
     mtp: jax.Array
@@ -60,13 +75,14 @@ class LossParts(NamedTuple):
     z: jax.Array
     max_logit: jax.Array
     load: jax.Array | None
+    index_loss: jax.Array | None
 
 
 def local_objective(
     params,
     batch,
     shifted: Shifted,
-    totals,
+    totals: Totals,
     loss_weights: LossWeights,
     *,
     cfg,
@@ -74,16 +90,33 @@ def local_objective(
     chunk: int,
     region: Region,
     num_rows: int,
+    index_factor: float = 0.0,
+    index_served: bool = False,
 ):
     """(objective, LossParts) over all devices, computed from one device's shard of the batch.
 
-    totals float32[1+k] are the summed weights of each head over the whole batch, num_rows its rows:
-    dividing by them here makes microbatches and shards add up to the loss of the whole.
-    objective = ce + mtp_weight * mean_k ce_k + balance_weight * sum_layers balance + z_weight * z.
+    totals are those of the whole batch, num_rows its rows: dividing by them here makes microbatches and
+    shards add up to the loss of the whole.
+    objective = ce + mtp_weight * mean_k ce_k + balance_weight * sum_layers balance + z_weight * z
+                + index_factor * sum_layers index_loss, which a factor of 0 leaves out.
     """
     weights = glm5.Weights(cfg, region, plan)
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
-    out = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region)
+    index_weight = None
+    if index_factor:
+        index_weight = (segments != 0) / totals.queries
+    out = glm5.trunk(
+        params,
+        tokens,
+        positions,
+        segments,
+        None,
+        cfg,
+        plan,
+        region,
+        index_weight=index_weight,
+        index_served=index_served,
+    )
     hiddens, stats = out.hidden[None], out.stats
     mtp_steps = shifted.targets.shape[0] - 1
     if mtp_steps:
@@ -102,6 +135,9 @@ def local_objective(
             jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
             _append(stats.load, mtp_stats.load.sum(0)),
             _append(stats.balance, mtp_stats.balance.mean()),
+            None
+            if index_weight is None
+            else _append(stats.index_loss, mtp_stats.index_loss.mean()),
         )
     nll, logz = linear_cross_entropy(
         hiddens.reshape(-1, hiddens.shape[-1]),
@@ -112,7 +148,7 @@ def local_objective(
     )
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
     # A head without a single target (totals 0) adds nothing.
-    share = shifted.weights / jnp.where(totals == 0, 1, totals)[:, None, None]
+    share = shifted.weights / jnp.where(totals.heads == 0, 1, totals.heads)[:, None, None]
     ce = jnp.sum(nll * share, axis=(1, 2))
     z = jnp.sum(logz[0] ** 2 * share[0])
     balance = jnp.zeros((), ce.dtype)
@@ -123,7 +159,11 @@ def local_objective(
     ce, mtp, balance, z = region.psum((ce[0], mtp, balance, z), AXES)
     objective = ce + loss_weights.mtp * mtp + loss_weights.balance * balance + loss_weights.z * z
     reduced = glm5.reduce_stats(stats, region)
-    return objective, LossParts(ce, mtp, balance, z, reduced.max_logit, reduced.load)
+    if index_weight is not None:
+        objective += index_factor * jnp.sum(reduced.index_loss)
+    return objective, LossParts(
+        ce, mtp, balance, z, reduced.max_logit, reduced.load, reduced.index_loss
+    )
 
 
 def _append(stack, row):

@@ -15,7 +15,7 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
-from glm5_jax.training.loss import LossWeights, local_objective, shift
+from glm5_jax.training.loss import LossWeights, Totals, local_objective, shift, totals_of
 from glm5_jax.training.optimizer import (
     OptimizerConfig,
     gradient_norms,
@@ -37,6 +37,12 @@ class StepConfig:
     bias_update_rate: SwitchConfig = dataclasses.field(default_factory=bias_update_rate)
     balance_weight: float = 1e-4  # sequence-level balance loss
     z_weight: float = 0.0  # not in the paper; 0 turns it off
+    # Of the indexers' loss; 0: they do not learn. Not disclosed: as their gradients mix with no other,
+    # it matters for clipping and Adam's epsilon alone.
+    index_weight: float = 0.0
+    # What an indexer of IndexShare learns from: the attention of its "own" layer, or the mean of all
+    # layers that it has "served" (IndexCache, arXiv 2603.12201).
+    index_target: str = "own"
     microbatches: int = 1  # gradient accumulation
     loss_chunk: int = 1024  # rows of logits at a time
     query_block: int = 128
@@ -49,9 +55,11 @@ class StepConfig:
         for name in ("microbatches", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        for name in ("mtp_steps", "balance_weight", "z_weight"):
+        for name in ("mtp_steps", "balance_weight", "z_weight", "index_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.index_target not in ("own", "served"):
+            raise ValueError(f"index_target is {self.index_target!r}; use 'own' or 'served'")
         self.plan()
 
     def plan(self) -> Plan:
@@ -75,11 +83,16 @@ def loss_function(cfg, config: StepConfig, mesh=None):
     """`f(params, batch, rates) -> (objective, LossParts)` over a whole batch of arrays [b t]."""
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
     region = Region() if mesh is None else Region.of(mesh)
+    if config.index_weight and cfg.index_topk is None:
+        raise ValueError(
+            f"index_weight is {config.index_weight}, but the model has no indexer (index_topk is None); "
+            "use 0, or give the model an indexer"
+        )
 
-    def loss(params, batch, rates, totals=None, num_rows=None):
+    def loss(params, batch, rates, totals: Totals | None = None, num_rows=None):
         batch = {k: batch[k] for k in BATCH_KEYS}
         shifted = shift(batch, mtp_steps)
-        totals = shifted.weights.sum((1, 2)) if totals is None else totals
+        totals = totals_of(batch, shifted) if totals is None else totals
         num_rows = batch["token_ids"].shape[0] if num_rows is None else num_rows
         loss_weights = LossWeights(rates.mtp_weight, config.balance_weight, config.z_weight)
 
@@ -95,6 +108,8 @@ def loss_function(cfg, config: StepConfig, mesh=None):
                 chunk=config.loss_chunk,
                 region=region,
                 num_rows=num_rows,
+                index_factor=config.index_weight,
+                index_served=config.index_target == "served",
             )
 
         args = (params, batch, shifted, totals, loss_weights)
@@ -113,31 +128,42 @@ def loss_function(cfg, config: StepConfig, mesh=None):
     return loss
 
 
-def gradient_function(cfg, config: StepConfig, mesh=None):
-    """`f(params, batch, rates) -> (objective, LossParts, gradients)`, summed over microbatches."""
+def gradient_function(cfg, config: StepConfig, mesh=None, frozen=()):
+    """`f(params, batch, rates) -> (objective, LossParts, gradients)`, summed over microbatches.
+
+    frozen: paths of parameters for which no gradient is computed; it is zeros.
+    """
     loss = loss_function(cfg, config, mesh)
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
 
     def gradients(params, batch, rates):
+        flat = flatten(params)
+        still = {path: flat.pop(path) for path in frozen}
+        objective, parts, grads = moving(flat, still, batch, rates)
+        return objective, parts, unflatten(grads | jax.tree.map(jnp.zeros_like, still))
+
+    def moving(flat, still, batch, rates):
         rows = batch["token_ids"].shape[0]
         if rows % config.microbatches:
             raise ValueError(
                 f"microbatches {config.microbatches} does not divide the batch of {rows} rows"
             )
-        totals = shift(batch, mtp_steps).weights.sum((1, 2))
-        take = jax.value_and_grad(lambda p, part: loss(p, part, rates, totals, rows), has_aux=True)
+        totals = totals_of(batch, shift(batch, mtp_steps))
+        take = jax.value_and_grad(
+            lambda p, part: loss(unflatten(p | still), part, rates, totals, rows), has_aux=True
+        )
         if config.microbatches == 1:
-            (objective, parts), grads = take(params, batch)
+            (objective, parts), grads = take(flat, batch)
             return objective, parts, grads
         # Row r goes to microbatch r % n, so that every device keeps its own rows.
         split = jax.tree.map(
             lambda x: x.reshape(-1, config.microbatches, *x.shape[1:]).swapaxes(0, 1), batch
         )
-        zeros = jax.eval_shape(take, params, jax.tree.map(lambda x: x[0], split))
+        zeros = jax.eval_shape(take, flat, jax.tree.map(lambda x: x[0], split))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
 
         def one(total, part):
-            (objective, parts), grads = take(params, part)
+            (objective, parts), grads = take(flat, part)
             (objective_sum, parts_sum), grads_sum = total
             top = jnp.maximum(parts_sum.max_logit, parts.max_logit)
             summed = jax.tree.map(jnp.add, parts_sum, parts)._replace(max_logit=top)
@@ -155,12 +181,15 @@ class Step(NamedTuple):
 
     initialise(key, params=None) -> state; abstract: the state as `jax.ShapeDtypeStruct`s that carry
     their shardings (what a checkpoint is restored into); train(state, batch) -> (state, metrics)
-    donates the state; evaluate(params, batch) -> (summed nll, number of targets) of the main head.
+    donates the state; update(state, batch, learning_rate) is the same at a rate that is given, to be
+    compiled by the caller (one program for all rates); evaluate(params, batch) -> (summed nll, number of
+    targets) of the main head.
     """
 
     initialise: Callable[..., dict]
     abstract: dict
     train: Callable[[dict, dict], tuple[dict, dict]]
+    update: Callable[[dict, dict, jax.Array], tuple[dict, dict]]
     evaluate: Callable[[dict, dict], tuple[jax.Array, jax.Array]]
 
 
@@ -176,9 +205,10 @@ def make_step(
     """
     names = glm5.letters(cfg)
     groups = groups_of(optimizer_config, names)
+    frozen = [path for path, group in flatten(groups).items() if group == "frozen"]
     optimizer = make_optimizer(optimizer_config, names, mesh)
-    gradients = gradient_function(cfg, config, mesh)
-    objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0), mesh)
+    gradients = gradient_function(cfg, config, mesh, frozen)
+    objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0, index_weight=0.0), mesh)
 
     def initialise(key, params=None):
         init_key, run_key = jax.random.split(key)
@@ -198,6 +228,9 @@ def make_step(
         )
 
     def train(state, batch):
+        return update(state, batch, schedule(state["step"]))
+
+    def update(state, batch, learning_rate):
         rates = Rates(
             switched(config.mtp_weight, state["tokens"]),
             switched(config.bias_update_rate, state["tokens"]),
@@ -207,9 +240,14 @@ def make_step(
         norms = gradient_norms(grads, groups)
         finite = jnp.isfinite(total) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
         updates, moments = optimizer.update(grads, state["optimizer"], params)
-        learning_rate = schedule(state["step"])
         updates = jax.tree.map(lambda u: learning_rate * u, updates)
-        moved = _balanced(optax.apply_updates(params, updates), parts.load, rates.bias_rate)
+        # What is frozen is not even added to: -0.0 + 0.0 is 0.0.
+        moved = flatten(params) | {
+            path: value
+            for path, value in flatten(optax.apply_updates(params, updates)).items()
+            if path not in frozen
+        }
+        moved = _balanced(unflatten(moved), parts.load, rates.bias_rate)
 
         def keep(new, old):
             return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
@@ -226,6 +264,8 @@ def make_step(
             losses["mtp"] = parts.mtp
         if config.z_weight:
             losses["z"] = parts.z
+        if config.index_weight:
+            losses["indexer"] = jnp.sum(parts.index_loss)
         metrics = {
             "loss": losses,
             "grad_norm": norms,
@@ -233,6 +273,8 @@ def make_step(
             "max_logit": parts.max_logit,
             "skipped": ~finite,
         }
+        if config.index_weight:
+            metrics["index_loss"] = parts.index_loss
         if parts.load is not None:
             mean = jnp.maximum(parts.load.mean(-1), 1e-9)
             metrics["router"] = {"max_over_mean": parts.load.max(-1) / mean}
@@ -261,7 +303,11 @@ def make_step(
         )
     out = None if mesh is None else (shardings, NamedSharding(mesh, P()))
     return Step(
-        initialise, abstract, jax.jit(train, donate_argnums=0, out_shardings=out), jax.jit(evaluate)
+        initialise,
+        abstract,
+        jax.jit(train, donate_argnums=0, out_shardings=out),
+        update,
+        jax.jit(evaluate),
     )
 
 

@@ -14,7 +14,15 @@ from glm5_jax.training.step import Rates, StepConfig, gradient_function
 ROWS, LENGTH = 8, 32
 RATES = Rates(jnp.float32(0.3), jnp.float32(1e-3))
 # Weights of the small terms are raised, so that a lost one shows; blocks are smaller than a shard.
-STEP = StepConfig(balance_weight=0.01, z_weight=1e-3, loss_chunk=100, query_block=8, gather_block=4)
+STEP = StepConfig(
+    balance_weight=0.01,
+    z_weight=1e-3,
+    index_weight=0.5,
+    index_target="served",
+    loss_chunk=100,
+    query_block=8,
+    gather_block=4,
+)
 
 
 @functools.cache

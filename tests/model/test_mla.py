@@ -57,7 +57,7 @@ def attend(form, w, queries, keys, topk):
     def loss(floats):
         w, q, latent = floats
         own = Queries(q, start, queries.segments)
-        y, top = mla(w, own, Keys(latent, keys.segments), CFG, plan, topk)
+        y, top, *_ = mla(w, own, Keys(latent, keys.segments), CFG, plan, topk)
         return jnp.sum(jnp.sin(y)), (y, top)
 
     floats = (w, queries.q, keys.latent)

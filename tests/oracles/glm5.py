@@ -11,7 +11,7 @@ import pathlib
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.oracles import attention, experts, indexer
+from tests.oracles import attention, experts, indexer, indexer_kl
 
 LATENT_NORM_EPS = 1e-6  # transformers' class default, whatever rms_norm_eps says
 INDEX_NORM_EPS = 1e-6
@@ -83,10 +83,10 @@ def index_inputs(p, config, x, c_q, turns):
 
 
 def mla(p, config, x, turns, visible, topk, sparse):
-    """Attention of the normed input x [b t d]: (out [b t d], topk, keys kept, index scores).
+    """Attention of the normed input x [b t d]: (out [b t d], topk, keys kept, index scores, probabilities).
 
     `topk` is the selection of an earlier layer; a layer with an indexer replaces it. Index scores
-    are None without an indexer and -inf where a key is not visible.
+    are None without an indexer and -inf where a key is not visible. Probabilities [b t s] are summed over heads.
     """
     b, t, _ = x.shape
     h, r, u = (
@@ -108,9 +108,10 @@ def mla(p, config, x, turns, visible, topk, sparse):
     k_rope = np.broadcast_to(k_rope[:, :, None], (b, t, n, r))
 
     scores = None
-    if sparse and "indexer.wk.weight" in p:
+    if "indexer.wk.weight" in p:
         scores = indexer.index_scores(*index_inputs(part(p, "indexer"), config, x, c_q, turns))
-        topk = indexer.select(scores, visible, config["index_topk"])
+        if sparse:
+            topk = indexer.select(scores, visible, config["index_topk"])
         scores = np.where(visible, scores, -np.inf)
     keep = visible & indexer.selection_mask(topk, t) if sparse else visible
 
@@ -120,7 +121,8 @@ def mla(p, config, x, turns, visible, topk, sparse):
     query = np.concatenate([q[..., :h], q_rope], axis=-1)
     key = np.concatenate([kv[..., :h], k_rope], axis=-1)
     out = attention.attend(query, key, kv[..., h:], keep, scale)
-    return linear(out.reshape(b, t, n * u), p, "o_proj"), topk, keep, scores
+    probs = indexer_kl.head_probs(query, key, keep, scale)
+    return linear(out.reshape(b, t, n * u), p, "o_proj"), topk, keep, scores, probs
 
 
 def feed_forward(p, config, x):
@@ -156,7 +158,7 @@ def layer(p, config, x, turns, visible, topk, sparse):
     """One pre-norm decoder layer; returns (x, topk, what it computed on the way)."""
     eps = config["rms_norm_eps"]
     normed = attention.rms_norm(x, p["input_layernorm.weight"], eps)
-    attn_out, topk, keep, scores = mla(
+    attn_out, topk, keep, scores, probs = mla(
         part(p, "self_attn"), config, normed, turns, visible, topk, sparse
     )
     x = x + attn_out
@@ -167,7 +169,8 @@ def layer(p, config, x, turns, visible, topk, sparse):
         "mlp_out": mlp_out,
         "selected": keep,
         "index_scores": scores,
-        "topk": topk if scores is not None else None,
+        "attention": probs,
+        "topk": topk if sparse and scores is not None else None,
         "router_logits": router_logits,
         "router_weights": router_weights,
     }
@@ -194,7 +197,7 @@ def forward(
     positions default to the index within the segment. attention_kind "dense" leaves the indexer
     out. Keys, stacked over the layers that have them: logits [b t v], hidden_states [l+1 b t d]
     (before the final norm), final_hidden [b t d], attn_out and mlp_out [l b t d], selected bool
-    [l b t s], index_scores [l b t s], topk [l b t k], router_logits and router_weights [l b t e].
+    [l b t s], index_scores and attention (summed over heads) [l b t s], topk [l b t k], router_logits and router_weights [l b t e].
     """
     segment_ids = np.ones_like(token_ids) if segment_ids is None else np.asarray(segment_ids)
     positions = positions_of(segment_ids) if positions is None else np.asarray(positions)

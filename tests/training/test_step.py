@@ -26,7 +26,8 @@ BIASES = ("moe_layers/router/bias", "mtp/block/router/bias")
 
 @functools.cache
 def build(microbatches: int = 1):
-    config = dataclasses.replace(cases.STEP, microbatches=microbatches, **SWITCHES)
+    switches = {"index_weight": 0.0, **SWITCHES}
+    config = dataclasses.replace(cases.STEP, microbatches=microbatches, **switches)
     optimizer = OptimizerConfig(ns_dtype="float32")
     return make_step(cases.config("dense"), config, optimizer, RATES)
 

@@ -1,0 +1,209 @@
+"""What the indexers learn in the two stages of DSA: their loss, whom it moves and whom it leaves alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.core import tree
+from glm5_jax.model import glm5
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig, make_schedule
+from glm5_jax.training.step import Rates, StepConfig, gradient_function, loss_function, make_step
+from pallas_kernels import blocks
+from tests.mesh import cases
+from tests.model import golden as goldens
+from tests.oracles import glm5 as oracle
+from tests.oracles.attention import softmax
+
+RATES = Rates(np.float64(0.3), np.float64(0))
+ATTENTIONS = ("dense", "sparse")
+SHARED = "hf_tiny_b"  # of its layers some reuse the keys of the one before
+
+
+def batch_of(golden):
+    tokens = golden.tokens
+    segments = np.ones_like(tokens)
+    segments[:, 17:] = 2
+    segments[0, -3:] = 0
+    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    mask = ((segments != 0) & (index > 0)).astype(np.float64)
+    positions = np.where(segments == 2, index - 17, index)
+    parts = {"token_ids": tokens, "segment_ids": segments, "positions": positions}
+    return parts | {"loss_mask": mask, "ce_weight": np.ones_like(mask)}
+
+
+@functools.cache
+def program(attention: str, target: str, index_weight: float):
+    """Compiled parameters -> (objective, parts, gradients)."""
+    golden = goldens.load(SHARED)
+    cfg = dataclasses.replace(golden.as_float64()[0], attention=attention)
+    config = StepConfig(mtp_steps=0, remat="none", index_weight=index_weight, index_target=target)
+    gradients = gradient_function(cfg, config)
+    return jax.jit(lambda params: gradients(params, batch_of(golden), RATES))
+
+
+@functools.cache
+def found(attention: str, target: str, index_weight: float = 0.7):
+    """(objective, parts, gradients by path) in float64."""
+    _, params = goldens.load(SHARED).as_float64()
+    with jax.enable_x64(True):
+        total, parts, grads = jax.device_get(program(attention, target, index_weight)(params))
+    return total, parts, tree.flatten(grads)
+
+
+@functools.cache
+def traced(attention: str):
+    golden = goldens.load(SHARED)
+    config, weights = oracle.load(goldens.FOLDER / SHARED)
+    batch = batch_of(golden)
+    tokens, segments = batch["token_ids"], batch["segment_ids"]
+    return oracle.forward(weights, config, tokens, segments, attention_kind=attention)
+
+
+def divergence(attention: str, layer: int, indexer: int):
+    """Mean over tokens of KL(attention of a layer || softmax of an indexer's scores)."""
+    out = traced(attention)
+    keep, p = out["selected"][layer], out["attention"][layer]
+    p = p / np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    guess = softmax(np.where(keep, out["index_scores"][indexer], -np.inf))
+    some = keep & (p > 0)
+    kl = np.sum(p * np.log(np.where(some, p, 1) / np.where(some, guess, 1)), axis=-1)
+    return kl[batch_of(goldens.load(SHARED))["segment_ids"] != 0].mean()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_an_indexer_learns_the_attention_of_its_own_layer(attention):
+    cfg = goldens.load(SHARED).cfg
+    want = [0.0] * cfg.num_hidden_layers
+    for place, layer in enumerate(cfg.full_layers):
+        want[layer] = divergence(attention, layer, place)
+    _, parts, _ = found(attention, "own")
+    np.testing.assert_allclose(parts.index_loss, want, rtol=1e-6)
+    assert min(want[layer] for layer in cfg.full_layers) > 1e-3
+
+
+def test_a_serving_indexer_learns_the_mean_of_the_layers_it_serves():
+    attention = "sparse"
+    cfg = goldens.load(SHARED).cfg
+    _, parts, _ = found(attention, "served")
+    want = []
+    for layer in range(cfg.num_hidden_layers):
+        place = sum(full <= layer for full in cfg.full_layers) - 1
+        first = cfg.full_layers[place]
+        end = (*cfg.full_layers, cfg.num_hidden_layers)[place + 1]
+        want.append(divergence(attention, layer, place) / (end - first))
+    np.testing.assert_allclose(parts.index_loss, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "target"), [("dense", "own"), ("sparse", "own"), ("sparse", "served")]
+)
+def test_neither_loss_reaches_the_other_s_weights(attention, target):
+    """The trunk's gradients keep their bits, and the language model's loss gives the indexers none."""
+    plain, _, without = found(attention, "own", 0.0)
+    total, parts, grads = found(attention, target)
+    np.testing.assert_allclose(total - plain, 0.7 * parts.index_loss.sum(), rtol=1e-9)
+    for path, gradient in grads.items():
+        if "indexer/" in path:
+            assert not np.any(without[path]), path
+            assert np.any(gradient), path
+        else:
+            np.testing.assert_allclose(
+                gradient, without[path], rtol=1e-12, atol=1e-16, err_msg=path
+            )
+
+
+@pytest.mark.parametrize(("attention", "target"), [("dense", "own"), ("sparse", "served")])
+def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
+    _, params = goldens.load(SHARED).as_float64()
+    rng = np.random.default_rng(1)
+    direction = {
+        path: ("indexer/" in path) * rng.standard_normal(x.shape) * np.abs(x).mean()
+        for path, x in tree.flatten(params).items()
+    }
+
+    def moved(scale):
+        new = jax.tree.map(lambda x, d: x + scale * d, params, tree.unflatten(direction))
+        with jax.enable_x64(True):
+            return float(program(attention, target, 0.7)(new)[1].index_loss.sum())
+
+    step = 1e-6
+    slope = (moved(step) - moved(-step)) / (2 * step)
+    _, _, grads = found(attention, target)
+    got = sum(np.sum(grads[path] * d) for path, d in direction.items())
+    np.testing.assert_allclose(0.7 * slope, got, rtol=1e-5)
+
+
+def stage(attention: str, frozen=(), **changes):
+    config = dataclasses.replace(
+        cases.STEP, index_weight=1.0, bias_update_rate=SwitchConfig(0.0, 0.0), **changes
+    )
+    rates = make_schedule(ScheduleConfig("constant", peak=5e-3, warmup_steps=0, total_steps=9))
+    optimizer = OptimizerConfig(frozen=frozen, ns_dtype="float32")
+    return make_step(cases.config(attention), config, optimizer, rates)
+
+
+def test_a_warm_up_moves_the_indexers_and_not_one_bit_of_the_trunk():
+    step = stage("dense", frozen=(r"^(?!.*indexer/)",))
+    params = jax.tree.map(jnp.asarray, cases.params(cases.config("dense")))
+    # Adding a zero would change the sign of this one.
+    params["embed"]["weight"] = params["embed"]["weight"].at[0, 0].set(-0.0)
+    before = jax.device_get(tree.flatten(params))
+    state, losses = step.initialise(jax.random.key(0), params), []
+    for _ in range(6):
+        state, metrics = step.train(state, cases.batch())
+        losses.append(float(metrics["loss"]["indexer"]))
+    after = jax.device_get(tree.flatten(state["params"]))
+    for path, old in before.items():
+        same = old.tobytes() == after[path].tobytes()
+        assert same == ("indexer/" not in path), path
+    assert losses[-1] < 0.9 * losses[0]
+    assert set(metrics["grad_norm"]) == {"indexer"}
+    # All layers but the shared one, and multi-token prediction's.
+    assert np.count_nonzero(metrics["index_loss"]) == len(metrics["index_loss"]) - 1 == 3
+
+
+def test_nothing_is_kept_of_a_frozen_trunk():
+    """Neither momentum nor gradients: the optimiser's state is the indexers' alone."""
+    step = stage("dense", frozen=(r"^(?!.*indexer/)",))
+    moments = [p for p in tree.flatten(step.abstract["optimizer"]) if "embed" in p or "attn" in p]
+    assert not moments
+
+
+def test_a_model_without_indexers_cannot_teach_them():
+    cfg = dataclasses.replace(
+        cases.config("dense"), index_topk=None, indexer_types=None, model_type="glm4_moe_lite"
+    )
+    with pytest.raises(ValueError, match=r"index_weight is 0\.5, but the model has no indexer"):
+        loss_function(cfg, StepConfig(index_weight=0.5))
+
+
+def largest_array(jaxpr) -> int:
+    """Elements of the largest array that exists while a jaxpr runs, kernels and loops included."""
+    sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars if hasattr(v.aval, "size")]
+    for eqn in jaxpr.eqns:
+        for leaf in jax.tree.leaves(
+            tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            if hasattr(leaf, "eqns"):
+                sizes.append(largest_array(getattr(leaf, "jaxpr", leaf)))
+    return max(sizes, default=0)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_no_array_holds_a_number_for_every_head_query_and_key(attention, monkeypatch):
+    monkeypatch.setattr(blocks, "EXTENTS", 2)  # lengths of keys, for less to trace
+    t = 2048
+    cfg = dataclasses.replace(cases.config(attention), max_position_embeddings=t)
+    config = dataclasses.replace(
+        cases.STEP, index_weight=1.0, query_block=128, gather_block=32, loss_chunk=1024
+    )
+    params = glm5.abstract(cfg, "float32")
+    batch = {name: jax.ShapeDtypeStruct((1, t), x.dtype) for name, x in cases.batch().items()}
+    rates = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), cases.RATES)
+    jaxpr = jax.make_jaxpr(gradient_function(cfg, config))(params, batch, rates).jaxpr
+    assert largest_array(jaxpr) < cfg.num_attention_heads * t * t / 8
