@@ -143,12 +143,16 @@ def _spec(argv: list[str]) -> str:
 
 def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
     # Imported here so that a mistyped flag is answered at once.
+    import jax
+
     from glm5_jax.checkpoint.store import SaveError
     from glm5_jax.core import hosts
+    from glm5_jax.training import handovers
     from glm5_jax.training.metrics import TrainingStopped
     from glm5_jax.training.stages import Pretraining
 
-    for stage_config, folder in _stages(config, workdir):
+    stages = list(_stages(config, workdir))
+    for stage_config, folder in stages:
         stage = problem = None
         try:
             stage = Pretraining(stage_config, folder, getattr(module, "evaluator", None))
@@ -166,6 +170,9 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
             print(f"stopped after step {summary.step}; the same command goes on from there")
             return 0
         print(f"\n{summary}")
+        if len(stages) > 1 and jax.process_index() == 0:
+            done = [path for _, path in stages if (path / "config.json").exists()]
+            print(f"all stages          {handovers.write_page(workdir, done)}")
     return 0
 
 

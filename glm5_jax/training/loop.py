@@ -92,6 +92,7 @@ def train(
     store: Store,
     recorder: Recorder,
     evaluate: Callable[[dict, int], dict[str, float]] | None = None,
+    evaluate_first: bool = False,
     sample: Callable[[dict, int], str] | None = None,
     stop: StopSignal | bool = False,
 ) -> dict:
@@ -100,12 +101,15 @@ def train(
     step(state, batch) -> (state, metrics) may donate its state. loader.next(batch_size) gives this
     host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(tokens_seen)
     is its number of rows. evaluate(state, n) returns numbers to record and
-    sample(state, n) text to print, after n steps. TrainingStopped if too many steps were skipped, the
+    sample(state, n) text to print, after n steps; evaluate_first: before the first one too. TrainingStopped if too many steps were skipped, the
     data cannot be read or the disk is full, SaveError if a checkpoint cannot be written; both name the
     last good checkpoint.
     """
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:
+        if evaluate and evaluate_first:
+            recorder.note(done, evaluate(state, done))
+            recorder.restart_clock()
         while done < steps and not stopping:
             placed = place(_next(loader, batch_size(seen), done))
             state, metrics = step(state, placed)

@@ -90,11 +90,15 @@ def write_page(workdir) -> pathlib.Path:
         _sample_section(_samples(workdir)),
         _config_section(config),
     ]
-    page = _PAGE.replace("{title}", title).replace("{body}", "\n".join(b for b in body if b))
     path = workdir / PAGE
     path.parent.mkdir(exist_ok=True)
-    path.write_text(page)
+    path.write_text(page(title, [part for part in body if part]))
     return path
+
+
+def page(title: str, body: list[str]) -> str:
+    """A self-contained page, light and dark: title is escaped text, body its sections in HTML."""
+    return _PAGE.replace("{title}", title).replace("{body}", "\n".join(body))
 
 
 def _baselines(rows: list[dict]) -> dict[str, float]:
@@ -170,7 +174,11 @@ def _charts(rows: list[dict], model: dict):
         yield figure(charts.line_chart(rates, y_label="Learning rate"))
     if norms := series("grad_norm/"):
         yield figure(charts.line_chart(norms, y_label="Gradient norm", log=True, smooth=True))
-    router, logits = "router/max_over_mean", "max_logit"
+    router, logits, index = "router/max_over_mean", "max_logit", "index_loss"
+    if column(rows, index)[0]:
+        names = _layer_names(model, 0)
+        drawing = _layers(*column(rows, index), "Loss of the indexers, nats", names)
+        yield figure(drawing, "How far an indexer's softmax is from what attention looks at.")
     if column(rows, router)[0]:
         names = _layer_names(model, model.get("first_k_dense_replace", 0))
         drawing = _layers(*column(rows, router), "Largest expert load", names)

@@ -190,6 +190,8 @@ class Pretraining:
                 store=checkpoints,
                 recorder=recorder,
                 evaluate=self._evaluator and (lambda state, _: self._evaluator(state["params"])),
+                # What a stage makes of its weights shows beside what it was given.
+                evaluate_first=not done and self._given is not None,
                 # Decoding reads its tokens back, which only one process can.
                 sample=self._sample if config.sample.prompts and jax.process_count() == 1 else None,
                 stop=stop,

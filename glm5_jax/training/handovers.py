@@ -1,0 +1,129 @@
+"""The page of a run of several stages: what each was given, and what it made of it."""
+
+import dataclasses
+import html
+import json
+import pathlib
+from collections.abc import Sequence
+
+from glm5_jax.core import charts
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.training import report
+
+COLUMNS = (
+    "stage", "starts from", "attention", "tokens a row", "tokens",
+    "training loss", "held-out bits per byte", "loss of the indexers",
+)  # fmt: skip
+RECENT = 20  # rows of metrics that a loss is averaged over
+
+
+@dataclasses.dataclass(frozen=True)
+class Handover:
+    """A stage by its first and its last numbers; None where it has none.
+
+    held_out: (before the first step, after the last). The stages' held-out rows are of their own length
+    and mixture, so `before` is not the `after` of the stage before. loss and indexer: means of the first
+    and of the last rows.
+    """
+
+    name: str
+    checkpoint: str | None
+    attention: str
+    sequence_length: int
+    tokens: int
+    loss: tuple[float, float] | None
+    held_out: tuple[float | None, float | None]
+    indexer: tuple[float, float] | None
+
+
+def read_stage(folder) -> Handover:
+    """Reads the workdir of one stage, finished or not."""
+    folder = pathlib.Path(folder)
+    config, rows = json.loads((folder / "config.json").read_text()), read(folder)
+    steps, values = column(rows, report.HELD_OUT)
+    before = values[0] if steps and steps[0] == 0 else None
+    return Handover(
+        name=folder.name,
+        checkpoint=config["checkpoint"],
+        attention=config["model"]["attention"],
+        sequence_length=config["data"]["sequence_length"],
+        tokens=(column(rows, "tokens")[1] or [0])[-1],
+        loss=_ends(column(rows, "loss/ce")[1]),
+        held_out=(before, values[-1] if steps and steps[-1] else None),
+        indexer=_ends(column(rows, "loss/indexer")[1]),
+    )
+
+
+def write_page(workdir, stages: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Writes `report/index.html` of a workdir whose stages have folders in it; returns its path."""
+    workdir = pathlib.Path(workdir)
+    found = [read_stage(folder) for folder in stages]
+    title = html.escape(workdir.resolve().name)
+    line = " \N{RIGHTWARDS ARROW} ".join(stage.name for stage in found)
+    body = [
+        f"<header><h1>{title}</h1><p>{html.escape(line)}</p></header>",
+        _table(found, workdir, stages),
+        f'<section class="charts">{"".join(_charts(stages))}</section>',
+    ]
+    path = workdir / report.PAGE
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(report.page(title, body))
+    return path
+
+
+def _table(found: list[Handover], workdir: pathlib.Path, folders) -> str:
+    head = "".join(f"<td>{name}</td>" for name in COLUMNS)
+    rows = []
+    for stage, folder in zip(found, folders):
+        link = pathlib.Path("..") / folder.name / report.PAGE
+        start = (
+            "random weights" if stage.checkpoint is None else pathlib.Path(stage.checkpoint).name
+        )
+        cells = (
+            f'<a href="{html.escape(link.as_posix())}">{html.escape(stage.name)}</a>',
+            html.escape(start),
+            stage.attention,
+            f"{stage.sequence_length:,}",
+            f"{stage.tokens:,}",
+            *(_change(pair) for pair in (stage.loss, stage.held_out, stage.indexer)),
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<section><h2>Handovers</h2><table><tr>{head}</tr>{''.join(rows)}</table></section>"
+
+
+def _change(pair) -> str:
+    if pair is None or pair == (None, None):
+        return ""
+    values = ["" if value is None else f"{value:.3f}" for value in pair]
+    return " \N{RIGHTWARDS ARROW} ".join(value for value in values if value)
+
+
+def _charts(folders):
+    """Losses of all stages one behind the other, by the tokens seen."""
+    for name, label, smooth in (
+        ("loss/ce", "Training loss, nats per token", True),
+        (report.HELD_OUT, "Held-out bits per byte", False),
+        ("loss/indexer", "Loss of the indexers, summed over layers", True),
+    ):
+        series, seen = [], 0
+        for folder in folders:
+            rows = read(folder)
+            tokens = dict(zip(*column(rows, "tokens")))
+            steps, values = column(rows, name)
+            known = [
+                (seen + tokens.get(s, 0), v) for s, v in zip(steps, values) if not s or s in tokens
+            ]
+            if known:
+                series.append((folder.name, *map(list, zip(*known))))
+            seen += max(tokens.values(), default=0)
+        if series:
+            drawing = charts.line_chart(series, x_label="tokens", y_label=label, smooth=smooth)
+            yield f"<figure>{drawing}</figure>"
+
+
+def _ends(values: list[float]) -> tuple[float, float] | None:
+    """Means of the first and of the last values, a tenth of them at most."""
+    if not values:
+        return None
+    few = max(1, min(RECENT, len(values) // 10))
+    return sum(values[:few]) / few, sum(values[-few:]) / few
