@@ -17,7 +17,8 @@ class Plan:
     query_block: queries per block of dense attention and of scoring. gather_block: queries per block
     of sparse attention. token_chunk: tokens of a device that travel to the experts at a time (None:
     all). remat: what a layer keeps for its backward: "none" everything, "full" nothing, "topk" the
-    selected keys only, "dots" matmul results. reduce_dtype: in which gradients are summed over
+    selected keys only, "dots" matmul results; where indexers learn, all keep their gradients, which cost
+    another pass over all keys. reduce_dtype: in which gradients are summed over
     devices (None: the compute dtype). attention_form: None, or a form of `mla` to insist on. kernels:
     which implementations to run, "auto" or a name (`pallas_kernels.dispatch.choose`).
     """
@@ -46,9 +47,9 @@ class Plan:
         policies = jax.checkpoint_policies
         if self.remat == "none":
             return function
-        policy = {
-            "full": policies.nothing_saveable,
-            "topk": policies.save_only_these_names("topk"),
-            "dots": policies.dots_with_no_batch_dims_saveable,
-        }[self.remat]
+        names = ("index_gradients", "topk") if self.remat == "topk" else ("index_gradients",)
+        policy = policies.save_only_these_names(*names)
+        if self.remat == "dots":
+            dots = policies.dots_with_no_batch_dims_saveable
+            policy = policies.save_from_both_policies(dots, policy)
         return jax.checkpoint(function, policy=policy)

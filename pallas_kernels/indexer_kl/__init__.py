@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import dispatch
 from pallas_kernels.head_probs import check_heads
@@ -50,8 +51,9 @@ def indexer_kl(
 
     Only loss carries a gradient, and only to the three inputs of the indexer: its gradient is computed
     along with its value, in one pass over the target. Hence the weights go in, and neither the attention's
-    keys nor its queries are kept for a backward pass. Of all pairs of queries and keys no more exist at a
-    time than a block's, [b block s].
+    keys nor its queries are kept for a backward pass. A `jax.checkpoint` whose policy saves the name
+    "index_gradients" computes neither the target again nor the attention behind it. Of all pairs of queries
+    and keys no more exist at a time than a block's, [b block s].
 
     block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
     """
@@ -76,7 +78,7 @@ def _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place):
 def _saving(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place):
     run = static.choice.function("forward_and_gradients")
     kl, *gradients = run(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place)
-    return (jnp.sum(weight * kl), kl), gradients
+    return (jnp.sum(weight * kl), kl), [checkpoint_name(g, "index_gradients") for g in gradients]
 
 
 def _backward(static, gradients, cotangents):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.core import tree
+from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig, make_schedule
@@ -207,3 +208,20 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(attention, monkeyp
     rates = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), cases.RATES)
     jaxpr = jax.make_jaxpr(gradient_function(cfg, config))(params, batch, rates).jaxpr
     assert largest_array(jaxpr) < cfg.num_attention_heads * t * t / 8
+
+
+def test_a_warm_up_that_remembers_nothing_computes_attention_once(monkeypatch):
+    """Its backward needs no forward again: what the indexers learned is kept."""
+    monkeypatch.setattr(blocks, "EXTENTS", 2)
+    t = 512
+    cfg = dataclasses.replace(cases.config("dense"), max_position_embeddings=t)
+    params = glm5.abstract(cfg, "float32")
+    frozen = [path for path in tree.flatten(params) if "indexer/" not in path]
+    batch = {name: jax.ShapeDtypeStruct((1, t), x.dtype) for name, x in cases.batch().items()}
+
+    def flops(remat):
+        config = dataclasses.replace(cases.STEP, query_block=64, remat=remat, index_target="own")
+        gradients = gradient_function(cfg, config, frozen=frozen)
+        return count_flops(gradients, params, batch, cases.RATES, while_trips=1)
+
+    assert flops("full") < 1.2 * flops("none")
