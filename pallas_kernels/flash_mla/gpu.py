@@ -39,8 +39,10 @@ PIECE_TILES = 4  # of keys, which a piece of a block's range has at least
 NO_SEGMENT = np.iinfo(np.int32).min  # of queries that see nothing
 
 
-def refuse(q, k, v, topk) -> str | None:
+def refuse(q, k, v, topk, window=None) -> str | None:
     """Why these arguments cannot run here, or None."""
+    if window is not None:
+        return "it has no sliding window"
     if topk is not None:
         return "it has no membership masks (topk)"
     if not (q.dtype == k.dtype == v.dtype and q.dtype in (jnp.bfloat16, jnp.float32)):

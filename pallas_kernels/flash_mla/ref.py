@@ -1,8 +1,11 @@
 """Softmax attention over all keys in query blocks, with an exact recomputing backward.
 
 Memory is linear in the length: neither pass keeps probabilities, the backward rebuilds them from the
-log-sum-exp. Causality cuts the keys at each block's end where the first query's index is known.
+log-sum-exp. Causality cuts the keys at each run's end where the first query's index is known, and a
+window cuts them before each block.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +30,25 @@ def forward(static, q, k, v, start, q_segments, k_segments, topk):
     spec, axis = ("bmsgt,bmsy->bmgty", 2) if keys_first else ("bmgts,bmsy->bmgty", -1)
     k = k if keys_first else lax.optimization_barrier(k.swapaxes(2, 3))
     for run in query_runs(t, s, first, block):
-        keys = lax.slice_in_dim(k, 0, run.keys, axis=2 if keys_first else 3)
-        values = v[:, :, : run.keys]
+        seen = _seen(run, static.window)
+        all_keys = lax.slice_in_dim(k, 0, run.keys, axis=2 if keys_first else 3)
+        all_values = v[:, :, : run.keys]
 
-        def one(args, run=run, keys=keys, values=values):
+        def one(args, run=run, seen=seen, all_keys=all_keys, all_values=all_values):
             q, mask_args, offset = args
-            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run, keys_first)
+            begin = seen.begin(first + offset)
+            keys = seen.cut(all_keys, begin, 2 if keys_first else 3)
+            values = seen.cut(all_values, begin, 2)
+            mask = _mask(seen, first + offset, begin, run.size, mask_args, k_segments)
+            logits = _logits(q, keys, scale, mask, keys_first)
             # Without the barrier XLA:CPU computes the maximum again for every element.
             top = lax.optimization_barrier(jnp.max(logits, axis=axis))
             p = jnp.exp(logits - jnp.expand_dims(top, axis))
             total = jnp.sum(p, axis=axis)
             out = jnp.einsum(spec, p.astype(v.dtype), values, preferred_element_type=p.dtype)
-            seen = top > HIDDEN / 2
-            out = out * jnp.where(seen, 1 / total, 0)[..., None]
-            lse = jnp.where(seen, top + jnp.log(total), jnp.inf)
+            any_key = top > HIDDEN / 2
+            out = out * jnp.where(any_key, 1 / total, 0)[..., None]
+            lse = jnp.where(any_key, top + jnp.log(total), jnp.inf)
             return out.astype(q.dtype), lse, jnp.max(top)
 
         out, lse, top = _map(one, _blocks(run, q, q_segments, topk))
@@ -62,14 +70,18 @@ def backward(static, saved, dout):
     dk, dv = jnp.zeros(k.shape, inner), jnp.zeros(v.shape, inner)
     dqs = []
     for run in query_runs(t, s, first, block):
-        keys, values = k[:, :, : run.keys], v[:, :, : run.keys]
+        seen = _seen(run, static.window)
+        both = k[:, :, : run.keys], v[:, :, : run.keys]
 
-        def one(carry, args, run=run, keys=keys, values=values):
-            dk, dv = carry
+        def one(carry, args, run=run, seen=seen, both=both):
             (q, mask_args, offset), dout, lse, delta = args
+            begin = seen.begin(first + offset)
+            keys, values = (seen.cut(x, begin, 2) for x in both)
+            dk, dv = (seen.cut(x, begin, 2) for x in carry)
             # Keys first: every product of a whole block then reads its operands as they lie, and only
             # what is as small as q is transposed.
-            logits = _logits(q, keys, scale, first + offset, mask_args, k_segments, run, True)
+            mask = _mask(seen, first + offset, begin, run.size, mask_args, k_segments)
+            logits = _logits(q, keys, scale, mask, True)
             p = jnp.exp(logits - _keys_first(lse))
             dv += jnp.einsum(
                 "bmsgt,bmgty->bmsy", p.astype(v.dtype), dout, preferred_element_type=inner
@@ -80,7 +92,8 @@ def backward(static, saved, dout):
             dq = jnp.einsum("bmsx,bmsgt->bmxgt", *operands, preferred_element_type=inner)
             dq = dq.transpose(0, 1, 3, 4, 2)
             dk += jnp.einsum("bmsgt,bmgtx->bmsx", ds, q, preferred_element_type=inner)
-            return (dk, dv), dq.astype(q.dtype)
+            carry = (seen.put(*x, begin, 2) for x in zip(carry, (dk, dv), strict=True))
+            return tuple(carry), dq.astype(q.dtype)
 
         rest = [split(x, run, 3) for x in (dout, lse, delta)]
         args = (_blocks(run, q, q_segments, topk), *rest)
@@ -102,17 +115,51 @@ def _blocks(run, q, q_segments, topk):
     return split(q, run, 3), (split(q_segments, run, 1), split(topk, run, 1)), offsets
 
 
-def _logits(q, keys, scale, first, mask_args, k_segments, run, keys_first=False):
-    """Masked wide logits [b m g t s] of one block whose query 0 has key index `first`; keys_first:
-    [b m s g t]."""
+class _Seen(NamedTuple):
+    """The `count` of a run's `end` keys that the queries of one block may see."""
+
+    end: int
+    count: int
+    window: int | None
+
+    def begin(self, query):
+        """Index of the first of them for a block whose query 0 has key index `query`."""
+        if self.count == self.end:
+            return 0
+        return jnp.clip(query + 1 - self.window, 0, self.end - self.count)
+
+    def cut(self, x, begin, axis: int):
+        """That part of an array whose axis counts the run's keys."""
+        if self.count == self.end:
+            return x
+        return lax.dynamic_slice_in_dim(x, begin, self.count, axis=axis)
+
+    def put(self, x, part, begin, axis: int):
+        """x with a new part where `cut` takes it."""
+        if self.count == self.end:
+            return part
+        return lax.dynamic_update_slice_in_dim(x, part, begin, axis=axis)
+
+
+def _seen(run, window: int | None) -> _Seen:
+    count = run.keys if window is None else min(run.keys, run.size + window - 1)
+    return _Seen(run.keys, count, window)
+
+
+def _mask(seen, first, begin, size: int, mask_args, k_segments):
+    """bool[b or 1, t, s] of a block of `size` queries from key index `first`, over keys from `begin`."""
     q_segments, topk = mask_args
+    query_index = first + jnp.arange(size, dtype=jnp.int32)
+    key_index = begin + jnp.arange(seen.count, dtype=jnp.int32)
+    segments = None if k_segments is None else seen.cut(k_segments[:, : seen.end], begin, 1)
+    mask = visible(query_index, key_index, q_segments, segments, seen.window)
+    return mask if topk is None else mask & chosen(topk - begin, seen.count)
+
+
+def _logits(q, keys, scale, mask, keys_first: bool):
+    """Masked wide logits [b m g t s] of one block over keys [b m x s]; keys_first: [b m s g t] over
+    [b m s x]."""
     inner = wide(q.dtype)
-    query_index = first + jnp.arange(run.size, dtype=jnp.int32)
-    key_index = jnp.arange(run.keys, dtype=jnp.int32)
-    segments = None if k_segments is None else k_segments[:, : run.keys]
-    mask = visible(query_index, key_index, q_segments, segments)
-    if topk is not None:
-        mask = mask & chosen(topk, run.keys)
     # The barrier keeps the comparisons out of the loop over heads.
     if keys_first:
         bias = lax.optimization_barrier(jnp.where(mask.swapaxes(1, 2), 0, HIDDEN).astype(inner))

@@ -16,9 +16,12 @@ def normal(*shape):
 SEGMENTS = np.repeat([[0, 1, 2, 3], [4, 5, 5, 6]], [3, 5, 5, 7], axis=1)  # key segments [b s]
 
 
-def keep(start, segments, topk):
+def keep(start, segments, topk, window=None):
     """bool [b t s] of the keys that each query attends to."""
-    mask = np.arange(S) <= start + np.arange(T)[:, None]
+    query = start + np.arange(T)
+    mask = np.arange(S) <= query[:, None]
+    if window is not None:
+        mask = mask & oracle.within_window(query, np.arange(S), window)
     mask = np.broadcast_to(mask, (B, T, S))
     if segments is not None:
         own = segments[:, start : start + T]

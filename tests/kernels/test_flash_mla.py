@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from glm5_jax.core.flops import count_flops
 from pallas_kernels import blocks, compat
 from pallas_kernels.flash_mla import cases, flash_mla, tpu
 from pallas_kernels.flash_mla.ref import chosen
@@ -57,16 +58,24 @@ CASES = {
     "a block each": dict(block=1, start=7),
     "queries past the keys": dict(start=12, heads=2),
     "documents of two heads": dict(heads=2, start=7, segments=True, traced=True),
+    "a window": dict(window=3),
+    "a window, start known at run time": dict(window=5, start=7, traced=True, heads=2),
+    "a window over documents": dict(window=4, start=7, segments=True, block=3),
+    "a window past the keys": dict(window=6, start=12, heads=1),
+    "a window of the query itself": dict(window=1, start=7, block=1),
+    "a window over everything": dict(window=8, start=7, segments=True, topk=True),
 }
 
 SHORT = "documents of two heads"  # what the default tier runs in Hopper's emulator, a second for each tile
 
 
 def over_cases(test):
-    """Every case of the XLA form; of the Pallas forms those without topk and block, which they do not use."""
+    """Every case of the XLA form; of the Pallas forms those without topk, block and window, which they do not use."""
     named = [("ref", "ref", name) for name in CASES]
     for form in written("flash_mla"):
-        own = [name for name, case in CASES.items() if not case.keys() & {"topk", "block"}]
+        own = [
+            name for name, case in CASES.items() if not case.keys() & {"topk", "block", "window"}
+        ]
         named += [(form, interpreted(form), name) for name in own if form != "ref"]
     params = [
         pytest.param(how, name, id=f"{form}-{name}", marks=marks(form == "gpu" and name != SHORT))
@@ -77,7 +86,8 @@ def over_cases(test):
 
 @over_cases
 def test_attention_and_its_gradients(implementation, name):
-    case = dict(start=0, traced=False, segments=False, topk=False, heads=N, block=4) | CASES[name]
+    case = dict(start=0, traced=False, segments=False, topk=False, heads=N, block=4, window=None)
+    case |= CASES[name]
     start, heads = case["start"], case["heads"]
     segments = SEGMENTS if case["segments"] else None
     topk = topk_of(start, segments) if case["topk"] else None
@@ -87,7 +97,7 @@ def test_attention_and_its_gradients(implementation, name):
         normal(B, S, heads, Y),
         normal(B, T, N, Y),
     )
-    mask = keep(start, segments, topk)
+    mask = keep(start, segments, topk, case["window"])
 
     @jax.jit
     def run(q, k, v, start_now):
@@ -101,6 +111,7 @@ def test_attention_and_its_gradients(implementation, name):
                 q_segments=own,
                 k_segments=None if segments is None else jnp.asarray(segments),
                 topk=None if topk is None else jnp.asarray(topk),
+                window=case["window"],
                 scale=SCALE,
                 block=case["block"],
                 implementation=implementation,
@@ -328,6 +339,8 @@ def test_pallas_forms_refuse(name):
     call = functools.partial(flash_mla, scale=1.0, implementation=interpreted(name))
     with pytest.raises(ValueError, match="topk"):
         call(q, k, k, topk=np.zeros((1, 4, 2), np.int32))
+    with pytest.raises(ValueError, match="window"):
+        call(q, k, k, window=2)
     with pytest.raises(ValueError, match="float16"):
         call(q.astype(np.float16), k.astype(np.float16), k.astype(np.float16))
     with pytest.raises(ValueError, match="one for all"):
@@ -339,6 +352,32 @@ def test_more_tiles_than_their_list_may_have_are_refused():
     k, longer = (jax.ShapeDtypeStruct((1, 1, 8 * n, 8), jnp.bfloat16) for n in (400, 401))
     assert tpu.refuse(q, k, k, None) is None
     assert "tiles" in tpu.refuse(q, longer, longer, None)
+
+
+@pytest.mark.parametrize("start", [0, None])
+def test_work_within_a_window_is_linear_in_the_length(start):
+    """Each query's block meets block + window - 1 keys, forward and backward, wherever it stands."""
+
+    def work(t):
+        q = jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32)
+
+        def run(q, begin):
+            call = functools.partial(flash_mla, scale=1.0, window=100, block=32)
+            where = begin if start is None else start
+            out, pull = jax.vjp(lambda *args: call(*args, start=where)[0], q, q, q)
+            return pull(out)
+
+        return count_flops(run, q, jax.ShapeDtypeStruct((), jnp.int32))
+
+    whole, products = 32 + 100 - 1, 7  # two forward, five backward
+    assert work(8192) - work(4096) == 2 * products * 8 * 4096 * whole
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_keys_is_refused(window):
+    x = np.zeros((1, 4, 2, 8), np.float32)
+    with pytest.raises(ValueError, match=f"window {window}; it must be positive"):
+        flash_mla(x, x, x, scale=1.0, window=window)
 
 
 def test_cost_counts_the_pairs_that_causality_lets_meet():

@@ -99,6 +99,11 @@ def visible_keys(segment_ids):
     return causal & same & (segment_ids != 0)[:, None, :]
 
 
+def within_window(query_index, key_index, window):
+    """bool [t s]: the key is the query's own or one of the window - 1 before it, or comes later."""
+    return query_index[:, None] - key_index[None, :] < window
+
+
 def attend(query, key, value, keep, scale):
     """softmax(query . key * scale over the kept keys) . value: [b t n u]; no key, no output.
 
