@@ -8,13 +8,13 @@ coincide):
     q query latent        c key/value latent     i index heads         j index head dim
     k selected keys       e experts              a active experts      f feed-forward width
     m routed rows         v vocabulary           l layers              p pages
-    z slots per page      g rollouts in a group
+    z slots per page      g rollouts in a group  y key/value heads     w taps of a convolution
 
 A weight whose dimension joins two of them is declared with both letters: `hr` is h + r, `cr` is
 c + r, `dd` is 2 d. `f` is the width of the module that declares it (dense, routed or shared).
 """
 
-LETTERS = "btsdnhruqcijkeafmvlpzg"
+LETTERS = "btsdnhruqcijkeafmvlpzgyw"
 
 
 def sizes(cfg) -> dict[str, int]:

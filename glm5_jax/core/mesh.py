@@ -125,6 +125,11 @@ class Region:
         live = self.live(axes)
         return lax.psum_scatter(x, live, scatter_dimension=dim, tiled=True) if live else x
 
+    def all_to_all(self, x, axes, split: int, join: int):
+        """x cut along one dimension over the devices of the axes, which get all parts along another."""
+        live = self.live(axes)
+        return lax.all_to_all(x, live, split, join, tiled=True) if live else x
+
     def psum(self, x, axes):
         live = self.live(axes)
         return lax.psum(x, live) if live else x

@@ -60,6 +60,10 @@ class Declare:
         """normal(0, std): the initialisation of every matrix (initializer_range)."""
         return nnx.Param(**self._weight(name, letters, self.std, 0.0, self.dtype))
 
+    def around(self, name: str, letters: str, mean: float, std: float) -> nnx.Param:
+        """normal(mean, std), for what is no matrix and has numbers of its own."""
+        return nnx.Param(**self._weight(name, letters, std, mean, self.dtype))
+
     def ones(self, name: str, letters: str) -> nnx.Param:
         return nnx.Param(**self._weight(name, letters, 0.0, 1.0, self.dtype))
 

@@ -1,0 +1,54 @@
+"""Gated DeltaNet (arXiv 2412.06464) on the projections of the attention that a layer had.
+
+    q, k, v = SiLU(conv(x W))    q, k of unit length    beta = sigmoid(x b)
+    alpha = exp(-exp(a_log) softplus(x a + dt_bias))
+    S_t = alpha_t S_(t-1) (1 - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
+    out = RMSNorm(o) SiLU(x gate)
+
+The convolution is causal, over each channel's own last w inputs. x W are MLA's or GQA's heads without RoPE.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from glm5_jax.model.ablations.recurrence import State, delta_rule
+from pallas_kernels.numerics import wide
+from pallas_kernels.pointwise import rms_norm
+
+# Mean and spread of the public implementations' first values: a_log = log U(0, 16), dt_bias so that
+# softplus(dt_bias) is log-uniform in [0.001, 0.1], taps uniform within w^-1/2 for w = 4.
+A_LOG, DT_BIAS, TAPS = (1.77, 1.0), (-4.6, 1.33), (0.0, 0.29)
+
+
+class Gdn(nnx.Module):
+    """What a layer has beside its attention's projections: taps, gates and the norm of the outcome."""
+
+    def __init__(self, declare):
+        self.conv_q = declare.around("conv_q", "n hr w", *TAPS)
+        self.conv_k = declare.around("conv_k", "y hr w", *TAPS)
+        self.conv_v = declare.around("conv_v", "y u w", *TAPS)
+        self.a = declare.normal("a", "d n")
+        self.a_log = declare.around("a_log", "n", *A_LOG)
+        self.dt_bias = declare.around("dt_bias", "n", *DT_BIAS)
+        self.b = declare.normal("b", "d n")
+        self.gate = declare.normal("gate", "d n u")
+        self.norm = declare.ones("norm", "u")
+
+
+def gdn(w, x, q, k, v, context, cache: State | None):
+    """(out [b t n u], State or None) of the normed input x [b t d] and its heads q [b t n h+r],
+    k [b t y h+r], v [b t y u] without RoPE."""
+    inner, n = wide(x.dtype), q.shape[2]
+
+    def gates(name):
+        return jnp.einsum("btd,dn->btn", x, w[name], preferred_element_type=inner)
+
+    beta = jax.nn.sigmoid(gates("b"))
+    rate = jax.nn.softplus(gates("a") + w["dt_bias"].astype(inner))
+    g = -jnp.exp(w["a_log"].astype(inner)) * rate
+    per_head = (jnp.repeat(taps, n // len(taps), axis=0) for taps in (w["conv_k"], w["conv_v"]))
+    taps = jnp.concatenate([w["conv_q"], *per_head], axis=1)
+    out, cache = delta_rule(q, k, v, g, beta, context, cache, taps)
+    out = rms_norm(out, w["norm"], context.cfg.rms_norm_eps)
+    return out * jax.nn.silu(jnp.einsum("btd,dnu->btnu", x, w["gate"])), cache
