@@ -130,18 +130,6 @@ def empty(kind):
 
 
 CUTS = (0, 16, 32, *range(33, 38), 53, 69, *range(70, 76))  # single tokens where documents end
-    0,
-    3,
-    21,
-    22,
-    23,
-    24,
-    35,
-    36,
-    37,
-    70,
-    75,
-)  # also where a document ends, and single tokens in it
 
 
 @pytest.mark.parametrize("kind", KINDS)
