@@ -8,6 +8,9 @@ the end with their source.
 import dataclasses
 import math
 
+# Of a layer: softmax over all keys, softmax over the last ones, Gated DeltaNet, SimpleGDN.
+LAYER_KINDS = ("full", "window", "gdn", "simple_gdn")
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeParameters:
@@ -80,6 +83,15 @@ class ModelConfig:
     latent_norm_eps: float = 1e-6  # HF's class default for both latent norms; the engines use 1e-5
     index_norm_eps: float = 1e-6  # LayerNorm of the index keys, the same everywhere
     hf_extra: tuple[tuple[str, str], ...] = ()  # harmless config.json fields (name, JSON), kept
+    # The paper's alternatives (GLM-5 2.1, tables 1 and 4), which have no form in HF's types.
+    projections: str = "mla"  # "gqa": grouped queries with heads of the same h + r and u columns
+    num_key_value_heads: int = 8  # of "gqa", table 1
+    layer_attention: tuple[str, ...] | None = (
+        None  # a kind of LAYER_KINDS per layer; None: all full
+    )
+    sliding_window: int = 4096  # keys that a query of a "window" layer sees, GLM-5 2.1.2
+    linear_conv_kernel_dim: int = 4  # taps of "gdn" layers, Gated DeltaNet
+    simple_gdn_beta: float = 1.0  # of "simple_gdn" layers; not printed, 1 replaces what is recalled
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -155,6 +167,59 @@ class ModelConfig:
             if self.indexer_types[0] != "full":
                 raise ValueError("indexer_types starts with 'shared'; layer 0 must be 'full'")
 
+        self._check_alternatives()
+
+    def _check_alternatives(self):
+        if self.projections not in ("mla", "gqa"):
+            raise ValueError(f"projections is {self.projections!r}; use 'mla' or 'gqa'")
+        if self.projections == "gqa":
+            if self.num_attention_heads % self.num_key_value_heads:
+                raise ValueError(
+                    f"num_key_value_heads {self.num_key_value_heads} does not divide "
+                    f"num_attention_heads {self.num_attention_heads}"
+                )
+            if self.index_topk is not None:
+                raise ValueError(
+                    "projections 'gqa' with an indexer, which reads MLA's query latent; set "
+                    "index_topk=None and attention='dense'"
+                )
+            if self.attention_bias:
+                raise ValueError("projections 'gqa' has no biases; set attention_bias=False")
+        if not 0 < self.simple_gdn_beta <= 2:
+            raise ValueError(
+                f"simple_gdn_beta is {self.simple_gdn_beta!r}; the recurrence is stable in (0, 2]"
+            )
+        if self.layer_attention is None:
+            return
+        if len(self.layer_attention) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_attention names {len(self.layer_attention)} layers, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
+            )
+        unknown = sorted(set(self.layer_attention) - set(LAYER_KINDS))
+        if unknown:
+            raise ValueError(f"layer_attention holds {unknown}; use {', '.join(LAYER_KINDS)}")
+        if self.index_topk is not None and set(self.layer_attention) != {"full"}:
+            raise ValueError(
+                "layer_attention replaces sparse attention and has no indexer; set index_topk=None and "
+                "attention='dense', or leave it out"
+            )
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of attention of every layer, one of LAYER_KINDS."""
+        return self.layer_attention or ("full",) * self.num_hidden_layers
+
+    @property
+    def gdn_layers(self) -> tuple[int, ...]:
+        """Layers with the gates and taps of Gated DeltaNet."""
+        return tuple(i for i, kind in enumerate(self.layer_kinds) if kind == "gdn")
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys and values: as many as queries have in MLA."""
+        return self.num_key_value_heads if self.projections == "gqa" else self.num_attention_heads
+
     @property
     def num_moe_layers(self) -> int:
         return self.num_hidden_layers - self.first_k_dense_replace
@@ -206,7 +271,11 @@ class ModelConfig:
     def _attention_parameters(self, full: bool) -> int:
         d, n, q, c = self.hidden_size, self.num_attention_heads, self.q_lora_rank, self.kv_lora_rank
         h, r, u = self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim
-        total = d * q + q + q * n * (h + r) + d * (c + r) + c + c * n * (h + u) + n * u * d + 2 * d
+        total = n * u * d + 2 * d
+        if self.projections == "gqa":
+            total += d * n * (h + r) + d * self.num_key_value_heads * (h + r + u)
+        else:
+            total += d * q + q + q * n * (h + r) + d * (c + r) + c + c * n * (h + u)
         if self.attention_bias:
             total += q + c + r + d
         if full:
@@ -218,8 +287,17 @@ class ModelConfig:
         wide = experts + self.n_shared_experts
         return self.hidden_size * (self.n_routed_experts + 3 * wide * self.moe_intermediate_size)
 
+    def _gdn_parameters(self) -> int:
+        """What a layer of Gated DeltaNet has beside its projections: taps, gates and a norm."""
+        d, n, y, u = self.hidden_size, self.num_attention_heads, self.num_key_heads, self.v_head_dim
+        x = self.qk_nope_head_dim + self.qk_rope_head_dim
+        taps = (n * x + y * (x + u)) * self.linear_conv_kernel_dim
+        return taps + 2 * d * n + 2 * n + d * n * u + u
+
     def _layer_parameters(self, layer: int) -> int:
         attention = self._attention_parameters(layer in self.full_layers)
+        if layer in self.gdn_layers:
+            attention += self._gdn_parameters()
         if layer < self.first_k_dense_replace:
             return attention + 3 * self.hidden_size * self.intermediate_size
         return attention + self._moe_parameters(self.n_routed_experts)
@@ -229,7 +307,7 @@ _POSITIVE = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size moe_intermediate_size "
     "n_routed_experts num_experts_per_tok n_group topk_group max_position_embeddings "
-    "index_n_heads index_head_dim"
+    "index_n_heads index_head_dim num_key_value_heads sliding_window linear_conv_kernel_dim"
 ).split()
 _NOT_NEGATIVE = "first_k_dense_replace n_shared_experts num_nextn_predict_layers".split()
 

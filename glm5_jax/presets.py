@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from glm5_jax.config import ModelConfig, RopeParameters
+from glm5_jax.config import LAYER_KINDS, ModelConfig, RopeParameters
 
 
 def glm5() -> ModelConfig:
@@ -97,6 +97,33 @@ def tiny() -> ModelConfig:
         pad_token_id=2012,
         dtype="float32",
     )
+
+
+def ablation(kind: str, base: ModelConfig | None = None) -> ModelConfig:
+    """A model (default: `tiny`) with an attention that the paper compares MLA with, and without an indexer.
+
+    mla: as it is, over all keys. gqa: grouped queries, 8 key and value heads (table 1) or half of fewer
+    heads. window, gdn, simple_gdn: every second layer of that kind (GLM-5 2.1.2), a window as long a share
+    of the positions as 4096 of 131072, the length up to which the paper compares.
+    """
+    kinds = ("mla", "gqa", *LAYER_KINDS[1:])
+    if kind not in kinds:
+        raise ValueError(f"unknown ablation {kind!r}; use one of {', '.join(kinds)}")
+    cfg = dataclasses.replace(
+        base or tiny(),
+        model_type="glm4_moe_lite",
+        attention="dense",
+        index_topk=None,
+        indexer_types=None,
+    )
+    if kind == "mla":
+        return cfg
+    if kind == "gqa":
+        heads = min(8, max(1, cfg.num_attention_heads // 2))
+        return dataclasses.replace(cfg, projections="gqa", num_key_value_heads=heads)
+    layers = tuple(kind if i % 2 else "full" for i in range(cfg.num_hidden_layers))
+    window = max(1, cfg.max_position_embeddings // 32)
+    return dataclasses.replace(cfg, layer_attention=layers, sliding_window=min(4096, window))
 
 
 PRESETS = {f.__name__: f for f in (glm5, glm5_2, glm4_7_flash, small, tiny)}

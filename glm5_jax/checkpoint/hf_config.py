@@ -72,6 +72,10 @@ _HARMLESS = (
 
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
 _NOT_IN_HF = ("attention", "latent_norm_eps", "index_norm_eps")
+_ALTERNATIVES = (
+    "projections num_key_value_heads layer_attention sliding_window linear_conv_kernel_dim "
+    "simple_gdn_beta"
+).split()
 _OURS = "glm5_jax"  # the one field of our own: what HF's fields cannot say
 _SPECIAL = (
     "model_type dtype eos_token_id rope_parameters indexer_types first_k_dense_replace".split()
@@ -91,7 +95,7 @@ _POSITIONS = "original_max_position_embeddings"
 
 def _plain(model_type: str) -> dict[str, type]:
     """Fields that both sides have under one name, with their types."""
-    skip = {*_SPECIAL, *_NOT_IN_HF, "hf_extra"}
+    skip = {*_SPECIAL, *_NOT_IN_HF, *_ALTERNATIVES, "hf_extra"}
     if model_type == "glm4_moe_lite":
         skip |= {"index_topk", "index_n_heads", "index_head_dim"}
     return {f.name: f.type for f in dataclasses.fields(ModelConfig) if f.name not in skip}
@@ -132,6 +136,13 @@ def to_hf(cfg: ModelConfig) -> dict:
         raise ValueError(
             f"model_type {cfg.model_type!r} with index_topk {cfg.index_topk}: HF's glm_moe_dsa always "
             "has an indexer and glm4_moe_lite never; set model_type to match"
+        )
+    plain = ModelConfig()
+    other = [name for name in _ALTERNATIVES if getattr(cfg, name) != getattr(plain, name)]
+    if other:
+        raise ValueError(
+            f"HF's {cfg.model_type} has no {', '.join(other)}; save this model with the training "
+            "checkpoints"
         )
     out = {name: getattr(cfg, name) for name in _plain(cfg.model_type)}
     if cfg.index_topk is not None:

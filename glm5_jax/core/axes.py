@@ -34,4 +34,6 @@ def sizes(cfg) -> dict[str, int]:
         "j": cfg.index_head_dim,
         "e": cfg.n_routed_experts,
         "v": cfg.vocab_size,
+        "y": cfg.num_key_heads,
+        "w": cfg.linear_conv_kernel_dim,
     }

@@ -21,6 +21,7 @@ RULES = (
     ("e", "expert"),
     ("v", "expert"),
     ("n", "expert"),
+    ("y", "expert"),
     ("i", "expert"),
     ("f", "tensor"),  # before the others on f: what stays sharded must be the outer cut
     ("e f", "fsdp"),

@@ -1,6 +1,7 @@
 """One decoder layer: x += Attention(RMSNorm(x)); x += FFN(RMSNorm(x)), dense or mixture of experts."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from glm5_jax.core.mesh import Region
+from glm5_jax.model.ablations.gdn import Gdn
+from glm5_jax.model.ablations.gqa import Gqa
+from glm5_jax.model.ablations.layer import grouped, linear
 from glm5_jax.model.cache import LayerCache, write
 from glm5_jax.model.dispatch import routed_experts
 from glm5_jax.model.experts import Experts
@@ -31,12 +35,16 @@ from pallas_kernels.pointwise import rms_norm
 
 
 class Block(nnx.Module):
-    """Weights of a layer or of a stack; full_layers: those of the stack that own an indexer."""
+    """Weights of a layer or of a stack; full_layers: those of the stack that own an indexer, gdn_layers:
+    those of Gated DeltaNet."""
 
-    def __init__(self, declare, cfg, moe: bool, full_layers):
+    def __init__(self, declare, cfg, moe: bool, full_layers, gdn_layers=()):
         self.attn_norm = declare.ones("attn_norm", "d")
         self.mlp_norm = declare.ones("mlp_norm", "d")
-        self.attn = Mla(declare.child("attn"), cfg)
+        heads = declare.child("attn")
+        self.attn = Gqa(heads) if cfg.projections == "gqa" else Mla(heads, cfg)
+        if gdn_layers:
+            self.gdn = Gdn(declare.stack(gdn_layers).child("gdn"))
         if full_layers:
             stacked = declare.layers is not None
             self.indexer = Indexer(
@@ -88,20 +96,50 @@ class LayerStats(NamedTuple):
     index_loss: jax.Array | None = None
 
 
+class Switch(NamedTuple):
+    """Which of several kinds of attention a scanned layer has: int32[] index."""
+
+    kinds: tuple[str, ...]
+    index: jax.Array
+
+
 def block(
-    w, x, selection: Selection, cache: LayerCache | None, context: Context, full=True, share=1.0
+    w,
+    x,
+    selection: Selection,
+    cache,
+    context: Context,
+    full=True,
+    share=1.0,
+    kind: str | Switch = "full",
 ):
     """x [b t d] -> (x, Selection, cache, LayerStats).
 
     selection: of the nearest earlier full layer. full: whether this layer selects for itself; a traced bool
     in a scanned stack that mixes both kinds. share: the part of its index's loss that is learned from this
-    layer's attention; 0 skips it.
+    layer's attention; 0 skips it. kind: one of `config.LAYER_KINDS`, or the choice among those of a scanned
+    stack that has several.
     """
     cfg = context.cfg
     normed = rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)
-    y, selection, cache, stats = attention(
-        w["attn"], w.get("indexer"), normed, selection, cache, context, full, share
-    )
+
+    def attend(kind):
+        window = cfg.sliding_window if kind == "window" else None
+        if kind in ("gdn", "simple_gdn"):
+            gates = w["gdn"] if kind == "gdn" else None
+            y, own, max_logit = linear(w["attn"], gates, normed, cache, context)
+        elif cfg.projections == "gqa":
+            y, own, max_logit = grouped(w["attn"], normed, cache, context, window)
+        else:
+            weights = w["attn"], w.get("indexer")
+            return attention(*weights, normed, selection, cache, context, full, share, window)
+        return y, selection, own, LayerStats(max_logit)
+
+    if isinstance(kind, Switch):
+        branches = [functools.partial(attend, name) for name in kind.kinds]
+        y, selection, cache, stats = lax.switch(kind.index, branches)
+    else:
+        y, selection, cache, stats = attend(kind)
     x = x + y
     normed = rms_norm(x, w["mlp_norm"], cfg.rms_norm_eps)
     if "mlp" in w:
@@ -110,7 +148,17 @@ def block(
     return x + y, selection, cache, stats._replace(load=load, balance=balance)
 
 
-def attention(w, indexer, x, selection: Selection, cache, context: Context, full, share):
+def attention(
+    w,
+    indexer,
+    x,
+    selection: Selection,
+    cache: LayerCache | None,
+    context: Context,
+    full,
+    share,
+    window=None,
+):
     """MLA over this device's queries and everyone's keys -> (y [b t d], Selection, cache, LayerStats)."""
     cfg, region, learns = context.cfg, context.region, context.index_weight is not None
     c_q, q, latent, _ = mla_prologue(
@@ -163,7 +211,7 @@ def attention(w, indexer, x, selection: Selection, cache, context: Context, full
     queries = Queries(q, context.start, context.segments)
     keys = Keys(latent, context.key_segments)
     topk = selection.topk if context.selects else None
-    attended = mla(w, queries, keys, cfg, context.plan, topk)
+    attended = mla(w, queries, keys, cfg, context.plan, topk, window)
     stats = LayerStats(attended.max_logit)
     if learns:
         loss = _index_loss(w, queries, keys, attended, topk, selection.index, context, share)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -25,7 +26,7 @@ from glm5_jax.core.params import (
     shapes_only,
 )
 from glm5_jax.core.tree import flatten, map_with_path
-from glm5_jax.model.block import Block, Context, LayerStats, block
+from glm5_jax.model.block import Block, Context, LayerStats, Switch, block
 from glm5_jax.model.cache import Cache, write
 from glm5_jax.model.indexer import Index, Selection
 from glm5_jax.model.mtp import Mtp, mtp_step
@@ -35,6 +36,7 @@ from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import rms_norm
 
 STACKS = ("dense_layers", "moe_layers")
+PARTIAL = ("indexer", "gdn")  # their stacks count only the layers that own them
 # What stays cut while it is used: a device that held all of it would add it to the sum once more.
 DIVIDED = {
     "tensor": ("intermediate_size", "moe_intermediate_size"),
@@ -98,7 +100,8 @@ def _declare(module, cfg, make, dtype):
     for name, layers in stacks(cfg):
         full = [i for i in cfg.full_layers if i in layers]
         stack = declare.child(name).stack(layers)
-        setattr(module, name, Block(stack, cfg, moe=name == "moe_layers", full_layers=full))
+        gdn = [i for i in cfg.gdn_layers if i in layers]
+        setattr(module, name, Block(stack, cfg, name == "moe_layers", full, gdn))
     if cfg.num_nextn_predict_layers:
         module.mtp = Mtp(declare.child("mtp"), cfg)
     module.final_norm = declare.ones("final_norm", "d")
@@ -155,17 +158,22 @@ def unstack(params, cfg: ModelConfig):
     for name, layers in stacks(cfg):
         if isinstance(params[name], dict):
             stack = params[name]
-            body = {k: v for k, v in stack.items() if k != "indexer"}
-            full = [i for i in layers if i in cfg.full_layers]
+            body = {k: v for k, v in stack.items() if k not in PARTIAL}
+            parts = {k: (stack[k], _owners(cfg, k, layers)) for k in PARTIAL if k in stack}
             out[name] = []
             for position, layer in enumerate(layers):
                 own = jax.tree.map(lambda x, i=position: x[i], body)
-                if layer in full:
-                    own["indexer"] = jax.tree.map(
-                        lambda x, i=full.index(layer): x[i], stack["indexer"]
-                    )
+                for part, (values, owners) in parts.items():
+                    if layer in owners:
+                        own[part] = jax.tree.map(lambda x, i=owners.index(layer): x[i], values)
                 out[name].append(own)
     return out
+
+
+def _owners(cfg: ModelConfig, part: str, layers: range) -> list[int]:
+    """The layers of a stack that own a part of PARTIAL."""
+    every = {"indexer": cfg.full_layers, "gdn": cfg.gdn_layers}[part]
+    return [i for i in layers if i in every]
 
 
 def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
@@ -246,8 +254,10 @@ def trunk(
             stack = stack if isinstance(stack, list) else unstack(params, cfg)[name]
             for layer, w in zip(layers, stack):
                 own = cache and cache.layers[layer]
-                w = weights(name, w, sliced=True)
-                x, selection, own, s = block(w, x, selection, own, context, True, shares[layer])
+                w, kind = weights(name, w, sliced=True), cfg.layer_kinds[layer]
+                x, selection, own, s = block(
+                    w, x, selection, own, context, True, shares[layer], kind
+                )
                 layer_caches.append(own)
                 stats.append(jax.tree.map(lambda a: a[None], s))
         else:
@@ -288,12 +298,18 @@ def _scan(name, stack, layers, x, selection, shares, weights, context):
     """The layers of one stack under `lax.scan`, so that 75 layers compile like one."""
     full = set(context.cfg.full_layers)
     flags = [i in full for i in layers]
-    body = {k: v for k, v in stack.items() if k != "indexer"}
-    indexers, mixed = None, not all(flags)
-    if (context.selects or context.index_weight is not None) and "indexer" in stack:
-        indexers = stack["indexer"]
-        if not mixed:
-            body, indexers = stack, None
+    kinds = [context.cfg.layer_kinds[i] for i in layers]
+    several = tuple(dict.fromkeys(kinds))
+    body, parts, mixed = dict(stack), {}, not all(flags)
+    for part in set(PARTIAL) & set(stack):
+        owners, values = _owners(context.cfg, part, layers), body.pop(part)
+        if part == "indexer" and not (context.selects or context.index_weight is not None):
+            continue
+        if len(owners) == len(layers):
+            body[part] = values
+        else:
+            own = np.maximum(np.cumsum([i in owners for i in layers]) - 1, 0)
+            parts[part] = (values, own)
 
     # Known when tracing where all are alike.
     alike = shares[0] if len(set(shares)) == 1 else None
@@ -301,20 +317,23 @@ def _scan(name, stack, layers, x, selection, shares, weights, context):
 
     def layer(carry, xs):
         x, selection = carry
-        w, is_full, position, share = xs
+        w, is_full, kind, positions, share = xs
         w = weights(name, w, sliced=True)
-        if indexers is not None:
+        for part, position in positions.items():
             own = jax.tree.map(
-                lambda a: lax.dynamic_index_in_dim(a, position, keepdims=False), indexers
+                lambda a, i=position: lax.dynamic_index_in_dim(a, i, keepdims=False),
+                parts[part][0],
             )
-            w["indexer"] = weights(f"{name}/indexer", own, sliced=True)
+            w[part] = weights(f"{name}/{part}", own, sliced=True)
         full, share = is_full if mixed else True, share if alike is None else alike
-        x, made, _, stats = block(w, x, selection, None, context, full, share)
+        kind = Switch(several, kind) if len(several) > 1 else several[0]
+        x, made, _, stats = block(w, x, selection, None, context, full, share, kind)
         kept = made if jax.tree.structure(made) == carried else selection
         return (x, kept), stats
 
-    positions = jnp.maximum(jnp.cumsum(jnp.asarray(flags)) - 1, 0)
-    xs = (body, jnp.asarray(flags), positions, jnp.asarray(shares, jnp.float32))
+    positions = {part: jnp.asarray(own, jnp.int32) for part, (_, own) in parts.items()}
+    numbers = jnp.asarray([several.index(kind) for kind in kinds], jnp.int32)
+    xs = (body, jnp.asarray(flags), numbers, positions, jnp.asarray(shares, jnp.float32))
     (x, selection), stats = lax.scan(context.plan.checkpoint(layer), (x, selection), xs)
     return x, selection, stats
 

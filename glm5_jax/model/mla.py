@@ -67,13 +67,22 @@ class Attended(NamedTuple):
     k: jax.Array
 
 
-def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None) -> Attended:
+def expand(w, latent):
+    """(k [b s n h+r], v [b s n u]) of every head from latents [b s c+r]."""
+    c_kv, k_rope = jnp.split(latent, [w["k_b"].shape[0]], axis=-1)
+    k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
+    v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
+    return jnp.concatenate([k_nope, shared], axis=-1), v
+
+
+def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None, window=None) -> Attended:
     """The attention of one layer.
 
-    topk int32[b t k] restricts every query to those keys (-1: none); causality and segments hold in
-    any case. A query that sees no key yields zeros.
+    topk int32[b t k] restricts every query to those keys (-1: none), window to the last so many (dense
+    forms only); causality and segments hold in any case. A query that sees no key yields zeros.
     """
-    form = plan.attention_form or cheapest_form(queries, keys, cfg, topk)
+    form = plan.attention_form or cheapest_form(queries, keys, cfg, topk, window)
     c = cfg.kv_lora_rank
     scale = cfg.softmax_scale
     dense = functools.partial(
@@ -83,15 +92,12 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None) -> Attended:
         q_segments=queries.segments,
         k_segments=keys.segments,
         topk=topk,
+        window=window,
         block=plan.query_block,
         implementation=plan.kernels,
     )
     if form == "expanded":
-        c_kv, k_rope = jnp.split(keys.latent, [c], axis=-1)
-        k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
-        v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
-        shared = jnp.broadcast_to(k_rope[:, :, None], (*k_nope.shape[:3], k_rope.shape[-1]))
-        k, q = jnp.concatenate([k_nope, shared], axis=-1), queries.q
+        q, (k, v) = queries.q, expand(w, keys.latent)
         out, lse, top = dense(q, k, v)
     elif form in ("absorbed", "gathered"):
         q, k = absorbed_queries(w, queries.q, cfg), keys.latent[:, :, None]
@@ -128,7 +134,7 @@ def absorbed_queries(w, q, cfg):
 GATHER_COST = 3
 
 
-def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
+def cheapest_form(queries: Queries, keys: Keys, cfg, topk, window=None) -> str:
     """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice.
 
     Where a kernel gathers, always "gathered" over selected keys: attention by masking has no kernel.
@@ -139,6 +145,8 @@ def cheapest_form(queries: Queries, keys: Keys, cfg, topk) -> str:
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
     c = cfg.kv_lora_rank
     pairs = t * (s - t / 2) if isinstance(queries.start, int) else t * s
+    if window is not None:
+        pairs = min(pairs, t * window)
     fold = t * n * c * (h + u)
     cost = {
         "expanded": s * n * c * (h + u) + pairs * n * (h + r + u),

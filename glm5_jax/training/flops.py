@@ -54,15 +54,27 @@ def _layer(cfg: ModelConfig, t: int, layer: int | None, moe: bool) -> float:
     d, n, q, c = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
     visible = (t + 1) / 2  # keys of a query, on average
-    attended = visible
-    total = d * q + q * n * (h + r) + d * (c + r) + c * n * (h + u) + n * u * d
+    kind = "full" if layer is None else cfg.layer_kinds[layer]
+    most = t
+    total = n * u * d
+    if cfg.projections == "gqa":
+        total += d * n * (h + r) + d * cfg.num_key_value_heads * (h + r + u)
+    else:
+        total += d * q + q * n * (h + r) + d * (c + r) + c * n * (h + u)
+    if kind == "window":
+        most = min(cfg.sliding_window, t)
     if cfg.attention == "sparse":
-        k = min(cfg.index_topk, t)
-        attended = (k * (k + 1) / 2 + (t - k) * k) / t
+        most = min(cfg.index_topk, t)
         if layer is None or layer in cfg.full_layers:
             i, j = cfg.index_n_heads, cfg.index_head_dim
             total += q * i * j + d * j + d * i + i * j * visible
-    total += attended * n * (h + r + u)
+    if kind in ("gdn", "simple_gdn"):
+        total += 3 * n * (h + r) * u  # what a key recalls, what is written, what a query reads
+    else:
+        total += (most * (most + 1) / 2 + (t - most) * most) / t * n * (h + r + u)
+    if kind == "gdn":
+        taps = n * (h + r) + cfg.num_key_heads * (h + r + u)
+        total += cfg.linear_conv_kernel_dim * taps + 2 * d * n + d * n * u
     if not moe:
         return total + 3 * d * cfg.intermediate_size
     active = cfg.num_experts_per_tok + cfg.n_shared_experts

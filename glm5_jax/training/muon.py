@@ -30,7 +30,8 @@ from glm5_jax.core import tree
 from glm5_jax.core.mesh import AXES, Region
 from glm5_jax.core.sharding import spec_of
 
-SPLIT_BY_HEAD = re.compile(r"attn/(q_b|k_b|v_b)$")  # the only matrices that paper 2.1 names
+# The only matrices that paper 2.1 names, and their like in grouped-query attention.
+SPLIT_BY_HEAD = re.compile(r"attn/(q_b|k_b|v_b|q|k|v)$")
 MAX_ELEMENTS = 1 << 26  # of the blocks that one device iterates on at once; bounds the memory
 
 
@@ -60,7 +61,7 @@ class Layout:
 def layout_of(path: str, letters: str, split: str = "head") -> Layout:
     """Layout of the weight at a path, declared with these letters ("l q n hr").
 
-    `split="head"` cuts the Q/K/V up-projections along n, "whole" leaves them one matrix each. Layers
+    `split="head"` cuts the Q/K/V up-projections along their heads, "whole" leaves them one matrix each. Layers
     and experts are always separate. ValueError for anything that is not a stack of matrices.
     """
     if split not in ("head", "whole"):
@@ -70,12 +71,16 @@ def layout_of(path: str, letters: str, split: str = "head") -> Layout:
     if "experts" in path.split("/"):
         batch.add("e")
     if split == "head" and SPLIT_BY_HEAD.search(path):
-        batch.add("n")
+        batch |= {"n", "y"}
     sides: list[tuple[int, ...]] = []
     for dim, name in enumerate(names):
         if name in batch:
             continue
-        if sides and names[sides[-1][-1]] in ("n", "i"):  # heads and what each holds are one side
+        if sides and names[sides[-1][-1]] in (
+            "n",
+            "y",
+            "i",
+        ):  # heads and what each holds are one side
             sides[-1] += (dim,)
         else:
             sides.append((dim,))

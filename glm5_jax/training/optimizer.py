@@ -3,7 +3,7 @@
 A first-match pattern table gives every weight to one group:
 
     muon     attention, feed-forward, expert, router and eh_proj matrices
-    adamw    embedding, output head, norms, biases
+    adamw    embedding, output head, norms, biases, and of Gated DeltaNet the taps and rates
     indexer  the lightning indexers, AdamW as well
     frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
 
@@ -29,7 +29,9 @@ GROUPS = (
     (r"^(embed|lm_head)/weight$", "adamw"),
     (r"norm$", "adamw"),
     (r"attn/\w+_bias$", "adamw"),
-    (r"attn/(q_a|q_b|kv_a|k_b|v_b|o)$", "muon"),
+    (r"attn/(q_a|q_b|kv_a|k_b|v_b|q|k|v|o)$", "muon"),
+    (r"gdn/(a|b|gate)$", "muon"),
+    (r"gdn/(conv_\w|a_log|dt_bias)$", "adamw"),
     (r"(mlp|experts|shared)/(gate|up|down)$", "muon"),
     (r"router/weight$", "muon"),
     (r"^mtp/eh_proj$", "muon"),

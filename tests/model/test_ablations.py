@@ -11,8 +11,8 @@ import pytest
 from glm5_jax.core.mesh import Region
 from glm5_jax.model.ablations.gdn import gdn
 from glm5_jax.model.ablations.gqa import gqa, gqa_heads, rotate_last
-from glm5_jax.model.ablations.recurrence import State
 from glm5_jax.model.ablations.simple_gdn import simple_gdn
+from glm5_jax.model.cache import State
 from glm5_jax.model.mla import Queries
 from glm5_jax.model.plan import Plan
 from tests.oracles import ablations as oracle, attention, gated_delta

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from glm5_jax.model.ablations.recurrence import State, delta_rule
+from glm5_jax.model.ablations.recurrence import delta_rule
+from glm5_jax.model.cache import State
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import rms_norm
 

@@ -6,24 +6,16 @@ tokens for heads: each runs its own heads over the whole sequence.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glm5_jax.model.cache import State
 from pallas_kernels.gated_delta import gated_delta, gated_delta_step
 from pallas_kernels.numerics import wide
 
 L2_EPS = 1e-6  # under the root of a head's squared length; that of the public implementations
-
-
-class State(NamedTuple):
-    """What a layer remembers of its rows. state wide[b n h+r u]; conv [b w-1 n 2(h+r)+u]: the last inputs
-    of the short convolution, query, key and value beside each other, or None without one."""
-
-    state: jax.Array
-    conv: jax.Array | None
 
 
 def delta_rule(q, k, v, g, beta, context, cache: State | None, taps=None):

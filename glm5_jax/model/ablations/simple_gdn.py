@@ -9,7 +9,8 @@ replaced), both have unit length, for which the recurrence is stable up to beta 
 
 import jax.numpy as jnp
 
-from glm5_jax.model.ablations.recurrence import State, delta_rule
+from glm5_jax.model.ablations.recurrence import delta_rule
+from glm5_jax.model.cache import State
 from pallas_kernels.numerics import wide
 
 

@@ -1,0 +1,71 @@
+"""A trained model of full attention with other kinds of attention in the layers of one's choice.
+
+    full -> window      the same weights
+    full -> simple_gdn  the same weights: q, k, v and o serve the delta rule
+    full -> gdn         the same weights beside new ones, which start neutrally (`NEUTRAL`)
+
+What is not new is not copied. (GLM-5 2.1.2; the paper goes on training for 190B tokens.)
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.model import glm5
+
+
+def _last_tap(shape):
+    """Of a convolution: 1 on a token itself, 0 on those before it."""
+    return jnp.zeros(shape).at[..., -1].set(1)
+
+
+SLOW = (
+    0.001  # the state forgets this share a token; not printed, the least of the public first values
+)
+
+# New weights of Gated DeltaNet. The taps pass tokens as they are; gates depend on no token yet: half of what
+# a key recalls is replaced (beta = sigmoid(0)), and a thousandth of the state is forgotten (a_log = 0). SiLU
+# has no neutral argument but 0: a converted layer is silent until its output gate has learnt.
+NEUTRAL = {
+    "conv_q": _last_tap,
+    "conv_k": _last_tap,
+    "conv_v": _last_tap,
+    "a": jnp.zeros,
+    "a_log": jnp.zeros,
+    "dt_bias": lambda shape: jnp.full(shape, math.log(math.expm1(SLOW))),
+    "b": jnp.zeros,
+    "gate": jnp.zeros,
+    "norm": jnp.ones,
+}
+
+
+def convert(params, cfg: ModelConfig, kinds) -> tuple[dict, ModelConfig]:
+    """(params, config) of the model with the attention `kinds`, one of `config.LAYER_KINDS` per layer.
+
+    params: of full or windowed attention; its indexers, which only see full layers, are left behind. New weights have the dtype of the embedding and are to be put on a
+    mesh by the caller (`glm5.param_shardings`). ValueError if the model has recurrent layers already, or for
+    kinds that do not fit it.
+    """
+    recurrent = sorted(set(cfg.layer_kinds) - {"full", "window"})
+    if recurrent:
+        raise ValueError(
+            f"the model has {', '.join(recurrent)} layers; convert one of full attention instead"
+        )
+    target = dataclasses.replace(
+        cfg,
+        layer_attention=tuple(kinds),
+        attention="dense",
+        index_topk=None,
+        indexer_types=None,
+    )
+    old, new = flatten(params), {}
+    dtype = old["embed/weight"].dtype
+    for path, weight in flatten(glm5.abstract(target)).items():
+        if path in old:
+            new[path] = old[path]
+        else:
+            new[path] = NEUTRAL[path.split("/")[-1]](weight.shape).astype(dtype)
+    return unflatten(new), target
