@@ -34,6 +34,20 @@ REFUSED = [
     (dict(indexer_types=("full",)), "indexer_types names 1 layers, num_hidden_layers is 4"),
     (dict(indexer_types=("full", "half", "full", "full")), "indexer_types holds .'half'."),
     (dict(indexer_types=("shared",) + ("full",) * 3), "layer 0 must be 'full'"),
+    (dict(layer_attention=("window",) * 4), "layer_attention replaces sparse attention"),
+    (dict(layer_attention=("full",)), "layer_attention names 1 layers, num_hidden_layers is 4"),
+    (dict(layer_attention=("swa",) * 4), "layer_attention holds .'swa'.; use full, window, gdn"),
+    (dict(sliding_window=0), "sliding_window is 0; it must be a positive integer"),
+    (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim is 0"),
+    (dict(simple_gdn_beta=2.5), "simple_gdn_beta is 2.5; the recurrence is stable in"),
+    (dict(simple_gdn_beta=0.0), "simple_gdn_beta is 0.0"),
+    (dict(projections="mqa"), "projections is 'mqa'; use 'mla' or 'gqa'"),
+    (dict(projections="gqa"), "projections 'gqa' with an indexer"),
+    (dict(projections="gqa", num_key_value_heads=3), "num_key_value_heads 3 does not divide"),
+    (
+        dict(projections="gqa", index_topk=None, attention="dense", attention_bias=True),
+        "projections 'gqa' has no biases",
+    ),
 ]
 
 
@@ -66,6 +80,16 @@ def test_full_layers():
     shared = dataclasses.replace(TINY, indexer_types=("full", "shared", "full", "shared"))
     assert shared.full_layers == (0, 2)
     assert presets.glm4_7_flash().full_layers == ()
+
+
+def test_kinds_of_layers():
+    assert TINY.layer_kinds == ("full",) * 4 and TINY.gdn_layers == ()
+    kinds = ("gdn", "window", "simple_gdn", "gdn")
+    mixed = dataclasses.replace(TINY, attention="dense", layer_attention=kinds)
+    assert mixed.layer_kinds == kinds and mixed.gdn_layers == (0, 3) and mixed.num_key_heads == 8
+    same = dataclasses.replace(TINY, layer_attention=["full"] * 4)  # with sparse attention too
+    assert same.layer_attention == ("full",) * 4
+    assert presets.ablation("gqa").num_key_heads == 4
 
 
 def test_the_defaults_are_glm5():

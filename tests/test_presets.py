@@ -35,11 +35,33 @@ def test_small_fits_one_accelerator():
 def test_tiny_has_no_two_axes_of_one_size():
     cfg = presets.tiny()
     sizes = axes.sizes(cfg)
+    del sizes["y"], sizes["w"]  # key heads, as many as queries have, and taps, of the alternatives
     sizes |= {"f dense": cfg.intermediate_size, "f moe": cfg.moe_intermediate_size}
     sizes |= {"k": cfg.index_topk, "a": cfg.num_experts_per_tok}
     assert len(set(sizes.values())) == len(sizes), sizes
     for letter in ("n", "e", "d", "v", "f dense", "f moe"):
         assert sizes[letter] % 8 == 0, letter
+
+
+@pytest.mark.parametrize("kind", ["window", "gdn", "simple_gdn"])
+def test_ablations_replace_every_second_layer(kind):
+    cfg = presets.ablation(kind)
+    assert cfg.layer_attention == ("full", kind, "full", kind) and cfg.sliding_window == 1024 // 32
+    assert cfg.index_topk is None and cfg.attention == "dense"
+    large = presets.ablation(kind, presets.glm5())
+    assert large.layer_attention.count(kind) == 39 and large.sliding_window == 4096
+
+
+def test_ablations_of_the_projections():
+    cfg = presets.ablation("gqa", presets.small())
+    heads, width = cfg.num_key_value_heads, cfg.qk_nope_head_dim + cfg.qk_rope_head_dim
+    assert heads * (width + cfg.v_head_dim) == 2048  # of GQA-8, table 1
+    assert presets.ablation("gqa").num_key_value_heads == 4
+    plain = presets.ablation("mla")
+    assert plain.layer_attention is None and plain.projections == "mla"
+    assert plain.full_layers == () and plain.hidden_size == presets.tiny().hidden_size
+    with pytest.raises(ValueError, match="unknown ablation 'swa'; use one of mla, gqa, window"):
+        presets.ablation("swa")
 
 
 def test_an_unknown_preset_is_refused_with_the_list():

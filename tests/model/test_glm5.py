@@ -26,6 +26,11 @@ CFG = dataclasses.replace(
     attention_bias=True,
 )
 CONFIGS = {name: presets.get(name) for name in presets.PRESETS}
+MIXED = dict(layer_attention=("gdn", "window", "gdn", "simple_gdn"))
+CONFIGS |= {
+    "gdn on mla": dataclasses.replace(presets.ablation("mla"), **MIXED),
+    "gdn on gqa": dataclasses.replace(presets.ablation("gqa"), **MIXED),
+}
 CONFIGS |= {name: goldens.load(name).cfg for name in goldens.NAMES} | {"biased": CFG}
 
 
@@ -44,7 +49,8 @@ def test_every_leaf_has_letters_that_fit_its_shape(name):
         sizes = axes.sizes(cfg) | {"f": widths.get(folders[-1] if folders else None)}
         if names.startswith("l "):
             layers = set(dict(glm5.stacks(cfg))[folders[0]])
-            sizes["l"] = len(layers & set(cfg.full_layers) if "indexer" in folders else layers)
+            owners = {"indexer": cfg.full_layers, "gdn": cfg.gdn_layers}.get(folders[-1], layers)
+            sizes["l"] = len(layers & set(owners))
         assert shapes[path].shape == tuple(sizes[x] for x in names.split()), path
 
 
