@@ -361,3 +361,21 @@ def test_glm4_moe_lite_takes_its_dense_layers_from_the_list_alone():
 def test_a_type_that_hf_does_not_have_is_not_written(cfg):
     with pytest.raises(ValueError, match="set model_type to match"):
         to_hf(cfg)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "fields"),
+    [
+        (presets.ablation("gqa"), "projections, num_key_value_heads"),
+        (presets.ablation("window"), "layer_attention, sliding_window"),
+        (dataclasses.replace(presets.tiny(), simple_gdn_beta=0.5), "simple_gdn_beta"),
+    ],
+)
+def test_what_hf_has_no_field_for_is_refused(cfg, fields):
+    with pytest.raises(ValueError, match=f"HF's {cfg.model_type} has no {fields}; save this model"):
+        to_hf(cfg)
+
+
+def test_the_ablation_of_no_indexer_is_written():
+    written = to_hf(presets.ablation("mla"))
+    assert written["model_type"] == "glm4_moe_lite" and to_hf(from_hf(written)) == written

@@ -87,6 +87,21 @@ def test_dense_attention_is_that_over_every_visible_key(form, selected):
     assert np.abs(result("expanded", "topk")[0] - expected[0]).max() > 1e-2
 
 
+@pytest.mark.parametrize("form", ["expanded", "absorbed"])
+def test_a_window_is_the_selection_of_the_last_keys(form):
+    w, queries, keys, *_ = inputs()
+    last = S - T + np.arange(T)[:, None] - np.arange(4)[::-1]
+    topk = jnp.asarray(np.broadcast_to(last, (B, T, 4)), jnp.int32)
+    plan = Plan(attention_form=form, query_block=8)
+    attended = jax.jit(
+        lambda topk, window: mla(w, queries, keys, CFG, plan, topk, window), static_argnums=1
+    )
+    want, got = attended(topk, None), attended(None, 4)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    assert np.abs(got[0] - result(form, "dense")[0]).max() > 1e-2
+
+
 def test_padding_attends_to_nothing():
     w, queries, *_ = inputs()
     padding = np.asarray(queries.segments) == 0
@@ -112,6 +127,9 @@ def test_the_cheapest_form():
     assert cheapest_form(*shapes(1, 65536, glm5, 2048, jnp.int32(7))) == "gathered"
     assert cheapest_form(*shapes(131072, 131072, glm5, 2048)) == "gathered"
     assert cheapest_form(*shapes(4096, 4096, glm5, 2048)) == "expanded"
+    # Expanding keys that no window reaches does not pay.
+    assert cheapest_form(*shapes(4096, 65536, glm5, start=61440)) == "expanded"
+    assert cheapest_form(*shapes(4096, 65536, glm5, start=61440), window=4096) == "absorbed"
 
 
 def test_an_unknown_form_is_refused():

@@ -40,6 +40,37 @@ def test_attention_counts_every_visible_key_once():
     assert got == pytest.approx(per_key - at_one, rel=1e-12)
 
 
+def test_every_alternative_multiplies_with_its_weights_once():
+    """At one token a window is full attention, and a recurrence three products with its state."""
+    for projections in ("mla", "gqa"):
+        cfg = presets.ablation(projections)
+        n, x, u = (
+            cfg.num_attention_heads,
+            cfg.qk_nope_head_dim + cfg.qk_rope_head_dim,
+            cfg.v_head_dim,
+        )
+        norms = 0 if projections == "gqa" else cfg.q_lora_rank + cfg.kv_lora_rank
+        for kind, state, more in (
+            ("window", n * (x + u), 0),
+            ("simple_gdn", 3 * n * x * u, 0),
+            ("gdn", 3 * n * x * u, 2 * n + u),
+        ):
+            own = dataclasses.replace(cfg, layer_attention=(kind,) * 4)
+            vectors = 4 * (2 * cfg.hidden_size + norms + more) + cfg.hidden_size
+            want = 2 * (own.num_active_parameters - vectors + 4 * state)
+            assert flops.forward_flops(own, 1) == want, (projections, kind)
+
+
+def test_a_window_counts_the_keys_that_it_holds_and_a_state_none():
+    cfg, t = presets.ablation("window"), 100
+    per_key = cfg.num_attention_heads * (20 + 12 + 24)
+    seen = sum(min(q + 1, cfg.sliding_window) for q in range(t)) + sum(q + 1 for q in range(t))
+    growth = flops.forward_flops(cfg, t) - flops.forward_flops(cfg, 1)
+    assert growth == pytest.approx(2 * 2 * per_key * (seen / t - 2), rel=1e-12)
+    linear = dataclasses.replace(cfg, layer_attention=("gdn", "simple_gdn") * 2)
+    assert flops.forward_flops(linear, 9) == flops.forward_flops(linear, 900)
+
+
 def test_sparse_attention_grows_only_by_its_scores():
     cfg = presets.glm5()
     score = cfg.index_n_heads * cfg.index_head_dim * cfg.num_hidden_layers

@@ -1,5 +1,7 @@
 """Muon Split on one device: which blocks there are, and what one step does to each."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,29 @@ def draw(*shape, seed=0):
 def apply(letters, updates, **options):
     options = {"dtype": "float32"} | options
     return orthogonalize(letters, **options).update(updates, optax.EmptyState())[0]
+
+
+ALTERNATIVE = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "blocks", "block"),
+    [
+        ("moe_layers/attn/q", "head", 3 * 8, (128, 32)),
+        ("moe_layers/attn/k", "head", 3 * 4, (128, 32)),
+        ("moe_layers/attn/v", "head", 3 * 4, (128, 24)),
+        ("mtp/block/attn/v", "head", 4, (128, 24)),
+        ("moe_layers/attn/k", "whole", 3, (128, 4 * 32)),
+        ("moe_layers/attn/o", "head", 3, (8 * 24, 128)),
+        ("moe_layers/gdn/a", "head", 3, (128, 8)),
+        ("moe_layers/gdn/gate", "head", 3, (128, 8 * 24)),
+    ],
+)
+def test_blocks_of_the_alternatives(path, split, blocks, block):
+    letters = tree.flatten(glm5.letters(ALTERNATIVE))[path]
+    shape = tree.flatten(glm5.abstract(ALTERNATIVE))[path].shape
+    assert layout_of(path, letters, split).size(shape) == block
+    assert np.prod(shape) == blocks * np.prod(block)
 
 
 @pytest.mark.parametrize(

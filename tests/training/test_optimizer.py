@@ -77,6 +77,17 @@ def test_biases_of_the_attention_are_covered():
     assert groups["moe_layers/attn/q_a_bias"] == groups["moe_layers/attn/o_bias"] == "adamw"
 
 
+def test_groups_of_the_alternatives():
+    cfg = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
+    letters = glm5.letters(cfg)
+    groups = tree.flatten(groups_of(OptimizerConfig(), letters))
+    for path in "attn/q attn/k attn/v attn/o gdn/a gdn/b gdn/gate".split():
+        assert groups[f"dense_layers/{path}"] == groups[f"moe_layers/{path}"] == "muon"
+        layout_of(f"moe_layers/{path}", tree.flatten(letters)[f"moe_layers/{path}"])
+    for path in "conv_q conv_k conv_v a_log dt_bias norm".split():
+        assert groups[f"moe_layers/gdn/{path}"] == "adamw"
+
+
 def test_groups_of_the_house():
     groups = tree.flatten(groups_of(OptimizerConfig(), glm5.letters(presets.tiny())))
     muon = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"

@@ -1,0 +1,47 @@
+"""Windows, linear attention and grouped queries on eight devices: loss and gradients of one device."""
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.model import glm5
+from tests.mesh import cases
+from tests.mesh.test_gradients import compare
+
+PLAIN = dict(
+    index_topk=None,
+    indexer_types=None,
+    first_k_dense_replace=2,
+    num_nextn_predict_layers=0,
+    sliding_window=6,
+)
+GROUPED = PLAIN | dict(projections="gqa", num_key_value_heads=2)
+CASES = [
+    # Each device has two heads of a recurrent layer over the whole sequence.
+    (PLAIN, ("gdn", "simple_gdn", "window"), {"expert": 2, "context": 2, "tensor": 2}),
+    (GROUPED, ("window", "gdn", "full"), {"fsdp": 2, "expert": 2, "context": 2}),
+]
+LONG = [
+    (PLAIN, ("simple_gdn", "window", "gdn"), {"context": 8}),
+    (PLAIN, ("gdn", "gdn", "simple_gdn"), {"data": 2, "fsdp": 4}),
+    (GROUPED, ("gdn", "full", "simple_gdn"), {"expert": 8}),
+    (GROUPED, ("simple_gdn", "window", "window"), {"context": 2, "tensor": 4}),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds", "axes"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
+)
+def test_loss_and_gradients_equal_those_of_one_device(fields, kinds, axes):
+    cfg = cases.config("dense", **fields, layer_attention=kinds)
+    compare(cfg, cases.STEP, make_mesh(axes))
+
+
+def test_heads_that_cannot_be_shared_out_are_refused():
+    fields = PLAIN | dict(num_attention_heads=6, layer_attention=("simple_gdn",) * 3)
+    cfg, tokens = cases.config("dense", **fields), np.ones((8, 32), np.int32)
+    with pytest.raises(ValueError, match="6 attention heads do not divide .* context . tensor = 4"):
+        mesh = make_mesh(context=2, tensor=2, data=2)
+        glm5.forward(glm5.init_params(cfg, jax.random.key(0)), tokens, cfg, mesh=mesh)
