@@ -85,7 +85,8 @@ def test_full_layers():
 def test_kinds_of_layers():
     assert TINY.layer_kinds == ("full",) * 4 and TINY.gdn_layers == ()
     kinds = ("gdn", "window", "simple_gdn", "gdn")
-    mixed = dataclasses.replace(TINY, attention="dense", layer_attention=kinds)
+    dense = dataclasses.replace(TINY, attention="dense", index_topk=None)
+    mixed = dataclasses.replace(dense, layer_attention=kinds)
     assert mixed.layer_kinds == kinds and mixed.gdn_layers == (0, 3) and mixed.num_key_heads == 8
     same = dataclasses.replace(TINY, layer_attention=["full"] * 4)  # with sparse attention too
     assert same.layer_attention == ("full",) * 4

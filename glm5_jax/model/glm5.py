@@ -301,7 +301,7 @@ def _scan(name, stack, layers, x, selection, shares, weights, context):
     kinds = [context.cfg.layer_kinds[i] for i in layers]
     several = tuple(dict.fromkeys(kinds))
     body, parts, mixed = dict(stack), {}, not all(flags)
-    for part in set(PARTIAL) & set(stack):
+    for part in [name for name in PARTIAL if name in stack]:
         owners, values = _owners(context.cfg, part, layers), body.pop(part)
         if part == "indexer" and not (context.selects or context.index_weight is not None):
             continue

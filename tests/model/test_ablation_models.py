@@ -161,6 +161,12 @@ def test_what_a_token_costs_in_memory():
     assert size("gdn", 7) == 5 * 3 * (state + 3 * 4 * (10 + 10 + 5) * 2)
 
 
+def test_a_converted_model_leaves_its_indexers_behind():
+    sparse = dataclasses.replace(OLD(BASE), attention="sparse", index_topk=7, index_head_dim=12)
+    after, cfg = convert(params(sparse), sparse, BASE.layer_attention)
+    assert cfg.full_layers == () and not any("indexer" in path for path in flatten(after))
+
+
 @pytest.mark.parametrize("projections", [{}, GROUPED], ids=["mla", "gqa"])
 def test_a_converted_model_keeps_every_weight(projections):
     old = dataclasses.replace(OLD(BASE), **projections)
