@@ -276,7 +276,7 @@ def index_shares(cfg: ModelConfig, served: bool) -> list[float]:
     """The part of an indexer's loss that each layer gives: all of it from its own layer, or an equal part
     from each layer that it serves (IndexCache, arXiv 2603.12201: the multi-layer loss of IndexShare)."""
     full = cfg.full_layers
-    if not served:
+    if not (served and full):
         return [float(i in full) for i in range(cfg.num_hidden_layers)]
     ends = [*full[1:], cfg.num_hidden_layers]
     return [1 / (end - first) for first, end in zip(full, ends) for _ in range(first, end)]

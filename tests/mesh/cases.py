@@ -86,7 +86,14 @@ def batch():
     }
 
 
+def step_of(cfg):
+    """STEP, without the indexers' loss where there are none."""
+    return STEP if cfg.index_topk else dataclasses.replace(STEP, index_weight=0.0)
+
+
 @functools.cache
 def reference(cfg):
     """(objective, LossParts, gradients) on one device."""
-    return jax.device_get(jax.jit(gradient_function(cfg, STEP))(params(cfg), batch(), RATES))
+    return jax.device_get(
+        jax.jit(gradient_function(cfg, step_of(cfg)))(params(cfg), batch(), RATES)
+    )
