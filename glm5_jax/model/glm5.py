@@ -28,7 +28,7 @@ from glm5_jax.core.params import (
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model.block import Block, Context, LayerStats, Switch, block
 from glm5_jax.model.cache import Cache, write
-from glm5_jax.model.indexer import Index, Selection
+from glm5_jax.model.indexer import Index, Selection, index_shares
 from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
@@ -272,16 +272,6 @@ def trunk(
     return Trunk(rms_norm(x, norm, cfg.rms_norm_eps), cache, stats, context)
 
 
-def index_shares(cfg: ModelConfig, served: bool) -> list[float]:
-    """The part of an indexer's loss that each layer gives: all of it from its own layer, or an equal part
-    from each layer that it serves (IndexCache, arXiv 2603.12201: the multi-layer loss of IndexShare)."""
-    full = cfg.full_layers
-    if not (served and full):
-        return [float(i in full) for i in range(cfg.num_hidden_layers)]
-    ends = [*full[1:], cfg.num_hidden_layers]
-    return [1 / (end - first) for first, end in zip(full, ends) for _ in range(first, end)]
-
-
 def _no_selection(shape, dtype, context) -> Selection:
     """What the layers start from where some own no indexer: zeros, which the first layer replaces."""
     cfg, topk, index = context.cfg, None, None
@@ -308,8 +298,7 @@ def _scan(name, stack, layers, x, selection, shares, weights, context):
         if len(owners) == len(layers):
             body[part] = values
         else:
-            own = np.maximum(np.cumsum([i in owners for i in layers]) - 1, 0)
-            parts[part] = (values, own)
+            parts[part] = (values, np.maximum(np.cumsum([i in owners for i in layers]) - 1, 0))
 
     # Known when tracing where all are alike.
     alike = shares[0] if len(set(shares)) == 1 else None
@@ -320,11 +309,8 @@ def _scan(name, stack, layers, x, selection, shares, weights, context):
         w, is_full, kind, positions, share = xs
         w = weights(name, w, sliced=True)
         for part, position in positions.items():
-            own = jax.tree.map(
-                lambda a, i=position: lax.dynamic_index_in_dim(a, i, keepdims=False),
-                parts[part][0],
-            )
-            w[part] = weights(f"{name}/{part}", own, sliced=True)
+            at = functools.partial(lax.dynamic_index_in_dim, index=position, keepdims=False)
+            w[part] = weights(f"{name}/{part}", jax.tree.map(at, parts[part][0]), sliced=True)
         full, share = is_full if mixed else True, share if alike is None else alike
         kind = Switch(several, kind) if len(several) > 1 else several[0]
         x, made, _, stats = block(w, x, selection, None, context, full, share, kind)

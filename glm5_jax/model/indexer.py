@@ -85,6 +85,16 @@ def index_loss(
     return indexer_kl(*heads, k, lse, block=plan.query_block, **rest)[0]
 
 
+def index_shares(cfg, served: bool) -> list[float]:
+    """The part of an indexer's loss that each layer gives: all of it from its own layer, or an equal part
+    from each layer that it serves (IndexCache, arXiv 2603.12201: the multi-layer loss of IndexShare)."""
+    full = cfg.full_layers
+    if not (served and full):
+        return [float(i in full) for i in range(cfg.num_hidden_layers)]
+    ends = [*full[1:], cfg.num_hidden_layers]
+    return [1 / (end - first) for first, end in zip(full, ends) for _ in range(first, end)]
+
+
 def _rotate_front(x, cos, sin, cfg):
     front, rest = jnp.split(x, [cfg.qk_rope_head_dim], axis=-1)
     return jnp.concatenate([rotate(front, cos, sin), rest], axis=-1)

@@ -66,6 +66,14 @@ def test_values_depend_on_path_layer_and_key_alone():
 
 
 @pytest.mark.parametrize("make", [random_values, random_values_at_once])
+def test_a_draw_around_a_mean(make):
+    declare = Declare({"d": 4000}, make(KEY), 0.5, jnp.dtype("float32")).stack((3,))
+    drawn = np.asarray(declare.around("rate", "d", -4.6, 1.33)[...])
+    assert drawn.shape == (1, 4000)
+    assert abs(drawn.mean() + 4.6) < 0.1 and abs(drawn.std() - 1.33) < 0.1
+
+
+@pytest.mark.parametrize("make", [random_values, random_values_at_once])
 def test_constants_and_dtypes(make):
     tree = values(make(KEY), dtype="bfloat16")
     assert (tree["stack"]["norm"] == 1).all() and not tree["stack"]["bias"].any()

@@ -36,8 +36,8 @@ LONG = [
 )
 def test_loss_and_gradients_equal_those_of_one_device(fields, kinds, axes):
     cfg = cases.config("dense", **fields, layer_attention=kinds)
-    # A head's rounding grows where its outcome, which is normed, is small: measured up to 3e-5.
-    compare(cfg, cases.step_of(cfg), make_mesh(axes), tolerance=1e-4)
+    # A head's rounding grows where its outcome, which is normed, is small: measured up to 5e-5.
+    compare(cfg, cases.step_of(cfg), make_mesh(axes), tolerance=2e-4)
 
 
 def test_heads_that_cannot_be_shared_out_are_refused():
