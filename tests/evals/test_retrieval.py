@@ -15,6 +15,7 @@ import pytest
         # A third of the context is values: guessing among them solves 1 in 20 at 72 tokens.
         ({"kind": "multi_key", "haystack": "notes"}, "18:500,36:100,72:100", [36, 72]),
     ],
+    ids=["needle", "notes"],
 )
 def test_a_model_learns_to_retrieve(fields, stages, lengths, plain_env):
     command = [sys.executable, "-m", "tests.evals.retrieval_run", json.dumps(fields), stages]
