@@ -42,7 +42,7 @@ class Loader:
 
         Raises ValueError for a source that has no training document, and for a host out of range.
         """
-        sources = open_training_sources(config)
+        sources = open_training_sources(config, tokenizer)
         self._rows = iter(
             training_rows(
                 config,

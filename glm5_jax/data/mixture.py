@@ -1,6 +1,6 @@
 """Weighted mixture of sources: the endless stream of training rows, and the held-out rows.
 
-The weights are shares of rows, so of tokens: every source is shuffled and packed by itself, and the
+A source holds documents (sources.py) or records made by a task (long_context.py). The weights are shares of rows, so of tokens: every source is shuffled and packed by itself, and the
 rows are interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once
 more over a window, since the rows of one long document follow each other and would fill a batch.
 All of it follows from the seed alone.
@@ -9,14 +9,19 @@ All of it follows from the seed alone.
 import contextlib
 import dataclasses
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grain
 
+from glm5_jax.data.document import Document
+from glm5_jax.data.interleave import weave
+from glm5_jax.data.long_context import TaskSourceConfig, one_side
 from glm5_jax.data.packing import PACKINGS, pack
 from glm5_jax.data.record import TokenRecord, plain_record
-from glm5_jax.data.sources import Source, SourceConfig, held_out, open_source
+from glm5_jax.data.sources import SourceConfig, open_documents
 from glm5_jax.text.tokenizer import Tokenizer
+
+Items = Sequence[Document] | Sequence[TokenRecord]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,20 +29,25 @@ class DataConfig:
     """What to train on. Construction refuses contradictory values (ValueError).
 
     Attributes:
-      sources: the mixture; names (kind and path) must differ.
+      sources: the mixture; names (kind, path and lengths) must differ. Tasks need best-fit packing
+        and rows that hold them whole.
       sequence_length: tokens of a row (4096 in pre-training: GLM-4.5 report, section 2.3).
       seed: of the order of documents and rows.
       shuffle_window: tokens of each source over which rows are shuffled; held in memory, and read
         again on resuming (a second or so at 2**18).
       packing: "concat" or "best_fit" (packing.py).
-      open_rows: rows that best-fit packing fills at a time; more pad less. 64 at 4096 tokens left
-        4% padding on the shipped texts, 16 left 7%.
+      open_rows: rows that best-fit packing fills at a time; more pad less, and are all filled before
+        the first is given out. 64 at 4096 tokens left 4% padding on the shipped texts, 16 left 7%;
+        at 202752 tokens 8 left 0.5%, within 6 s where 64 took 37.
       held_out_fraction: share of the documents kept for evaluation; 0 trains on all.
       num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for.
       prefetch_documents: how many documents of each source are tokenised ahead.
     """
 
-    sources: tuple[SourceConfig, ...] = (SourceConfig("shakespeare"), SourceConfig("stdlib"))
+    sources: tuple[SourceConfig | TaskSourceConfig, ...] = (
+        SourceConfig("shakespeare"),
+        SourceConfig("stdlib"),
+    )
     sequence_length: int = 4096
     seed: int = 0
     shuffle_window: int = 2**18
@@ -63,16 +73,27 @@ class DataConfig:
         for name, least in minima.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for source in self.sources:
+            if isinstance(source, SourceConfig):
+                continue
+            if self.packing != "best_fit" or source.length > self.sequence_length:
+                raise ValueError(
+                    f"packing is {self.packing!r} and sequence_length {self.sequence_length}, which "
+                    f"cut the tasks of source {source.name!r}, {source.length} tokens long, away from "
+                    "their answers; use best_fit, and rows as long as the tasks"
+                )
 
 
-def open_training_sources(config: DataConfig) -> dict[str, Source]:
+def open_training_sources(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Items]:
     """Opens the sources by name; ValueError, before any work, if one has no training document."""
-    return {source.name: _open(config, source, training=True) for source in config.sources}
+    return {
+        source.name: _open(config, source, tokenizer, training=True) for source in config.sources
+    }
 
 
 def training_rows(
     config: DataConfig,
-    sources: dict[str, Source],
+    sources: dict[str, Items],
     tokenizer: Tokenizer,
     *,
     process_index: int = 0,
@@ -81,22 +102,18 @@ def training_rows(
     """Endless rows (packing.py) of the mixture for one of `process_count` hosts.
 
     The hosts take disjoint documents of each epoch, and every epoch has an order of its own.
-    `sources` are those of `open_training_sources(config)`. ValueError for a host out of range.
+    `sources` are those of `open_training_sources`. ValueError for a host out of range.
     """
     if not 0 <= process_index < process_count:
         raise ValueError(f"process_index is {process_index} of process_count {process_count}")
     rows = {}
-    for name, source in sources.items():
+    for source in config.sources:
+        name, items = source.name, sources[source.name]
         seed = zlib.crc32(f"{config.seed} {name}".encode())
-        documents = (
-            grain.MapDataset.source(source)
-            .seed(seed)
-            .shuffle()
-            .repeat()[process_index::process_count]
-            .filter(lambda text: text and not held_out(text, config.held_out_fraction))
-        )
+        order = grain.MapDataset.source(items).seed(seed).shuffle()
+        order = order.repeat()[process_index::process_count]
         rows[name] = grain.experimental.WindowShuffleIterDataset(
-            _pack(config, documents, tokenizer),
+            _pack(config, _records(config, source, order, tokenizer, training=True)),
             window_size=max(1, config.shuffle_window // config.sequence_length),
             seed=seed,
         )
@@ -105,34 +122,23 @@ def training_rows(
 
 
 def held_out_rows(
-    config: DataConfig, source_config: SourceConfig, tokenizer: Tokenizer
+    config: DataConfig, source_config: SourceConfig | TaskSourceConfig, tokenizer: Tokenizer
 ) -> grain.IterDataset:
     """Rows of one source's held-out documents, once over, in one order for all seeds.
 
     Raises ValueError if the source has no held-out document.
     """
-    documents = (
-        grain.MapDataset.source(_open(config, source_config, training=False))
-        .seed(0)  # not the run's seed: runs that differ in it are compared on the same rows
-        .shuffle()
-        .filter(lambda text: text and held_out(text, config.held_out_fraction))
-    )
-    return _pack(config, documents, tokenizer)
+    return _pack(config, _one_pass(config, source_config, tokenizer, training=False))
 
 
 def training_documents(
-    config: DataConfig, source_config: SourceConfig, tokenizer: Tokenizer
+    config: DataConfig, source_config: SourceConfig | TaskSourceConfig, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
     """Token ids of each training document of one source, once, shuffled alike for all seeds."""
-    documents = (
-        grain.MapDataset.source(_open(config, source_config, training=True))
-        .seed(0)
-        .shuffle()
-        .filter(lambda text: text and not held_out(text, config.held_out_fraction))
-        .map(lambda text: document_ids(text, tokenizer))
-    )
-    with contextlib.closing(iter(_read_ahead(config, documents))) as ids:
-        yield from ids
+    records = _one_pass(config, source_config, tokenizer, training=True)
+    with contextlib.closing(iter(_read_ahead(config, records))) as found:
+        for record in found:
+            yield record.token_ids.tolist()
 
 
 def document_ids(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -140,36 +146,73 @@ def document_ids(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.encode(text), tokenizer.eos_id]
 
 
-def _open(config: DataConfig, source_config: SourceConfig, *, training: bool) -> Source:
+def _open(
+    config: DataConfig,
+    source_config: SourceConfig | TaskSourceConfig,
+    tokenizer: Tokenizer,
+    *,
+    training: bool,
+) -> Items:
     """Opens a source and makes sure that the split has a document: an endless filter would hang."""
-    source = open_source(source_config)
     fraction = config.held_out_fraction
-    for index in range(len(source)):
-        text = source[index]
-        if text and held_out(text, fraction) != training:
-            return source
+    if not isinstance(source_config, SourceConfig):
+        return source_config.open(tokenizer, fraction, training=training)
+    documents = open_documents(source_config)
+    for index in range(len(documents)):
+        if _readable(config, source_config, documents[index], training):
+            return documents
     split = "training" if training else "held-out"
     raise ValueError(
-        f"source {source_config.name!r} has no {split} document: {len(source)} document(s), "
+        f"source {source_config.name!r} has no {split} document: {len(documents)} document(s), "
         f"held_out_fraction {fraction}; add documents or change the fraction"
     )
 
 
-def _pack(
-    config: DataConfig, documents: grain.MapDataset, tokenizer: Tokenizer
-) -> grain.IterDataset:
-    def record(text: str) -> TokenRecord:
-        return plain_record(document_ids(text, tokenizer))
-
-    records = _read_ahead(config, documents.map(record))
-    return pack(records, config.sequence_length, packing=config.packing, open_rows=config.open_rows)
+def _readable(config, source_config, document: Document, training: bool) -> Document | None:
+    """What of a document may be read; None if nothing."""
+    if source_config.interleave is None and not source_config.fits(document):
+        return None
+    return one_side(document, config.held_out_fraction, training=training)
 
 
-def _read_ahead(config: DataConfig, documents: grain.MapDataset) -> grain.IterDataset:
+def _records(
+    config: DataConfig,
+    source_config: SourceConfig | TaskSourceConfig,
+    items: grain.MapDataset,
+    tokenizer: Tokenizer,
+    *,
+    training: bool,
+) -> grain.MapDataset:
+    """Records of what may be read of a dataset of a source's documents; those of a task as they are."""
+    if not isinstance(source_config, SourceConfig):
+        return items
+
+    def record(document: Document) -> TokenRecord:
+        found = [plain_record(document_ids(text, tokenizer)) for text in document.texts()]
+        return found[0] if len(found) == 1 else weave(found, document.chunk)
+
+    readable = items.map(lambda document: _readable(config, source_config, document, training))
+    return readable.filter(lambda document: document is not None).map(record)
+
+
+def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.MapDataset:
+    """Records of one source, once over."""
+    items = _open(config, source_config, tokenizer, training=training)
+    # Not the run's seed: runs that differ in it are compared on the same rows.
+    order = grain.MapDataset.source(items).seed(0).shuffle()
+    return _records(config, source_config, order, tokenizer, training=training)
+
+
+def _pack(config: DataConfig, records: grain.MapDataset) -> grain.IterDataset:
+    ahead = _read_ahead(config, records)
+    return pack(ahead, config.sequence_length, packing=config.packing, open_rows=config.open_rows)
+
+
+def _read_ahead(config: DataConfig, records: grain.MapDataset) -> grain.IterDataset:
     threads = config.num_threads if config.prefetch_documents else 0
-    documents = documents.to_iter_dataset(
+    records = records.to_iter_dataset(
         grain.ReadOptions(threads, max(config.prefetch_documents, threads))
     )
     # A held-out split is mostly filtered away, which is no reason for a warning.
     options = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
-    return grain.experimental.WithOptionsIterDataset(documents, options)
+    return grain.experimental.WithOptionsIterDataset(records, options)

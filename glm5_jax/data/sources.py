@@ -1,7 +1,8 @@
-"""Documents on disk as random-access sources: `len(source)` texts, `source[i]` a str.
+"""Documents on disk as random-access sources: `len(source)` documents, `source[i]` one of them.
 
 A source reads nothing but its index until a document is asked for, apart from `passages` and
-`parquet`, whose text is held in memory; corpora beyond memory belong in jsonl or array_record.
+`parquet`, whose text is held in memory, and interleaved ones, which read every document to compare
+them; corpora beyond memory belong in jsonl or array_record.
 Reads are thread-safe and deterministic, as Grain asks of its sources. What a file holds in place of
 text is a ValueError that names the file and the place.
 """
@@ -9,6 +10,7 @@ text is a ValueError that names the file and the place.
 import dataclasses
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -20,6 +22,19 @@ from typing import Protocol
 import grain
 import numpy as np
 
+from glm5_jax.data.document import (
+    AsDocuments,
+    AsTexts,
+    Books,
+    Document,
+    Repositories,
+    decode,
+    passages,
+    read_text,
+)
+from glm5_jax.data.interleave import InterleaveConfig, Interleaved
+from glm5_jax.data.record import TokenRecord
+
 ASSETS = pathlib.Path(__file__).parent / "assets"
 SHAKESPEARE = ASSETS / "tinyshakespeare.txt"
 
@@ -28,8 +43,8 @@ STDLIB_SKIPPED = frozenset(
     "test tests idle_test site-packages dist-packages encodings pydoc_data __pycache__".split()
 )
 STDLIB_MAX_BYTES = 256 * 1024
-PASSAGE_LENGTH = 4096  # characters
 FINGERPRINT_DOCUMENTS = 256  # read at every start
+FINGERPRINT_RECORDS = 4  # made at every start, which takes longer
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a pair, as JSON escapes it
 
 
@@ -39,18 +54,29 @@ class SourceConfig:
 
     Attributes:
       kind: "text" (a document per file), "passages" (files cut at blank lines into documents of
-        about 4096 characters), "jsonl", "parquet", "array_record", "shakespeare" (shipped,
-        passages) or "stdlib" (the running Python's standard library, a document per file).
-      path: a file or a glob (`**` goes into folders); empty for the last two kinds.
+        about 4096 characters), "books" (the same files whole), "repositories" (a document per
+        folder or file that stands directly in the path's fixed folder, the part before the first
+        `*`: its files one after the other), "jsonl", "parquet", "array_record"; or what is there
+        already: "shakespeare" (passages), "shakespeare_book" (the same text whole), "stdlib" (the
+        running Python's standard library, a document per file) and "stdlib_packages" (a document
+        per package).
+      path: a file or a glob (`**` goes into folders); empty for the last four kinds.
       field: the text's key in a jsonl or array_record object, or its parquet column. An
         array_record with an empty field holds bare UTF-8 text.
       weight: the source's share of the rows, relative to the other sources.
+      min_characters, max_characters: takes documents of at least, and of fewer than, so many
+        characters, what is held out of them counted; None for no upper limit. The same texts may
+        make two sources, a long and a short one (long_context.py).
+      interleave: puts similar documents into one (interleave.py); None leaves each by itself.
     """
 
     kind: str
     path: str = ""
     field: str = "text"
     weight: float = 1.0
+    min_characters: int = 0
+    max_characters: int | None = None
+    interleave: InterleaveConfig | None = None
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -63,15 +89,32 @@ class SourceConfig:
             raise ValueError(
                 f"the weight of source {self.name!r} is {self.weight}; make it positive"
             )
+        if not 0 <= self.min_characters < self._most:
+            raise ValueError(
+                f"source {self.name!r} takes documents from min_characters {self.min_characters} to "
+                f"below max_characters {self.max_characters}; make the first not negative and the "
+                "second larger, or None"
+            )
 
     @property
     def name(self) -> str:
         """How messages and metrics call the source."""
-        return f"{self.kind}:{self.path}" if self.path else self.kind
+        name = f"{self.kind}:{self.path}" if self.path else self.kind
+        if self.min_characters or self.max_characters is not None:
+            name += f"[{self.min_characters}:{self.max_characters}]"
+        return f"interleaved:{name}" if self.interleave else name
+
+    def fits(self, document: Document) -> bool:
+        """Whether a document has the length that is asked for."""
+        return self.min_characters <= document.num_characters < self._most
+
+    @property
+    def _most(self) -> float:
+        return float("inf") if self.max_characters is None else self.max_characters
 
 
 class Source(Protocol):
-    """Documents by number; satisfies Grain's `RandomAccessDataSource`."""
+    """Texts by number; satisfies Grain's `RandomAccessDataSource`."""
 
     def __len__(self) -> int: ...
 
@@ -88,17 +131,16 @@ class TextFiles:
         return len(self._paths)
 
     def __getitem__(self, index: int) -> str:
-        path = self._paths[index]
-        return _decode(path.read_bytes(), path)
+        return read_text(self._paths[index])
 
 
 class Passages:
-    """Files cut at blank lines; neighbouring paragraphs share a document (`PASSAGE_LENGTH`)."""
+    """Files cut at blank lines; neighbouring paragraphs share a document (document.passages)."""
 
     def __init__(self, paths: Sequence[pathlib.Path]):
         self._texts = []
         for path in paths:
-            self._texts += _passages(_decode(path.read_bytes(), path))
+            self._texts += passages(read_text(path))
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -190,17 +232,39 @@ class ArrayRecords:
 
     def __getitem__(self, index: int) -> str:
         record, where = self._records[index], f"record {index} of {self._name}"
-        return _field(record, self._field, where) if self._field else _decode(record, where)
+        return _field(record, self._field, where) if self._field else decode(record, where)
 
 
 def open_source(config: SourceConfig) -> Source:
-    """Opens a source.
+    """Opens a source as plain texts, whatever their length.
 
     Raises ValueError naming the path if no file matches or there is no document in them.
     """
-    if config.kind == "stdlib":
+    source = _open(config)
+    return AsTexts(source) if config.kind in COMPOSITE else source
+
+
+def open_documents(config: SourceConfig) -> Sequence[Document]:
+    """Opens a source as documents that know their parts, interleaved as the config says.
+
+    Documents that the config's lengths leave out are among them if they are not interleaved: they
+    are known when they are read (`SourceConfig.fits`). Raises ValueError as `open_source`, and if
+    none is left to be interleaved.
+    """
+    source = _open(config)
+    documents = source if config.kind in COMPOSITE else AsDocuments(source)
+    if config.interleave is None:
+        return documents
+    numbers = [i for i in range(len(documents)) if config.fits(documents[i])]
+    if not numbers:
+        raise ValueError(f"source {config.name!r}: none of {len(documents)} documents is that long")
+    return Interleaved(documents, numbers, config.interleave)
+
+
+def _open(config: SourceConfig) -> Source | Sequence[Document]:
+    if config.kind.startswith("stdlib"):
         paths = stdlib_paths()
-    elif config.kind == "shakespeare":
+    elif config.kind.startswith("shakespeare"):
         paths = [SHAKESPEARE]
     else:
         matches = sorted(glob.glob(os.path.expanduser(config.path), recursive=True))
@@ -221,8 +285,7 @@ def stdlib_paths() -> list[pathlib.Path]:
 
     Without tests, installed packages, code tables, empty files and files above 256 KiB.
     """
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    paths = []
+    root, paths = _stdlib(), []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         parts = path.relative_to(root).parts
         generated = parts[-1].startswith("_sysconfigdata")
@@ -242,25 +305,24 @@ def held_out(text: str, fraction: float) -> bool:
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
-def fingerprint(source: Source) -> str:
-    """What tells a source from another: its number of documents, and a hash of the texts of at most
-    `FINGERPRINT_DOCUMENTS` of them, evenly spaced. The same on every machine."""
-    digest = hashlib.blake2b(digest_size=8)
-    count = min(len(source), FINGERPRINT_DOCUMENTS)
+def fingerprint(source: Sequence[str | Document | TokenRecord]) -> str:
+    """What tells a source from another: its number of documents, and a hash of at most
+    `FINGERPRINT_DOCUMENTS` of them (`FINGERPRINT_RECORDS` of a source of records), evenly spaced: of
+    a document's text, of a record's tokens. The same on every machine."""
+    digest, item = hashlib.blake2b(digest_size=8), source[0]
+    most = FINGERPRINT_RECORDS if isinstance(item, TokenRecord) else FINGERPRINT_DOCUMENTS
+    count = min(len(source), most)
     for number in range(count):
-        text = source[number * (len(source) - 1) // max(1, count - 1)]
-        digest.update(hashlib.blake2b(text.encode("utf-8")).digest())
+        if number:
+            item = source[number * (len(source) - 1) // (count - 1)]
+        digest.update(hashlib.blake2b(_content(item)).digest())
     return f"{len(source)} documents {digest.hexdigest()}"
 
 
-def _decode(content: bytes, where: object) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{where} is not UTF-8: byte {content[error.start]:#04x} at offset {error.start}; "
-            "convert the file to UTF-8"
-        ) from error
+def _content(item: str | Document | TokenRecord) -> bytes:
+    if isinstance(item, TokenRecord):
+        return b"".join(stream.tobytes() for stream in item.streams().values())
+    return item.content() if isinstance(item, Document) else item.encode("utf-8")
 
 
 def _looks_odd(line: bytes, key: bytes) -> bool:
@@ -275,7 +337,7 @@ def _looks_odd(line: bytes, key: bytes) -> bool:
 
 
 def _field(content: bytes, field: str, where: str) -> str:
-    text = _decode(content, where)
+    text = decode(content, where)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -296,25 +358,29 @@ def _field(content: bytes, field: str, where: str) -> str:
     return value[field]
 
 
-def _passages(text: str) -> list[str]:
-    """Cuts at blank lines; joined, the passages are the text again."""
-    passages, current = [], ""
-    for paragraph in text.split("\n\n"):
-        if current and len(current) + len(paragraph) > PASSAGE_LENGTH:
-            passages.append(current)
-            current = ""
-        current += paragraph + "\n\n"
-    passages.append(current[: -len("\n\n")])
-    return [passage for passage in passages if passage.strip()]
+def _stdlib() -> pathlib.Path:
+    return pathlib.Path(sysconfig.get_paths()["stdlib"])
 
 
-SHIPPED = ("shakespeare", "stdlib")
+def _fixed_folder(pattern: str) -> pathlib.Path:
+    """The part of a glob before what may vary, a file's name left out."""
+    path = pathlib.Path(os.path.expanduser(pattern))
+    fixed = itertools.takewhile(lambda part: glob.escape(part) == part, path.parts[:-1])
+    return pathlib.Path(*fixed)
+
+
+SHIPPED = ("shakespeare", "shakespeare_book", "stdlib", "stdlib_packages")
 KINDS = {
     "text": lambda paths, config: TextFiles(paths),
     "passages": lambda paths, config: Passages(paths),
     "jsonl": lambda paths, config: JsonLines(paths, config.field),
     "parquet": lambda paths, config: Parquet(paths, config.field),
     "array_record": lambda paths, config: ArrayRecords(paths, config.field),
+    "books": lambda paths, config: Books(paths),
+    "repositories": lambda paths, config: Repositories(_fixed_folder(config.path), paths),
     "shakespeare": lambda paths, config: Passages(paths),
+    "shakespeare_book": lambda paths, config: Books(paths),
     "stdlib": lambda paths, config: TextFiles(paths),
+    "stdlib_packages": lambda paths, config: Repositories(_stdlib(), paths),
 }
+COMPOSITE = ("books", "repositories", "shakespeare_book", "stdlib_packages")  # Documents, not texts

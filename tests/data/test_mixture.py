@@ -33,7 +33,7 @@ def _config(*sources, **arguments):
 
 
 def _rows(config, count, **hosts):
-    rows = iter(training_rows(config, open_training_sources(config), TOKENIZER, **hosts))
+    rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER, **hosts))
     return list(itertools.islice(rows, count))
 
 
@@ -122,14 +122,14 @@ def test_a_split_without_documents_is_refused_and_named(tmp_path):
     with pytest.raises(ValueError, match=r"a.jsonl' has no held-out document: 1 document"):
         held_out_rows(_config(source), source, TOKENIZER)
     with pytest.raises(ValueError, match=r"empty.jsonl' has no training document: 2 document"):
-        open_training_sources(_config(empty))
+        open_training_sources(_config(empty), TOKENIZER)
     with pytest.raises(ValueError, match="no training document"):
-        open_training_sources(_config(source, held_out_fraction=1 - 1e-12))
+        open_training_sources(_config(source, held_out_fraction=1 - 1e-12), TOKENIZER)
 
 
 def test_the_shipped_sources_have_both_splits():
     config = DataConfig()
-    for name, source in open_training_sources(config).items():
+    for name, source in open_training_sources(config, TOKENIZER).items():
         (source_config,) = [s for s in config.sources if s.name == name]
         assert len(source) == len(open_source(source_config))
         assert next(iter(held_out_rows(config, source_config, TOKENIZER)))["segment_ids"].all()
