@@ -88,19 +88,32 @@ def _typed(value, hint, path):
 
 
 def _built(item, hint):
-    """A dataclass written as a dict on the command line, as that dataclass; anything else as it is."""
-    if not (dataclasses.is_dataclass(hint) and isinstance(item, dict)):
+    """A dataclass written as a dict on the command line, as that dataclass, or as the first of a union
+    that takes its fields; what is in it likewise. Anything else as it is."""
+    union = typing.get_args(hint) if _is_union(hint) else (hint,)
+    kinds = [kind for kind in union if dataclasses.is_dataclass(kind)]
+    if not (kinds and isinstance(item, dict)):
         return item
-    try:
-        return hint(**item)
-    except TypeError:
-        names = ", ".join(f.name for f in dataclasses.fields(hint))
-        raise ValueError(f"{item} is no {hint.__name__}; its fields are {names}") from None
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        if item.keys() <= hints.keys():
+            values = {name: _built(value, hints[name]) for name, value in item.items()}
+            try:
+                return kind(**values)
+            except TypeError:  # a field without default is missing; the next kind may not need it
+                continue
+    fields = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
+    offers = (f"no {name}; its fields are {', '.join(names)}" for name, names in fields.items())
+    raise ValueError(f"{item} is {'; and '.join(offers)}")
+
+
+def _is_union(hint) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def _fits(value, hint) -> bool:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
+    if _is_union(hint):
         return any(_fits(value, a) for a in args)
     if origin is typing.Literal:
         return value in args

@@ -89,26 +89,6 @@ def one_side(document: Document, fraction: float, *, training: bool) -> Document
     return document.select(lambda text: held_out(text, fraction) != training)
 
 
-def upsample_long(
-    sources: Sequence[SourceConfig], min_characters: int, share: float
-) -> tuple[SourceConfig, ...]:
-    """Each source as two: its documents of at least `min_characters`, with `share` of its weight, and
-    its shorter ones with the rest.
-
-    Weights are shares of rows, so long documents are up-sampled by as much as `share` exceeds their
-    share of the text. ValueError for a share that leaves one of the two without rows.
-    """
-    if not 0 < share < 1:
-        raise ValueError(f"the share of long documents is {share}; it must be in (0, 1)")
-    found = []
-    for source in sources:
-        change = {"weight": source.weight * share, "min_characters": min_characters}
-        found.append(dataclasses.replace(source, **change))
-        change = {"weight": source.weight * (1 - share), "max_characters": min_characters}
-        found.append(dataclasses.replace(source, **change))
-    return tuple(found)
-
-
 @dataclasses.dataclass(frozen=True)
 class MidTrainingShares:
     """Shares of the rows of a stage; undisclosed, so ours. What they leave of 1 is short documents.
@@ -158,12 +138,12 @@ def mid_training(
     """The sources of a stage of mid-training with rows of `length` tokens.
 
     short: sources of single texts, which are read as they come below half a row, and interleaved;
-    long: sources of long documents, of which those of at least half a row are read. Weights in each
-    are relative to each other. recall and interleave: in place of MRCR-like tasks of the row's length
-    on text, and of 4 documents in chunks of a 64th of a row.
+    long: sources of long documents, of which those of at least half a row are read. They may be the
+    same; weights in each are relative to each other. recall and interleave: in place of MRCR-like tasks of the row's length
+    on text, and of 4 documents in chunks of a 32nd of a row.
     """
     half = int(length * characters_per_token / 2)
-    weave = interleave or InterleaveConfig(chunk=max(1, length // 64))
+    weave = interleave or InterleaveConfig(chunk=max(1, length // 32))
     uses = (
         (short, shares.short, {"max_characters": half}),
         (long, shares.long, {"min_characters": half}),

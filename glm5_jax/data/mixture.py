@@ -1,9 +1,10 @@
 """Weighted mixture of sources: the endless stream of training rows, and the held-out rows.
 
-A source holds documents (sources.py) or records made by a task (long_context.py). The weights are shares of rows, so of tokens: every source is shuffled and packed by itself, and the
-rows are interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once
-more over a window, since the rows of one long document follow each other and would fill a batch.
-All of it follows from the seed alone.
+A source holds documents (sources.py) or records made by a task (long_context.py). The weights are
+shares of rows, so of tokens: every source is shuffled and packed by itself, and the rows are
+interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once more over
+a window, since the rows of one long document follow each other and would fill a batch. All of it
+follows from the seed alone.
 """
 
 import contextlib

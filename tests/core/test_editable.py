@@ -98,3 +98,42 @@ def test_dataclasses_in_a_tuple_may_be_written_as_dicts():
     twin.sources = ["text"]
     with pytest.raises(ValueError, match="sources is .'text',.; it must be of type tuple"):
         freeze(twin)
+
+
+def test_a_dict_becomes_the_dataclass_of_a_union_that_has_its_fields_and_so_does_what_is_in_it():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        size: int = 1
+
+    @dataclasses.dataclass(frozen=True)
+    class Text:
+        path: str
+        weight: float = 1.0
+        part: Part | None = None
+
+    @dataclasses.dataclass(frozen=True)
+    class Task:
+        part: Part
+        weight: float = 1.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        sources: tuple[Text | Task, ...] = ()
+
+    Config.__annotations__["sources"] = tuple[Text | Task, ...]
+    Text.__annotations__["part"] = Part | None
+    Task.__annotations__["part"] = Part
+    twin = editable(Config())
+    twin.sources = [{"part": {"size": 2}, "path": "x"}, {"path": "y"}]
+    assert freeze(twin) == Config((Text("x", part=Part(2)), Text("y")))
+    # Text comes first and has all the fields given, but not without a path.
+    twin.sources = [{"part": {"size": 3}, "weight": 2.0}]
+    assert freeze(twin) == Config((Task(Part(3), 2.0),))
+    for wrong in ({"part": {"width": 3}}, {"sort": 1}):
+        twin.sources = [wrong]
+        with pytest.raises(ValueError, match="is no .*; its fields are "):
+            freeze(twin)
+    with pytest.raises(
+        ValueError, match="no Text; its fields are path, weight, part; and no Task; "
+    ):
+        freeze(twin)

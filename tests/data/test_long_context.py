@@ -1,0 +1,302 @@
+"""Long documents, lengths, interleaving and tasks in a mixture: split, resumption, hosts, shares."""
+
+import collections
+import dataclasses
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from glm5_jax.data.interleave import InterleaveConfig
+from glm5_jax.data.loader import Loader, held_out_batches
+from glm5_jax.data.long_context import (
+    STAGES,
+    MidTrainingShares,
+    TaskSourceConfig,
+    mid_training,
+)
+from glm5_jax.data.mixture import (
+    DataConfig,
+    held_out_rows,
+    open_training_sources,
+    training_documents,
+    training_rows,
+)
+from glm5_jax.data.sources import SourceConfig, held_out, open_source
+from glm5_jax.data.synthetic import TaskConfig
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+FRACTION = 0.3
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """30 repositories of 1..6 files, and a book of paragraphs as long as a passage."""
+    root, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    for number in range(30):
+        (root / f"r{number}").mkdir()
+        for file in range(1 + number % 6):
+            words = rng.integers(0, 40, 20) + 40 * (number % 3)
+            text = f"<{number}.{file}> " + " ".join(f"w{word}" for word in words)
+            (root / f"r{number}" / f"{file}.py").write_text(text)
+    book = "\n\n".join(f"<p{number}> " + "x" * 4000 for number in range(40))
+    (root / "book.txt").write_text(book)
+    return root
+
+
+def _sources(folder):
+    files = str(folder / "r*" / "*.py")
+    weave = InterleaveConfig(documents=3, chunk=16, min_similarity=0.05)
+    haystack = SourceConfig("passages", str(folder / "book.txt"))
+    needle = TaskConfig(length=128, size=50, source=haystack)
+    return {
+        "file": SourceConfig("text", files),
+        "repository": SourceConfig("repositories", files, min_characters=200),
+        "book": SourceConfig("books", str(folder / "*.txt")),
+        "interleaved": SourceConfig("text", files, interleave=weave),
+        "needle": TaskSourceConfig(needle),
+        "mrcr": TaskSourceConfig(TaskConfig("mrcr", 128, "tokens", size=40, reply_tokens=4)),
+    }
+
+
+def _config(*sources, **arguments):
+    defaults = {"sequence_length": 128, "num_threads": 0, "held_out_fraction": FRACTION}
+    defaults |= {"packing": "best_fit", "open_rows": 5, "shuffle_window": 0}
+    return DataConfig(sources, **defaults | arguments)
+
+
+def _texts(config, source):
+    """The text of each training document, once over, and of each held-out row."""
+    rows = held_out_rows(config, source, TOKENIZER)
+    held = [TOKENIZER.decode(row["token_ids"]) for row in rows]
+    return [TOKENIZER.decode(ids) for ids in training_documents(config, source, TOKENIZER)], held
+
+
+def _units(folder):
+    """Every file and passage by its mark, and whether it is held out."""
+    units = {}
+    for kind, path in (("text", "r*/*.py"), ("passages", "book.txt")):
+        source = open_source(SourceConfig(kind, str(folder / path)))
+        for text in (source[i] for i in range(len(source))):
+            units[text[: text.index(">") + 1]] = held_out(text, FRACTION)
+    return units
+
+
+@pytest.mark.parametrize("name", ["file", "repository", "book", "interleaved", "needle"])
+def test_no_text_stands_on_both_sides_in_whatever_source_it_is(folder, name):
+    units = _units(folder)
+    assert 10 < sum(units.values()) < len(units) - 10
+    source = _sources(folder)[name]
+    train, held = _texts(_config(source), source)
+    found = [{unit for unit in units if unit in "".join(texts)} for texts in (train, held)]
+    assert found[0] and found[1]
+    assert not any(units[unit] for unit in found[0]) and all(units[unit] for unit in found[1])
+    if name in ("file", "book", "interleaved"):  # nothing is lost
+        assert found[0] | found[1] == {u for u in units if ("p" in u) == (name == "book")}
+
+
+def test_lengths_choose_documents_by_all_their_characters(folder):
+    files = str(folder / "r*" / "*.py")
+    whole = open_source(SourceConfig("text", files))
+    sizes = sorted(len(whole[i]) for i in range(len(whole)))
+    middle = sizes[len(sizes) // 2]
+    for arguments, count in (
+        ({"min_characters": middle}, sum(size >= middle for size in sizes)),
+        ({"max_characters": middle}, sum(size < middle for size in sizes)),
+        ({"min_characters": middle, "max_characters": middle + 1}, sizes.count(middle)),
+    ):
+        source = SourceConfig("text", files, **arguments)
+        config = _config(source, held_out_fraction=0.0)
+        assert len(list(training_documents(config, source, TOKENIZER))) == count > 0
+    # Of a long repository all parts count, those that are held out too.
+    source = _sources(folder)["repository"]
+    config = _config(source)
+    train, _ = _texts(config, source)
+    unfiltered, _ = _texts(config, dataclasses.replace(source, min_characters=0))
+    assert min(map(len, train)) < 200 and 0 < len(train) < len(unfiltered)
+    with pytest.raises(ValueError, match=r"\[9999999:None\]' has no training document: 30 doc"):
+        none = dataclasses.replace(source, min_characters=9_999_999)
+        open_training_sources(_config(none), TOKENIZER)
+    with pytest.raises(ValueError, match="none of 105 documents is that long"):
+        none = dataclasses.replace(_sources(folder)["interleaved"], min_characters=9_999_999)
+        open_training_sources(_config(none), TOKENIZER)
+
+
+def test_interleaved_documents_are_one_segment_of_similar_ones_in_turns(folder):
+    source = _sources(folder)["interleaved"]
+    subjects, sizes, units = [], [], _units(folder)
+    for text in _texts(_config(source), source)[0]:
+        marks = [mark for mark in units if mark in text]
+        subjects.append({int(mark[1:].split(".")[0]) % 3 for mark in marks})
+        sizes.append(len(marks))
+        assert text.count(END) == len(marks)
+        # The first chunk of each, with its mark, comes before the end of any.
+        assert max(map(text.index, marks)) < text.index(END)
+    assert np.mean([len(subject) == 1 for subject in subjects]) > 0.9
+    assert set(sizes) == {1, 2, 3}  # some members are held out
+
+
+def test_a_tasks_loss_mask_survives_packing(folder):
+    source = _sources(folder)["mrcr"]
+    config = _config(source, sequence_length=300)
+    rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER))
+    records = open_training_sources(config, TOKENIZER)[source.name]
+    masks = {tuple(r.token_ids.tolist()): r.loss_mask for r in (records[i] for i in range(40))}
+    for row in itertools.islice(rows, 20):
+        assert row["segment_ids"].max() == 2 and (row["segment_ids"] == 0).sum() == 300 - 2 * 128
+        for segment in (1, 2):
+            inside = row["segment_ids"] == segment
+            mask = masks[tuple(row["token_ids"][inside].tolist())]
+            np.testing.assert_array_equal(row["loss_mask"][inside], mask)
+            assert 0 < mask.sum() < 10
+
+
+@pytest.mark.parametrize("name", ["interleaved", "repository", "needle"])
+def test_hosts_take_disjoint_items_that_make_up_two_epochs(folder, name):
+    source = _sources(folder)[name]
+    if name != "needle":
+        source = dataclasses.replace(source, min_characters=0)
+    # No document exceeds a row, and rows keep the order of their documents.
+    config = _config(source, sequence_length=1500, open_rows=1, held_out_fraction=0.0)
+    items = open_training_sources(config, TOKENIZER)
+    count, seen = len(items[source.name]), collections.Counter()
+    for host in range(2):
+        rows = training_rows(config, items, TOKENIZER, process_index=host, process_count=2)
+        documents = itertools.chain.from_iterable(map(_segments, rows))
+        seen.update(itertools.islice(documents, count))
+    whole = training_documents(config, source, TOKENIZER)
+    assert seen == collections.Counter({tuple(ids): 2 for ids in whole}) and len(seen) == count
+
+
+def _segments(row):
+    ids = row["segment_ids"]
+    return [tuple(row["token_ids"][ids == n].tolist()) for n in range(1, ids.max() + 1)]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_restarting_after_any_batch_changes_nothing(folder, num_threads):
+    names = ["repository", "interleaved", "needle", "mrcr"]
+    sources = [_sources(folder)[name] for name in names]
+    config = _config(*sources, num_threads=num_threads, shuffle_window=128 * 3, open_rows=2)
+    loader = Loader(config, TOKENIZER)
+    states, batches = [], []
+    for size in (3, 2, 9):
+        states.append(json.dumps(loader.state()))
+        batches.append(loader.next(size))
+    loader.close()
+    resumed = Loader(config, TOKENIZER)
+    for start, state in enumerate(states):
+        resumed.restore(json.loads(state))
+        assert json.dumps(resumed.state()) == state
+        for batch in batches[start:]:
+            again = resumed.next(len(batch["token_ids"]))
+            for name in batch:
+                np.testing.assert_array_equal(again[name], batch[name])
+    resumed.close()
+
+
+def test_a_position_on_other_tasks_is_refused(folder):
+    source = _sources(folder)["mrcr"]
+    loaders = [
+        Loader(_config(dataclasses.replace(source, tasks=tasks)), TOKENIZER)
+        for tasks in (
+            source.tasks,
+            dataclasses.replace(source.tasks, seed=1),
+            dataclasses.replace(source.tasks, loss="all"),
+            dataclasses.replace(source.tasks, size=41),
+        )
+    ]
+    state = loaders[0].state()
+    loaders[0].check(state)
+    for other in loaders[1:]:
+        with pytest.raises(ValueError, match="was saved with sources .*resume with the same data"):
+            other.check(state)
+
+
+def test_weights_are_shares_of_rows_for_tasks_too(folder):
+    files, tasks = _sources(folder)["file"], _sources(folder)["mrcr"]
+    config = _config(dataclasses.replace(files, weight=3.0), dataclasses.replace(tasks, weight=1.0))
+    rows = training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER)
+    is_task = [row["loss_mask"].sum() < 10 for row in itertools.islice(rows, 80)]
+    assert all(sum(is_task[start : start + 8]) == 2 for start in range(0, 80, 8))
+
+
+def test_held_out_tasks_are_others_and_repeatable(folder):
+    for name in ("mrcr", "needle"):
+        source = _sources(folder)[name]
+        config = _config(source)
+        first, again = (list(held_out_batches(config, source, TOKENIZER, 8)) for _ in range(2))
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a["token_ids"], b["token_ids"])
+        held = {tuple(row.tolist()) for batch in first for row in batch["token_ids"] if row.any()}
+        train = {tuple(ids) for ids in training_documents(config, source, TOKENIZER)}
+        assert len(held) == source.tasks.size and not held & train
+        with pytest.raises(ValueError, match="nothing is held out; raise held_out_fraction"):
+            held_out_rows(_config(source, held_out_fraction=0.0), source, TOKENIZER)
+
+
+def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
+    source = _sources(folder)["needle"]
+    for changes in ({"packing": "concat"}, {"sequence_length": 127}):
+        with pytest.raises(ValueError, match="cut the tasks of source 'needle:text:128', 128 tok"):
+            _config(source, **changes)
+    with pytest.raises(ValueError, match="two sources have one name"):
+        _config(source, source)
+    with pytest.raises(ValueError, match="weight of source 'needle:text:128' is 0"):
+        dataclasses.replace(source, weight=0)
+    (folder / "one.md").write_text("a single text")
+    tasks = dataclasses.replace(source.tasks, source=SourceConfig("text", str(folder / "one.md")))
+    config = _config(dataclasses.replace(source, tasks=tasks), held_out_fraction=1 - 1e-12)
+    with pytest.raises(ValueError, match="one.md' has no training document for a haystack: 1 doc"):
+        open_training_sources(config, TOKENIZER)
+
+
+@pytest.mark.parametrize("length", STAGES)
+def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
+    shares = STAGES[length]
+    short = (SourceConfig("shakespeare", weight=3.0), SourceConfig("stdlib"))
+    long = (SourceConfig("shakespeare_book"), SourceConfig("stdlib_packages"))
+    sources = mid_training(short, long, shares, length)
+    assert sum(source.weight for source in sources) == pytest.approx(1)
+    by_use = collections.Counter()
+    for source in sources:
+        if isinstance(source, TaskSourceConfig):
+            by_use["recall"] += source.weight
+            assert source.tasks.kind == "mrcr" and source.length == length
+        elif source.interleave:
+            by_use["interleaved"] += source.weight
+            assert source.interleave.chunk == length // 32
+        else:
+            by_use["long" if source.min_characters else "short"] += source.weight
+            assert source.min_characters in (0, 2 * length)
+            assert source.max_characters in (None, 2 * length)
+    for use, weight in by_use.items():
+        assert weight == pytest.approx(getattr(shares, use))
+    assert sources[0].weight == pytest.approx(3 * sources[1].weight)
+    # What the paper says: long documents are up-sampled later, recall is at 200K alone and small.
+    order = list(STAGES)
+    later = [STAGES[other] for other in order[order.index(length) :]]
+    assert all(other.long >= shares.long for other in later)
+    assert (shares.recall > 0) == (length == 202_752) and shares.recall < 0.1
+    DataConfig(sources, sequence_length=length, packing="best_fit")
+
+
+def test_a_stage_without_interleaving_has_no_source_of_it_and_its_config_may_be_given():
+    short, tasks = (SourceConfig("stdlib"),), TaskConfig("multi_key", 256, "tokens")
+    shares = MidTrainingShares(long=0.5, interleaved=0.0, recall=0.2)
+    sources = mid_training(short, short, shares, 256, characters_per_token=3, recall=tasks)
+    assert [source.name for source in sources] == [
+        "stdlib[0:384]",
+        "stdlib[384:None]",
+        "multi_key:tokens:256",
+    ]
+    assert [source.weight for source in sources] == pytest.approx([0.3, 0.5, 0.2])
+    weave = InterleaveConfig(chunk=5)
+    sources = mid_training(short, short, STAGES[32_768], 256, interleave=weave)
+    assert sources[-1].interleave == weave
+    for shares in ((0.9, 0.1), (-0.1, 0.1), (0.5, 0.1, 0.5), (float("nan"), 0.1)):
+        with pytest.raises(ValueError, match="the shares are long "):
+            MidTrainingShares(*shares)
