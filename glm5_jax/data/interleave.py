@@ -32,6 +32,8 @@ class InterleaveConfig:
 
     Attributes:
       documents: at most so many in one segment.
+      characters: at most so many together, unless one document has more; None for no limit. About a
+        row, so that a segment is as long as it may be and is not cut.
       chunk: tokens of one before the next one's turn.
       min_similarity: documents below it are not put together; one without a partner stays alone.
       shingle: words of a shingle. 1 compares vocabularies, which finds texts on one subject; longer
@@ -40,6 +42,7 @@ class InterleaveConfig:
     """
 
     documents: int = 4
+    characters: int | None = None
     chunk: int = 1024
     min_similarity: float = 0.2
     shingle: int = 1
@@ -49,6 +52,8 @@ class InterleaveConfig:
         for name, least in {"documents": 2, "chunk": 1, "shingle": 1, "bins": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.characters is not None and self.characters < 1:
+            raise ValueError(f"characters is {self.characters}; it must be positive, or None")
         if not 0 < self.min_similarity <= 1:
             raise ValueError(f"min_similarity is {self.min_similarity}; it must be in (0, 1]")
 
@@ -61,10 +66,13 @@ class Interleaved:
 
     def __init__(self, documents: Sequence[Document], numbers: Sequence[int], config):
         """numbers: which of the documents to take. config: an `InterleaveConfig`."""
-        numbers = list(numbers)
-        sketches = [sketch("".join(documents[i].texts()), config) for i in numbers]
+        numbers, sketches, sizes = list(numbers), [], []
+        for number in numbers:
+            document = documents[number]
+            sketches.append(sketch("".join(document.texts()), config))
+            sizes.append(document.num_characters)
         self._documents, self._chunk = documents, config.chunk
-        self._groups = [[numbers[i] for i in members] for members in group(sketches, config)]
+        self._groups = [[numbers[i] for i in members] for members in group(sketches, sizes, config)]
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -95,11 +103,13 @@ def similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return equal.sum(-1) / np.maximum(1, used.sum(-1))
 
 
-def group(sketches: Sequence[np.ndarray], config: InterleaveConfig) -> list[list[int]]:
-    """Numbers of the documents by group, greedily: every document once.
+def group(
+    sketches: Sequence[np.ndarray], sizes: Sequence[int], config: InterleaveConfig
+) -> list[list[int]]:
+    """Numbers of the documents by group, greedily: every document once. sizes: characters of each.
 
-    The first document that is left is joined by the most similar ones that are left and not below
-    `min_similarity`, at most `documents` together; ties go to the lower number.
+    The first document that is left is joined by the most similar ones that are left, still fit and
+    are not below `min_similarity`; ties go to the lower number.
     """
     if not len(sketches):
         return []
@@ -111,6 +121,7 @@ def group(sketches: Sequence[np.ndarray], config: InterleaveConfig) -> list[list
     starts = np.searchsorted(ids.ravel()[order], np.arange(ids.max() + 2))
     telling = (np.diff(starts) <= MAX_SHARED)[ids] & (table != EMPTY)
     left, groups = np.ones(len(table), bool), []
+    most = config.characters or sum(sizes)
     for number in range(len(table)):
         if not left[number]:
             continue
@@ -119,10 +130,15 @@ def group(sketches: Sequence[np.ndarray], config: InterleaveConfig) -> list[list
         near = np.unique(np.concatenate(shared)) if shared else np.zeros(0, np.int64)
         near = near[left[near]]
         alike = similarity(table[near], table[number])
-        best = np.argsort(-alike, kind="stable")[: config.documents - 1]
-        members = near[best[alike[best] >= config.min_similarity]]
+        members, room = [number], most - sizes[number]
+        for i in np.argsort(-alike, kind="stable").tolist():
+            if len(members) == config.documents or alike[i] < config.min_similarity:
+                break
+            if sizes[near[i]] <= room:
+                members.append(int(near[i]))
+                room -= sizes[near[i]]
         left[members] = False
-        groups.append([number, *members.tolist()])
+        groups.append(members)
     return groups
 
 

@@ -139,11 +139,16 @@ def mid_training(
 
     short: sources of single texts, which are read as they come below half a row, and interleaved;
     long: sources of long documents, of which those of at least half a row are read. They may be the
-    same; weights in each are relative to each other. recall and interleave: in place of MRCR-like tasks of the row's length
-    on text, and of 4 documents in chunks of a 32nd of a row.
+    same; weights in each are relative to each other. recall and interleave: in place of MRCR-like
+    tasks of the row's length on text, and of up to 16 documents that fill a row in chunks of 1024
+    tokens, or a 32nd of a short row.
     """
     half = int(length * characters_per_token / 2)
-    weave = interleave or InterleaveConfig(chunk=max(1, length // 32))
+    weave = interleave or InterleaveConfig(
+        documents=16,
+        characters=int(length * characters_per_token),
+        chunk=max(1, min(1024, length // 32)),
+    )
     uses = (
         (short, shares.short, {"max_characters": half}),
         (long, shares.long, {"min_characters": half}),

@@ -113,11 +113,14 @@ def training_rows(
         seed = zlib.crc32(f"{config.seed} {name}".encode())
         order = grain.MapDataset.source(items).seed(seed).shuffle()
         order = order.repeat()[process_index::process_count]
-        rows[name] = grain.experimental.WindowShuffleIterDataset(
-            _pack(config, _records(config, source, order, tokenizer, training=True)),
-            window_size=max(1, config.shuffle_window // config.sequence_length),
-            seed=seed,
-        )
+        records = _records(config, source, order, tokenizer, training=True)
+        rows[name] = _pack(config, source, records)
+        if isinstance(source, SourceConfig):  # a task's rows are independent as they come
+            rows[name] = grain.experimental.WindowShuffleIterDataset(
+                rows[name],
+                window_size=max(1, config.shuffle_window // config.sequence_length),
+                seed=seed,
+            )
     weights = {source.name: source.weight for source in config.sources}
     return grain.IterDataset.mix(rows, weights)
 
@@ -129,7 +132,8 @@ def held_out_rows(
 
     Raises ValueError if the source has no held-out document.
     """
-    return _pack(config, _one_pass(config, source_config, tokenizer, training=False))
+    records = _one_pass(config, source_config, tokenizer, training=False)
+    return _pack(config, source_config, records)
 
 
 def training_documents(
@@ -137,7 +141,7 @@ def training_documents(
 ) -> Iterator[list[int]]:
     """Token ids of each training document of one source, once, shuffled alike for all seeds."""
     records = _one_pass(config, source_config, tokenizer, training=True)
-    with contextlib.closing(iter(_read_ahead(config, records))) as found:
+    with contextlib.closing(iter(_read_ahead(config, source_config, records))) as found:
         for record in found:
             yield record.token_ids.tolist()
 
@@ -204,16 +208,19 @@ def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.MapD
     return _records(config, source_config, order, tokenizer, training=training)
 
 
-def _pack(config: DataConfig, records: grain.MapDataset) -> grain.IterDataset:
-    ahead = _read_ahead(config, records)
-    return pack(ahead, config.sequence_length, packing=config.packing, open_rows=config.open_rows)
+def _pack(config: DataConfig, source_config, records: grain.MapDataset) -> grain.IterDataset:
+    ahead = _read_ahead(config, source_config, records)
+    # Tasks have one length: a second open row would only make more of them before the first is read.
+    open_rows = config.open_rows if isinstance(source_config, SourceConfig) else 1
+    return pack(ahead, config.sequence_length, packing=config.packing, open_rows=open_rows)
 
 
-def _read_ahead(config: DataConfig, records: grain.MapDataset) -> grain.IterDataset:
-    threads = config.num_threads if config.prefetch_documents else 0
-    records = records.to_iter_dataset(
-        grain.ReadOptions(threads, max(config.prefetch_documents, threads))
-    )
+def _read_ahead(config: DataConfig, source_config, records: grain.MapDataset) -> grain.IterDataset:
+    ahead = config.prefetch_documents
+    if not isinstance(source_config, SourceConfig):  # a task may be as long as a row
+        ahead = min(ahead, config.sequence_length // source_config.length)
+    threads = config.num_threads if ahead else 0
+    records = records.to_iter_dataset(grain.ReadOptions(threads, max(ahead, threads)))
     # A held-out split is mostly filtered away, which is no reason for a warning.
     options = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
     return grain.experimental.WithOptionsIterDataset(records, options)

@@ -59,6 +59,10 @@ def _words(*numbers):
     return " ".join(f"word{number}" for number in numbers)
 
 
+def _group(texts, config):
+    return group([sketch(text, config) for text in texts], list(map(len, texts)), config)
+
+
 @pytest.mark.parametrize("shingle", [1, 2])
 def test_the_estimate_is_near_the_jaccard_index(shingle):
     config = InterleaveConfig(bins=1024, shingle=shingle)
@@ -112,7 +116,7 @@ def test_groups_are_of_the_most_similar_and_hold_every_document_once():
         texts.append(_words(*subject, *range(1000 * number + 1000, 1000 * number + 1020)))
     texts.insert(5, _words(*range(50_000, 50_050)))  # like none
     config = InterleaveConfig(documents=3)
-    groups = group([sketch(text, config) for text in texts], config)
+    groups = _group(texts, config)
     assert sorted(itertools.chain(*groups)) == list(range(13))
     renumbered = [[n - (n > 5) for n in members] for members in groups if members != [5]]
     assert [5] in groups and max(map(len, groups)) == 3
@@ -123,7 +127,20 @@ def test_the_closest_comes_first_and_ties_go_to_the_lower_number():
     base = list(range(100))
     texts = [_words(*base), _words(*base[:60]), _words(*base[:90]), _words(*base[:90])]
     config = InterleaveConfig(documents=3, min_similarity=0.01)
-    assert group([sketch(text, config) for text in texts], config) == [[0, 2, 3], [1]]
+    assert _group(texts, config) == [[0, 2, 3], [1]]
+
+
+def test_a_group_takes_what_still_fits_and_a_document_may_exceed_it_alone():
+    base = list(range(100))
+    texts = [_words(*base), _words(*base[:90]), _words(*base[:60]), _words(*base[:50])]
+    size = [len(text) for text in texts]
+    for characters, want in (
+        (size[0] + size[1] + size[3], [[0, 1, 3], [2]]),  # 2 is closer than 3 and too long
+        (size[0] + size[1] + size[3] - 1, [[0, 1], [2, 3]]),
+        (1, [[0], [1], [2], [3]]),
+        (None, [[0, 1, 2, 3]]),
+    ):
+        assert _group(texts, InterleaveConfig(characters=characters)) == want
 
 
 def test_what_all_documents_share_is_not_looked_up_but_counts(monkeypatch):
@@ -132,10 +149,9 @@ def test_what_all_documents_share_is_not_looked_up_but_counts(monkeypatch):
     texts = [
         _words(*range(50), *range(1000 + 30 * (i // 2), 1030 + 30 * (i // 2))) for i in range(8)
     ]
-    sketches = [sketch(text, config) for text in texts]
-    assert group(sketches, config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert group([sketch(_words(*range(50)), config)] * 8, config) == [[i] for i in range(8)]
-    assert group([], config) == []
+    assert _group(texts, config) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert _group([_words(*range(50))] * 8, config) == [[i] for i in range(8)]
+    assert _group([], config) == []
 
 
 def test_interleaved_documents_are_groups_of_the_chosen_ones():
@@ -152,6 +168,7 @@ def test_interleaved_documents_are_groups_of_the_chosen_ones():
     [
         ({"documents": 1}, "documents is 1; it must be at least 2"),
         ({"chunk": 0}, "chunk is 0"),
+        ({"characters": 0}, "characters is 0; it must be positive, or None"),
         ({"shingle": 0}, "shingle is 0"),
         ({"bins": 0}, "bins is 0"),
         ({"min_similarity": 0.0}, r"min_similarity is 0.0; it must be in \(0, 1\]"),

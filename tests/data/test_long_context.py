@@ -268,7 +268,7 @@ def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
             assert source.tasks.kind == "mrcr" and source.length == length
         elif source.interleave:
             by_use["interleaved"] += source.weight
-            assert source.interleave.chunk == length // 32
+            assert source.interleave.characters == 4 * length
         else:
             by_use["long" if source.min_characters else "short"] += source.weight
             assert source.min_characters in (0, 2 * length)
