@@ -59,9 +59,11 @@ class InterleaveConfig:
 
 
 class Interleaved:
-    """Documents of similar ones (`group`); opening reads every document once, to compare them.
+    """Documents of similar ones (`group`), for which opening reads every document once.
 
-    Documents of several threads are taken apart into one.
+    It takes a second for 15 MB, and 7 s for 8,000 short documents to be compared, growing with the
+    square of their number: interleave a large corpus in shards, a source each. A document that has
+    threads already keeps them.
     """
 
     def __init__(self, documents: Sequence[Document], numbers: Sequence[int], config):
@@ -127,8 +129,8 @@ def group(
             continue
         left[number] = False
         shared = [owners[starts[i] : starts[i + 1]] for i in ids[number][telling[number]]]
-        near = np.unique(np.concatenate(shared)) if shared else np.zeros(0, np.int64)
-        near = near[left[near]]
+        found = np.bincount(np.concatenate(shared or [[]]).astype(np.int64), minlength=len(table))
+        near = np.flatnonzero(left & (found > 0))
         alike = similarity(table[near], table[number])
         members, room = [number], most - sizes[number]
         for i in np.argsort(-alike, kind="stable").tolist():
