@@ -23,6 +23,9 @@ from glm5_jax.data.sources import SourceConfig, open_documents
 from glm5_jax.text.tokenizer import Tokenizer
 
 Items = Sequence[Document] | Sequence[TokenRecord]
+READ_AHEAD = (
+    2**21
+)  # characters: about a second of tokenising, which a start and a resumption wait for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +45,8 @@ class DataConfig:
         at 202752 tokens 8 left 0.5%, within 6 s where 64 took 37.
       held_out_fraction: share of the documents kept for evaluation; 0 trains on all.
       num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for.
-      prefetch_documents: how many documents of each source are tokenised ahead.
+      prefetch_documents: how many documents of each source are tokenised ahead, at most; fewer if
+        they are long.
     """
 
     sources: tuple[SourceConfig | TaskSourceConfig, ...] = (
@@ -113,7 +117,7 @@ def training_rows(
         seed = zlib.crc32(f"{config.seed} {name}".encode())
         order = grain.MapDataset.source(items).seed(seed).shuffle()
         order = order.repeat()[process_index::process_count]
-        records = _records(config, source, order, tokenizer, training=True)
+        records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
         if isinstance(source, SourceConfig):  # a task's rows are independent as they come
             rows[name] = grain.experimental.WindowShuffleIterDataset(
@@ -141,7 +145,7 @@ def training_documents(
 ) -> Iterator[list[int]]:
     """Token ids of each training document of one source, once, shuffled alike for all seeds."""
     records = _one_pass(config, source_config, tokenizer, training=True)
-    with contextlib.closing(iter(_read_ahead(config, source_config, records))) as found:
+    with contextlib.closing(iter(records)) as found:
         for record in found:
             yield record.token_ids.tolist()
 
@@ -183,44 +187,48 @@ def _readable(config, source_config, document: Document, training: bool) -> Docu
 def _records(
     config: DataConfig,
     source_config: SourceConfig | TaskSourceConfig,
-    items: grain.MapDataset,
+    items: Items,
+    order: grain.MapDataset,
     tokenizer: Tokenizer,
     *,
     training: bool,
-) -> grain.MapDataset:
-    """Records of what may be read of a dataset of a source's documents; those of a task as they are."""
-    if not isinstance(source_config, SourceConfig):
-        return items
+) -> grain.IterDataset:
+    """Records of what may be read of a source's items in an order, read ahead; a task's as they are."""
+    records = order
+    if isinstance(source_config, SourceConfig):
 
-    def record(document: Document) -> TokenRecord:
-        found = [plain_record(document_ids(text, tokenizer)) for text in document.texts()]
-        return found[0] if len(found) == 1 else weave(found, document.chunk)
+        def record(document: Document) -> TokenRecord:
+            found = [plain_record(document_ids(text, tokenizer)) for text in document.texts()]
+            return found[0] if len(found) == 1 else weave(found, document.chunk)
 
-    readable = items.map(lambda document: _readable(config, source_config, document, training))
-    return readable.filter(lambda document: document is not None).map(record)
-
-
-def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.MapDataset:
-    """Records of one source, once over."""
-    items = _open(config, source_config, tokenizer, training=training)
-    # Not the run's seed: runs that differ in it are compared on the same rows.
-    order = grain.MapDataset.source(items).seed(0).shuffle()
-    return _records(config, source_config, order, tokenizer, training=training)
-
-
-def _pack(config: DataConfig, source_config, records: grain.MapDataset) -> grain.IterDataset:
-    ahead = _read_ahead(config, source_config, records)
-    # Tasks have one length: a second open row would only make more of them before the first is read.
-    open_rows = config.open_rows if isinstance(source_config, SourceConfig) else 1
-    return pack(ahead, config.sequence_length, packing=config.packing, open_rows=open_rows)
-
-
-def _read_ahead(config: DataConfig, source_config, records: grain.MapDataset) -> grain.IterDataset:
-    ahead = config.prefetch_documents
-    if not isinstance(source_config, SourceConfig):  # a task may be as long as a row
-        ahead = min(ahead, config.sequence_length // source_config.length)
+        records = order.map(lambda item: _readable(config, source_config, item, training))
+        records = records.filter(lambda document: document is not None).map(record)
+    ahead = min(config.prefetch_documents, _most_ahead(config, source_config, items))
     threads = config.num_threads if ahead else 0
     records = records.to_iter_dataset(grain.ReadOptions(threads, max(ahead, threads)))
     # A held-out split is mostly filtered away, which is no reason for a warning.
     options = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
     return grain.experimental.WithOptionsIterDataset(records, options)
+
+
+def _most_ahead(config, source_config, items: Items) -> int:
+    """How many of a source's items may be read ahead: of tasks a row, else `READ_AHEAD`, by a sample."""
+    if not isinstance(source_config, SourceConfig):
+        return config.sequence_length // source_config.length
+    sample = range(0, len(items), -(-len(items) // 8))
+    mean = sum(items[number].num_characters for number in sample) / len(sample)
+    return max(1, int(READ_AHEAD / max(mean, source_config.min_characters, 1)))
+
+
+def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.IterDataset:
+    """Records of one source, once over."""
+    items = _open(config, source_config, tokenizer, training=training)
+    # Not the run's seed: runs that differ in it are compared on the same rows.
+    order = grain.MapDataset.source(items).seed(0).shuffle()
+    return _records(config, source_config, items, order, tokenizer, training=training)
+
+
+def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:
+    # Tasks have one length: a second open row would only make more of them before the first is read.
+    open_rows = config.open_rows if isinstance(source_config, SourceConfig) else 1
+    return pack(records, config.sequence_length, packing=config.packing, open_rows=open_rows)
