@@ -4,10 +4,12 @@ import collections
 import dataclasses
 import itertools
 import json
+import time
 
 import numpy as np
 import pytest
 
+from glm5_jax.data import mixture
 from glm5_jax.data.interleave import InterleaveConfig
 from glm5_jax.data.loader import Loader, held_out_batches
 from glm5_jax.data.long_context import (
@@ -196,6 +198,34 @@ def test_restarting_after_any_batch_changes_nothing(folder, num_threads):
             for name in batch:
                 np.testing.assert_array_equal(again[name], batch[name])
     resumed.close()
+
+
+class _Counting:
+    """A source that notes what is read."""
+
+    def __init__(self, items):
+        self._items, self.read = items, []
+
+    def __len__(self):
+        return len(self._items)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self._items[index]
+
+
+@pytest.mark.parametrize("name, most", [("file", 10), ("mrcr", 5)])
+def test_what_is_long_is_not_read_far_ahead(folder, name, most, monkeypatch):
+    monkeypatch.setattr(mixture, "READ_AHEAD", 500)  # characters; a file has about 90
+    source = _sources(folder)[name]
+    config = _config(source, num_threads=1, held_out_fraction=0.0, open_rows=1)
+    items = _Counting(open_training_sources(config, TOKENIZER)[source.name])
+    rows = iter(training_rows(config, {source.name: items}, TOKENIZER))
+    items.read.clear()  # the sample of their lengths
+    next(rows)
+    time.sleep(0.5)
+    rows.close()
+    assert 1 <= len(items.read) <= most < config.prefetch_documents
 
 
 def test_a_position_on_other_tasks_is_refused(folder):
