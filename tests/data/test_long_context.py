@@ -164,13 +164,16 @@ def test_hosts_take_disjoint_items_that_make_up_two_epochs(folder, name):
     # No document exceeds a row, and rows keep the order of their documents.
     config = _config(source, sequence_length=1500, open_rows=1, held_out_fraction=0.0)
     items = open_training_sources(config, TOKENIZER)
-    count, seen = len(items[source.name]), collections.Counter()
+    count, seen, epoch = len(items[source.name]), collections.Counter(), collections.Counter()
     for host in range(2):
         rows = training_rows(config, items, TOKENIZER, process_index=host, process_count=2)
         documents = itertools.chain.from_iterable(map(_segments, rows))
-        seen.update(itertools.islice(documents, count))
+        mine = list(itertools.islice(documents, count))
+        seen.update(mine)
+        epoch.update(mine[: count // 2])
     whole = training_documents(config, source, TOKENIZER)
     assert seen == collections.Counter({tuple(ids): 2 for ids in whole}) and len(seen) == count
+    assert set(epoch.values()) == {1}
 
 
 def _segments(row):
