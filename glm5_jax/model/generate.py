@@ -35,15 +35,11 @@ def generate(
     produced one of cfg.eos_token_id goes on with cfg.pad_token_id (if both are set).
     capacity: tokens the cache holds (default: what is needed).
     """
-    prompts = np.asarray(prompts)
+    params, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
-    if temperature and key is None:
-        raise ValueError(f"temperature {temperature} needs a key; pass key= or temperature=0")
     capacity = capacity or t + num_new
     if capacity < t + num_new:
         raise ValueError(f"capacity {capacity} is below prompt {t} + {num_new} new tokens")
-    segments = np.ones((b, t), np.int32) if mask is None else np.asarray(mask, np.int32)
-    params = jax.jit(unstack, static_argnums=1)(params, cfg)
     cache = init_cache(cfg, b, capacity)
     chunk = prefill_chunk or t
     for first in range(0, t, chunk):
@@ -66,6 +62,16 @@ def generate(
             ones = np.ones((b, 1), np.int32)
             logits, cache = _advance(params, token[:, None], ones, cache, cfg, plan)
     return np.concatenate(out, axis=1)
+
+
+def prepare(params, prompts, cfg: ModelConfig, mask, temperature, key):
+    """(params layer by layer, prompts, their segments) of `generate`'s arguments; ValueError if it
+    lacks a key."""
+    if temperature and key is None:
+        raise ValueError(f"temperature {temperature} needs a key; pass key= or temperature=0")
+    prompts = np.asarray(prompts)
+    segments = np.ones(prompts.shape, np.int32) if mask is None else np.asarray(mask, np.int32)
+    return jax.jit(unstack, static_argnums=1)(params, cfg), prompts, segments
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "plan"), donate_argnames="cache")
