@@ -108,7 +108,11 @@ def count(accepted, config: AcceptanceConfig) -> Acceptance:
     draws = np.random.default_rng(config.seed).integers(len(steps), size=(RESAMPLES, len(steps)))
     resampled = tokens[draws].sum(1) / np.maximum(steps[draws].sum(1), 1)
     low, high = np.quantile(resampled, (0.025, 0.975))
-    total = max(int(steps.sum()), 1)
+    total = int(steps.sum())
+    if not total:
+        raise ValueError(
+            "every text ended before a verification could be counted; use other prompts"
+        )
     kept = [float((accepted > k).sum() / total) for k in range(1, config.num_draft + 1)]
     return Acceptance(
         float(tokens.sum() / total), float(low), float(high), tuple(kept), steps, tokens

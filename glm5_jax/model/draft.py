@@ -61,7 +61,7 @@ def speculate(
         raise ValueError("the model has no MTP layer to draft with; use generate")
     params, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
-    key = jax.random.key(0) if key is None else key
+    key, temperature = jax.random.key(0) if key is None else key, float(temperature)
     run = dict(cfg=cfg, plan=plan, num_draft=num_draft)
     capacity = t + num_new + num_draft
     caches = (init_cache(cfg, b, capacity), init_cache(cfg, b, capacity, num_layers=1))

@@ -261,6 +261,21 @@ def mtp(weights, config, token_ids, final_hidden, segment_ids=None, steps=1):
     return results
 
 
+def draft(weights, config, token_ids, final_hidden, drafts):
+    """Logits [b k v] of the drafts int [b k] behind token_ids [b t], by one MTP layer with one cache.
+
+    final_hidden [b t-1 d]: the newest token is not yet in the trunk. The layer sees one entry per
+    token, made from the trunk's state before it; a draft's entry is made from the layer's own.
+    """
+    hidden, logits = final_hidden, []
+    for k in range(drafts.shape[1]):
+        known = np.concatenate([token_ids, drafts[:, :k]], axis=1)
+        step = mtp(weights, config, known, hidden)[0]
+        logits.append(step["logits"][:, -1])
+        hidden = np.concatenate([hidden, step["hidden"][:, -1:]], axis=1)
+    return np.stack(logits, axis=1)
+
+
 def mean_cross_entropy(logits, targets):
     """Mean of -log softmax(logits)[target]; logits [b t v], targets int [b t]."""
     top = np.max(logits, axis=-1, keepdims=True)
