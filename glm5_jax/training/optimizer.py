@@ -3,7 +3,8 @@
 A first-match pattern table gives every weight to one group:
 
     muon     attention, feed-forward, expert, router and eh_proj matrices
-    adamw    embedding, output head, norms, biases, and of Gated DeltaNet the taps and rates
+    adamw    embedding, output head, norms, biases, of Gated DeltaNet the taps and rates; all of
+             muon's too, if `matrices` is "adamw"
     indexer  the lightning indexers, AdamW as well
     frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
 
@@ -42,6 +43,7 @@ GROUPS = (
 class OptimizerConfig:
     """Constants of the optimiser; the learning rate, one for all groups, is a `ScheduleConfig`."""
 
+    matrices: str = "muon"  # GLM-4.5 2.4; "adamw": no Muon at all, what it is compared with
     muon_momentum: float = 0.95  # GLM-4.5 2.4
     muon_nesterov: bool = True  # not printed; as public Muon
     muon_rms: float = 0.2  # RMS of an update before the learning rate, GLM-4.5 2.4
@@ -74,7 +76,8 @@ def groups_of(config: OptimizerConfig, letters):
             ) from None
         if not found:
             raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
-    return tree.match([(pattern, "frozen") for pattern in config.frozen] + list(GROUPS), letters)
+    table = [(pattern, config.matrices if g == "muon" else g) for pattern, g in GROUPS]
+    return tree.match([(pattern, "frozen") for pattern in config.frozen] + table, letters)
 
 
 def make_optimizer(config: OptimizerConfig, letters, mesh=None) -> optax.GradientTransformation:
@@ -132,6 +135,8 @@ def _check(config: OptimizerConfig):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be positive")
     if config.weight_decay < 0:
         raise ValueError(f"weight_decay is {config.weight_decay}; it must not be negative")
+    if config.matrices not in ("muon", "adamw"):
+        raise ValueError(f"matrices is {config.matrices!r}; use 'muon' or 'adamw'")
     if len(config.ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients is {config.ns_coefficients}; it must be three numbers")
     if config.ns_dtype not in ("bfloat16", "float32"):

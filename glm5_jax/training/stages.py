@@ -27,7 +27,7 @@ from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import batch_sizes, batch_tokens, make_schedule
-from glm5_jax.training.step import make_step
+from glm5_jax.training.step import Step, make_step
 
 _SAMPLES = "samples"
 
@@ -61,6 +61,7 @@ class Pretraining:
 
     Construction checks everything a user can get wrong and raises ValueError, with nothing trained
     or overwritten yet; `run` trains. evaluator(setting) makes what judges the model at intervals.
+    step_maker is called as `make_step`, for runs that share what they compile.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Pretraining:
         config: ExperimentConfig,
         workdir,
         evaluator: Callable[[Setting], Evaluator] | None = None,
+        step_maker: Callable[..., Step] = make_step,
     ):
         self.workdir = pathlib.Path(workdir)
         if self.workdir.exists() and not self.workdir.is_dir():
@@ -90,7 +92,7 @@ class Pretraining:
                 f"the tokenizer has {self._tokenizer.vocab_size} ids, model.vocab_size is "
                 f"{config.model.vocab_size}; use another tokenizer or a larger vocabulary"
             )
-        self._step = make_step(
+        self._step = step_maker(
             config.model, config.step, config.optimizer, make_schedule(config.schedule), self._mesh
         )
         store.check_space(workdir, self._step.abstract, config.train.keep)

@@ -240,8 +240,26 @@ def test_gradient_norms_by_group():
         ("weight_decay", -0.1),
         ("ns_coefficients", (1.0, 2.0)),
         ("ns_dtype", "int8"),
+        ("matrices", "sgd"),
     ],
 )
 def test_values_that_cannot_work_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} is"):
         make_optimizer(exact(**{field: value}), LETTERS)
+
+
+def test_adamw_takes_the_matrices_too():
+    """Every group of `matrices="adamw"` is AdamW's, clipped as one, and no momentum of Muon's is kept."""
+    config = exact(matrices="adamw", clip_norm=1.0)
+    groups = tree.flatten(groups_of(config, LETTERS))
+    assert set(groups.values()) == {"adamw", "indexer", "frozen"}
+    assert groups["moe_layers/attn/q_b"] == groups["moe_layers/experts/down"] == "adamw"
+    g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(draw(1)).items()}
+    paths = [p for p, group in groups.items() if group == "adamw"]
+    got, before = run(config, [draw(1)]), tree.flatten(draw(0))
+    for path, clipped in zip(paths, oracle.clip([g[p] for p in paths], 1.0)):
+        want, *_ = oracle.adamw_step(
+            np.asarray(before[path], np.float64), 0.0, 0.0, 1, clipped, RATE, 0.9, 0.95, 1e-8,
+            decay=0.1 if len(set(tree.flatten(LETTERS)[path].split()) - {"l"}) > 1 else 0.0,
+        )  # fmt: skip
+        np.testing.assert_allclose(got[path], want, atol=2e-6, err_msg=path)
