@@ -36,18 +36,23 @@ def line_chart(
     log: bool = False,
     smooth: bool = False,
     levels: tuple[tuple[str, float], ...] = (),
+    bands: tuple[tuple[list, list], ...] = (),
     size: tuple[float, float] = (5.6, 3.0),
 ) -> str:
     """Lines over a shared x axis, labelled at their ends.
 
     smooth draws a running mean over a faint line of the values themselves; levels are dashed
-    horizontal lines (label, y), for what the lines are to be compared with.
+    horizontal lines (label, y), for what the lines are to be compared with; bands are the (lowest,
+    highest) values around each of the first lines, drawn as its shadow.
     """
     with rc_context(_style()):
         figure, axes = _axes(size)
         ends = []
         for i, (label, x, y) in enumerate(series):
             colour = _COLOUR[f"--series-{i % 6 + 1}"]
+            if i < len(bands):
+                low, high = (_thin(x, edge)[1] for edge in bands[i])
+                axes.fill_between(_thin(x, y)[0], low, high, color=colour, alpha=0.18, linewidth=0)
             x, y = _thin(x, y)
             if smooth and len(y) > 20:
                 axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.8)

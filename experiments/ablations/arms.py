@@ -1,0 +1,359 @@
+"""Arms of an ablation, run over learning rates and seeds: what is shared, and what is kept.
+
+An `Arm` is a named chain of stages, each an `ExperimentConfig`; a `Trial` is an arm at one rate and
+one seed; `Runs` trains trials in a workdir:
+
+    results.jsonl          a row for every finished trial; these are not trained again
+    runs/NAME-DIGEST/      the workdir of a stage, with its report; the digest is of its configuration
+                           and of the stages before it, so trials that begin alike share their beginning
+
+A trial that was stopped or killed goes on from its newest checkpoint. Rates, schedules and seeds are
+arguments of the compiled step, so one compilation serves all trials of an arm.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+
+from glm5_jax.checkpoint import store
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.stages import Evaluator, Pretraining, Setting
+from glm5_jax.training.step import Step, make_step
+
+RESULTS = "results.jsonl"
+TAIL = 0.05  # of a run's steps: what "at its end" averages over
+RATIO = 2.0  # between neighbouring learning rates of a grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One training: the stages in order, at a rate and a seed. rate None: as the stages say."""
+
+    arm: str
+    rate: float | None
+    seed: int
+    stages: tuple[ExperimentConfig, ...]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """A name for the weights after each stage: of equal names, one training is enough."""
+        configs = [dataclasses.asdict(stage) | {"name": None} for stage in self.stages]
+        texts = [json.dumps(configs[: i + 1], sort_keys=True) for i in range(len(configs))]
+        return tuple(hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts)
+
+    def __str__(self) -> str:
+        rate = "" if self.rate is None else f" rate {self.rate:.3g}"
+        return f"{self.arm}{rate} seed {self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A named chain of stages; each starts from the weights of the one before."""
+
+    name: str
+    stages: tuple[ExperimentConfig, ...]
+
+    def __post_init__(self):
+        if not self.stages:
+            raise ValueError(f"arm {self.name!r} has no stage; give it at least one")
+
+    def trial(self, *, rate: float | None = None, seed: int = 0, share: float = 1.0) -> Trial:
+        """The arm at a peak learning rate and a seed, which is also that of its data.
+
+        rate and share belong to the last stage: its schedule keeps the proportion of end to peak, and
+        is shortened, warm-up included, to that share of its steps.
+        """
+        *before, last = self.stages
+        schedule, steps = last.schedule, max(2, round(share * last.schedule.total_steps))
+        schedule = dataclasses.replace(
+            schedule, total_steps=steps, warmup_steps=round(share * schedule.warmup_steps)
+        )
+        if rate is not None:
+            end = schedule.end * rate / schedule.peak
+            schedule = dataclasses.replace(schedule, peak=rate, end=end)
+        stages = [*before, dataclasses.replace(last, schedule=schedule)]
+        seeded = (
+            dataclasses.replace(s, seed=seed, data=dataclasses.replace(s.data, seed=seed))
+            for s in stages
+        )
+        return Trial(self.name, rate, seed, tuple(seeded))
+
+
+class SharedSteps:
+    """`make_step` for many trainings: those that differ in their schedule alone share a compilation.
+
+    on_step() is called after every step.
+    """
+
+    def __init__(self, on_step: Callable[[], None] = lambda: None):
+        self._on_step = on_step
+        self._made: list[tuple[tuple, Step, Callable]] = []
+
+    def __call__(self, cfg, config, optimizer_config, schedule, mesh=None) -> Step:
+        """As `make_step`."""
+        key = (cfg, config, optimizer_config, mesh)
+        found = next((made for made in self._made if made[0] == key), None)
+        if found is None:
+            step = make_step(cfg, config, optimizer_config, schedule, mesh)
+            out = None
+            if mesh is not None:
+                out = (jax.tree.map(lambda x: x.sharding, step.abstract), None)
+            update = jax.jit(step.update, donate_argnums=0, out_shardings=out)
+            found = (key, step, update)
+            self._made.append(found)
+        _, step, update = found
+        rate = jax.jit(schedule)
+
+        def train(state, batch):
+            out = update(state, batch, rate(state["step"]))
+            self._on_step()
+            return out
+
+        return step._replace(train=train)
+
+    @property
+    def compiled(self) -> int:
+        """How many programs the trainings so far have compiled, one for each batch shape of an arm."""
+        return sum(update._cache_size() for *_, update in self._made)
+
+
+class _Shared:
+    """An evaluator that several trainings use: its rows are read, its baselines counted, once."""
+
+    def __init__(self, inner: Evaluator):
+        self._inner, self._baselines = inner, None
+
+    def __call__(self, params) -> dict[str, float]:
+        return self._inner(params)
+
+    def baselines(self) -> dict[str, float]:
+        if self._baselines is None:
+            self._baselines = self._inner.baselines()
+        return self._baselines
+
+
+class Runs:
+    """The trials of a workdir. `runs(trials)` trains those without a result and returns all their rows.
+
+    evaluator: as of `Pretraining`, and the same rows at every seed. measure(trial, folder) adds its
+    values to the row of a finished trial, from the workdir of its last stage. keep: the last stage's
+    checkpoint stays, for trials or measures to come; without, only the rows and the report do.
+    """
+
+    def __init__(
+        self,
+        workdir,
+        evaluator: Callable[[Setting], Evaluator] | None = None,
+        *,
+        measure: Callable[[Trial, pathlib.Path], dict] | None = None,
+        keep: bool = False,
+    ):
+        self.workdir = pathlib.Path(workdir)
+        if self.workdir.exists() and not self.workdir.is_dir():
+            raise ValueError(f"workdir {workdir} is a file; give a folder, or a path that is free")
+        self._evaluator, self._measure, self._keep = evaluator, measure, keep
+        self._evaluators: list[tuple[tuple, _Shared]] = []
+        self._steps = SharedSteps(self._count)
+        self._bar, self._done, self._trial = None, 0, None
+
+    @property
+    def compiled(self) -> int:
+        """Train steps compiled so far."""
+        return self._steps.compiled
+
+    def rows(self) -> list[dict]:
+        """Every row of the workdir, in the order of finishing."""
+        path = self.workdir / RESULTS
+        if not path.exists():
+            return []
+        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        return [json.loads(line) for line in lines]
+
+    def __call__(self, trials: Iterable[Trial]) -> list[dict]:
+        """Rows of the trials, in their order: "arm", "rate", "seed", "steps", and of `outcome`.
+
+        TrainingStopped if the run was told to stop (SIGTERM, Ctrl-C), or cannot go on for any reason
+        but a training that diverged.
+        """
+        trials = list(trials)
+        found = {row["digest"]: row for row in self.rows()}
+        waiting = {t.digests[-1]: t for t in trials if t.digests[-1] not in found}
+        total = sum(self._left(trial) for trial in waiting.values())
+        if waiting:
+            with ProgressBar(total) as self._bar:
+                self._done = 0
+                for trial in waiting.values():
+                    self._trial = str(trial)
+                    row = found[trial.digests[-1]] = self._run(trial)
+                    self._append(row)
+                    loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+                    self._bar.print(f"{trial}: {loss}, {row['seconds']:.0f} s")
+        # One training may stand for several arms: each has its own name in its row.
+        return [found[t.digests[-1]] | {"arm": t.arm} for t in trials]
+
+    def folders(self, trial: Trial) -> list[pathlib.Path]:
+        """The workdir of each stage of a trial."""
+        names = [re.sub(r"[^\w.-]+", "_", stage.name) for stage in trial.stages]
+        runs = self.workdir / "runs"
+        return [runs / f"{name}-{digest}" for name, digest in zip(names, trial.digests)]
+
+    def _left(self, trial: Trial) -> int:
+        folders = self.folders(trial)
+        return sum(s.steps - (store.latest_step(f) or 0) for s, f in zip(trial.stages, folders))
+
+    def _count(self) -> None:
+        self._done += 1
+        self._bar.update(self._done, self._trial)
+
+    def _run(self, trial: Trial) -> dict:
+        began, before, diverged = time.perf_counter(), None, False
+        for stage, folder in zip(trial.stages, self.folders(trial)):
+            if before is not None:
+                stage = dataclasses.replace(stage, checkpoint=str(before))
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "log.txt").open("a") as log, contextlib.redirect_stdout(log):
+                training = Pretraining(
+                    stage, folder, self._evaluator and self._shared, step_maker=self._steps
+                )
+                try:
+                    training.run()
+                except TrainingStopped:
+                    diverged = _skipped(folder) >= stage.train.max_skipped_in_a_row
+                    if not diverged:
+                        raise
+            if diverged:
+                break
+            if not training.finished:
+                raise TrainingStopped(f"{trial} was stopped; the same command goes on from there")
+            before = folder
+        row = {
+            "digest": trial.digests[-1],
+            "arm": trial.arm,
+            "rate": trial.rate,
+            "seed": trial.seed,
+            "steps": trial.stages[-1].steps,
+            **outcome(folder, diverged),
+            "seconds": time.perf_counter() - began,
+        }
+        if self._measure is not None and not diverged:
+            row |= self._measure(trial, folder)
+        if not self._keep:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return row
+
+    def _shared(self, setting: Setting) -> Evaluator:
+        """The evaluator of an equal setting, of which data.seed and the run's own seed are no part."""
+        data = dataclasses.replace(setting.config.data, seed=0)
+        key = (setting.evaluate, setting.batch_rows, data, setting.config.train.eval_batches)
+        for other, evaluator in self._evaluators:
+            if other == key:
+                return evaluator
+        self._evaluators.append((key, _Shared(self._evaluator(setting))))
+        return self._evaluators[-1][1]
+
+    def _append(self, row: dict) -> None:
+        """A row is whole on disk, behind whole rows, before the next trial begins."""
+        path = self.workdir / RESULTS
+        lines = [json.dumps(r) + "\n" for r in [*self.rows(), row]]
+        whole = path.with_suffix(".new")
+        with whole.open("w") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(whole, path)
+
+
+def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
+    """What the log of a training says of it.
+
+    loss: held-out nats per token after the last step, or without an evaluator the training loss;
+    curve: [steps, values] of that loss along the way; train_loss and max_logit: means over the last
+    `TAIL` of the steps, the logit of the layer that has the largest; top_logit: the largest of all
+    layers and steps. A training that diverged has loss None.
+    """
+    rows = read(folder)
+    steps, losses = column(rows, "loss/ce")
+    logits = [max(x for x in values) for values in column(rows, "max_logit")[1]]
+    tail = max(1, math.ceil(TAIL * len(losses)))
+    curve = column(rows, "held_out/loss")
+    if not curve[0]:
+        curve = steps, losses
+    train_loss = statistics.fmean(losses[-tail:]) if losses else None
+    if column(rows, "held_out/loss")[0]:
+        loss = curve[1][-1]
+    else:
+        loss = train_loss
+    return {
+        "loss": None if diverged else loss,
+        "train_loss": train_loss,
+        "max_logit": statistics.fmean(logits[-tail:]) if logits else None,
+        "top_logit": max(logits, default=None),
+        "curve": [list(curve[0]), list(curve[1])],
+    }
+
+
+def _skipped(folder: pathlib.Path) -> int:
+    """Steps of a training that its log says were refused."""
+    return max(column(read(folder), "skipped")[1], default=0)
+
+
+def tune(
+    runs: Runs, arm: Arm, rates: Sequence[float], *, seeds: Sequence[int] = (0,), extend: int = 3
+) -> float:
+    """The rate with the lowest mean loss over the seeds.
+
+    While the best is the lowest or the highest of those tried, the grid grows by another at that end,
+    `RATIO` further on, at most `extend` times; ValueError if every rate diverged.
+    """
+    tried = sorted(rates)
+    while True:
+        rows = runs([arm.trial(rate=rate, seed=seed) for rate in tried for seed in seeds])
+        found = losses_by_rate(rows)
+        best = min(found, key=found.get)
+        if found[best] == math.inf:
+            raise ValueError(f"{arm.name} diverged at every rate of {tried}; begin with lower ones")
+        if best not in (tried[0], tried[-1]) or not extend:
+            return best
+        extend -= 1
+        tried = [best / RATIO, *tried] if best == tried[0] else [*tried, best * RATIO]
+
+
+def grid(centre: float, count: int = 5) -> list[float]:
+    """count learning rates around a centre, each `RATIO` times the one before."""
+    return [centre * RATIO ** (i - (count - 1) / 2) for i in range(count)]
+
+
+def losses_by_rate(rows: Iterable[dict]) -> dict[float, float]:
+    """{rate: mean loss}; a rate at which any training diverged has infinity."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        loss = math.inf if row["loss"] is None else row["loss"]
+        found.setdefault(row["rate"], []).append(loss)
+    return {rate: statistics.fmean(losses) for rate, losses in sorted(found.items())}
+
+
+def steps_to(curve: Sequence[Sequence[float]], level: float) -> float | None:
+    """The step at which a curve (steps, losses) first falls to a level, between two of its points by
+    their straight line; None if it never does."""
+    steps, losses = curve
+    for i, (step, loss) in enumerate(zip(steps, losses)):
+        if loss <= level:
+            if i == 0:
+                return float(step)
+            before, higher = steps[i - 1], losses[i - 1]
+            return before + (step - before) * (higher - level) / (higher - loss)
+    return None

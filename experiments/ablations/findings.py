@@ -1,0 +1,166 @@
+"""What an ablation found: spreads over seeds, tables, and one page with them and the plots.
+
+A `Finding` is the whole of it: printed as plain text, and written as `report/index.html` of the
+ablation's workdir, self-contained and in the look of a training's report.
+"""
+
+import dataclasses
+import html
+import math
+import pathlib
+import statistics
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+from scipy import stats
+
+from glm5_jax.core import charts
+from glm5_jax.training import report
+
+CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Mean of one value per seed, all of them, and half the width of Student's 95% interval of the mean
+    (None for a single seed)."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """ValueError if there are none, or one is not finite (a training that diverged)."""
+        values = tuple(values)
+        if not values or not all(v is not None and math.isfinite(v) for v in values):
+            raise ValueError(f"no mean of {values}; leave out what diverged, and say so")
+        return cls(tuple(float(v) for v in values))
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def half(self) -> float | None:
+        n = len(self.values)
+        if n < 2:
+            return None
+        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
+        return float(quantile * statistics.stdev(self.values) / math.sqrt(n))
+
+    def __format__(self, spec: str) -> str:
+        """mean ± half (lowest .. highest), each in the given format (default .3f)."""
+        spec = spec or ".3f"
+        if self.half is None:
+            return format(self.mean, spec)
+        low, high = min(self.values), max(self.values)
+        return (
+            f"{format(self.mean, spec)} ± {format(self.half, spec.lstrip('+'))} "
+            f"({format(low, spec)} .. {format(high, spec)})"
+        )
+
+
+def paired(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
+    """Spread of ours - theirs, seed by seed: what the seeds have in common drops out."""
+    return Spread.of(a - b for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A title, the names of the columns, rows of text, and what to know when reading it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot:
+    """A chart (SVG of core.charts) and its caption."""
+
+    drawing: str
+    caption: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """An ablation's result. verdicts: one sentence each, on a target and whether it was met; command:
+    the exact line that makes all of it again."""
+
+    title: str
+    command: str
+    verdicts: tuple[str, ...]
+    tables: tuple[Table, ...]
+    plots: tuple[Plot, ...] = ()
+
+    def print(self, console: Console | None = None) -> None:
+        """The tables, the verdicts and the command, without colours where output is no terminal."""
+        console = console or Console(highlight=False)
+        for table in self.tables:
+            shown = RichTable(*map(Text, table.columns), title=Text(table.title))
+            for row in table.rows:
+                shown.add_row(*map(Text, row))
+            console.print(shown)
+            if table.note:
+                console.print(Text(table.note), soft_wrap=True)
+        for verdict in self.verdicts:
+            console.print(Text(f"- {verdict}"), soft_wrap=True)
+        console.print(Text(f"command: {self.command}"), soft_wrap=True)
+
+    def write(self, workdir) -> pathlib.Path:
+        """Writes the page and returns its path."""
+        path = pathlib.Path(workdir) / report.PAGE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        verdicts = "".join(f"<li>{html.escape(text)}</li>" for text in self.verdicts)
+        body = [
+            f"<header><h1>{html.escape(self.title)}</h1><p>{html.escape(self.command)}</p></header>",
+            f"<section><ul>{verdicts}</ul></section>",
+            f'<section class="charts">{"".join(map(_figure, self.plots))}</section>',
+            *map(_section, self.tables),
+        ]
+        path.write_text(report.page(html.escape(self.title), body))
+        return path
+
+
+def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> str:
+    """A chart of the mean curve of each arm, in the shadow of its lowest and highest seed.
+
+    arms: {name: one (steps, values) per seed}; the seeds of an arm have the same steps. options as of
+    `charts.line_chart`.
+    """
+    lines, bands = [], []
+    for name, seeds in arms.items():
+        steps = list(seeds[0][0])
+        values = np.array([curve[1] for curve in seeds], float)
+        lines.append((name, steps, list(values.mean(0))))
+        bands.append((list(values.min(0)), list(values.max(0))))
+    return charts.line_chart(lines, bands=tuple(bands), **options)
+
+
+def by_rate(arms: dict[str, dict[float, float]], **options) -> str:
+    """A chart of {arm: {learning rate: loss}}; rates on a logarithmic axis, what diverged left out."""
+    lines = []
+    for name, losses in arms.items():
+        finite = [(math.log10(rate), x) for rate, x in sorted(losses.items()) if math.isfinite(x)]
+        lines.append((name, [r for r, _ in finite], [x for _, x in finite]))
+    return charts.line_chart(lines, x_label="log10 of the peak learning rate", **options)
+
+
+def _figure(plot: Plot) -> str:
+    caption = f"<figcaption>{html.escape(plot.caption)}</figcaption>" if plot.caption else ""
+    return f"<figure>{plot.drawing}{caption}</figure>"
+
+
+def _section(table: Table) -> str:
+    def row(cells, tag="td"):
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    rows = "".join(map(row, table.rows))
+    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    return (
+        f"<section><h2>{html.escape(table.title)}</h2><table>{row(table.columns, 'th')}{rows}"
+        f"</table>{note}</section>"
+    )

@@ -1,0 +1,280 @@
+"""Muon Split against whole-matrix Muon against AdamW, on MLA (GLM-5 2.1, Table 1).
+
+    python -m experiments.ablations.muon_split [tiny|small] [WORKDIR]
+
+Every optimiser is tuned by itself: at least five peak learning rates, a factor of two apart, around the
+best of which the grid is extended until it is bracketed; AdamW with two lengths of warm-up besides. Each
+then trains the same steps on the same batches from the same weights for every seed. Reported, with all
+seeds and their spread:
+
+- held-out loss in nats per token after the last step, on rows that no training sees;
+- the largest attention logit of any layer, averaged over the last 5% of the steps;
+- steps that Muon Split needs to AdamW's final loss: along its own run, whose rate has not yet fallen
+  there (an upper bound), and in runs with a whole schedule of their own for a share of the steps.
+
+:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens.
+:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps; needs text
+         and a tokenizer of your own there.
+"""
+
+import dataclasses
+import sys
+
+from experiments import pretrain
+from experiments.ablations.arms import Arm, Runs, grid, losses_by_rate, steps_to, tune
+from experiments.ablations.findings import Finding, Plot, Spread, Table, by_rate, curves, paired
+from glm5_jax import presets
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.evals.perplexity import HeldOut
+from glm5_jax.training.experiment import ExperimentConfig, SampleConfig, choose
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.step import StepConfig
+
+SEEDS = (0, 1, 2)
+SHARES = (0.4, 0.6)  # of the steps, that Muon Split is given a whole schedule for
+TARGET_SHARE = 0.6
+MUON_RATE, ADAMW_RATE = (
+    5e-3,
+    5e-3,
+)  # the middle of the grids; tuning moves on where it is not the best
+OPTIMISERS = {
+    "Muon Split": {"split": "head"},
+    "whole Muon": {"split": "whole"},
+    "AdamW": {"matrices": "adamw"},
+}
+
+
+def get_config(variant: str = "tiny") -> ExperimentConfig:
+    """What all arms have in common; ValueError lists the variants."""
+    return choose(variant, {"tiny": tiny, "small": small})
+
+
+def tiny() -> ExperimentConfig:
+    """One million parameters, half of them the vocabulary's; nothing but MLA and dense feed-forward."""
+    model = dataclasses.replace(
+        presets.tiny(),
+        attention="dense",
+        index_topk=None,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_nextn_predict_layers=0,
+    )
+    return ExperimentConfig(
+        name="muon_split:tiny",
+        model=model,
+        data=DataConfig(sequence_length=128),
+        batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
+        optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
+        schedule=ScheduleConfig(peak=5e-3, end=2.5e-4, warmup_steps=30, total_steps=300),
+        step=StepConfig(remat="none"),
+        train=TrainConfig(eval_interval=15, sample_interval=0, save_interval=0, eval_batches=4),
+    )
+
+
+def small() -> ExperimentConfig:
+    """The model and the batches of pretrain.py:small."""
+    base = pretrain.get_config("small")
+    return dataclasses.replace(
+        base,
+        name="muon_split:small",
+        schedule=ScheduleConfig(peak=5e-3, end=2.5e-4, warmup_steps=200, total_steps=2000),
+        train=TrainConfig(log_interval=10, eval_interval=100, sample_interval=0, save_interval=200),
+        sample=SampleConfig(),
+    )
+
+
+def arms(config: ExperimentConfig, models: dict[str, dict]) -> dict[str, Arm]:
+    """Every optimiser on every model, by name: models are {name: fields of `ModelConfig` to change}."""
+    found = {}
+    for model, fields in models.items():
+        for optimiser, change in OPTIMISERS.items():
+            name = f"{optimiser}, {model}"
+            stage = dataclasses.replace(
+                config,
+                name=f"{config.name} {name}",
+                model=dataclasses.replace(config.model, **fields),
+                optimizer=dataclasses.replace(config.optimizer, **change),
+            )
+            found[name] = Arm(name, (stage,))
+    return found
+
+
+def warmed(arm: Arm, factor: float) -> Arm:
+    """The arm with a warm-up of so many times the steps."""
+    (stage,) = arm.stages
+    steps = round(factor * stage.schedule.warmup_steps)
+    schedule = dataclasses.replace(stage.schedule, warmup_steps=steps)
+    return Arm(arm.name, (dataclasses.replace(stage, schedule=schedule),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """An arm as tuned: its best rate, and the mean losses of all rates and warm-ups tried."""
+
+    arm: Arm
+    rate: float
+    losses: dict[str, dict[float, float]]
+
+
+def tuned(runs: Runs, arm: Arm) -> Tuned:
+    """The arm at its best rate on the first seed, and for AdamW at the better of two warm-ups."""
+    adamw = arm.stages[0].optimizer.matrices == "adamw"
+    losses, best = {}, None
+    for factor in (1, 3) if adamw else (1,):
+        tried = warmed(arm, factor)
+        rate = tune(runs, tried, grid(ADAMW_RATE if adamw else MUON_RATE), seeds=SEEDS[:1])
+        rows = [row for row in runs.rows() if row["digest"] in _digests(tried, runs)]
+        label = arm.name + (f", warm-up x{factor}" if factor > 1 else "")
+        losses[label] = losses_by_rate(rows)
+        if best is None or losses[label][rate] < best[2]:
+            best = (tried, rate, losses[label][rate])
+    return Tuned(best[0], best[1], losses)
+
+
+def _digests(arm: Arm, runs: Runs) -> set[str]:
+    rates = {row["rate"] for row in runs.rows() if row["arm"] == arm.name}
+    return {arm.trial(rate=rate, seed=SEEDS[0]).digests[-1] for rate in rates}
+
+
+def run(config: ExperimentConfig, workdir, command: str, models: dict[str, dict]) -> Finding:
+    """Tunes, trains and compares all arms."""
+    runs = Runs(workdir, HeldOut)
+    best = {name: tuned(runs, arm) for name, arm in arms(config, models).items()}
+    rows = {
+        name: runs([t.arm.trial(rate=t.rate, seed=seed) for seed in SEEDS])
+        for name, t in best.items()
+    }
+    shorter = {
+        (model, share): runs(
+            [
+                best[f"Muon Split, {model}"].arm.trial(
+                    rate=best[f"Muon Split, {model}"].rate, seed=seed, share=share
+                )
+                for seed in SEEDS
+            ]
+        )
+        for model in models
+        for share in SHARES
+    }
+    return finding(config, command, best, rows, shorter)
+
+
+def finding(config, command, best, rows, shorter) -> Finding:
+    """Tables, plots and verdicts from the rows of the arms {name: rows by seed}."""
+    spread = {
+        name: {key: Spread.of(row[key] for row in found) for key in ("loss", "max_logit")}
+        for name, found in rows.items()
+    }
+    table = Table(
+        f"{config.name}: {config.schedule.total_steps} steps of {config.batch.end:,} tokens, "
+        f"{len(SEEDS)} seeds",
+        ("arm", "best rate", "held-out loss, nats per token", "largest logit at the end"),
+        tuple(
+            (name, f"{best[name].rate:.3g}", f"{s['loss']:.4f}", f"{s['max_logit']:.2f}")
+            for name, s in spread.items()
+        ),
+        "Mean ± half of Student's 95% interval (lowest .. highest seed).",
+    )
+    tuning = Table(
+        "Tuning: held-out loss by peak learning rate, first seed",
+        ("arm", "rate: loss"),
+        tuple(
+            (label, "  ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in losses.items()))
+            for t in best.values()
+            for label, losses in t.losses.items()
+        ),
+    )
+    verdicts, shares = [], []
+    for model in dict.fromkeys(model for model, _ in shorter):
+        split, whole, adamw = (rows[f"{name}, {model}"] for name in OPTIMISERS)
+        verdicts += _against_whole(model, split, whole)
+        verdicts.append(_against_adamw(model, split, adamw, shorter))
+        for (of, share), found in shorter.items():
+            if of == model:
+                more = paired(_losses(found), _losses(adamw))
+                shares.append(
+                    (model, f"{share:g}", f"{Spread.of(_losses(found)):.4f}", f"{more:+.4f}")
+                )
+    plots = (
+        Plot(
+            curves(
+                {name: [r["curve"] for r in found] for name, found in rows.items()},
+                y_label="Held-out loss, nats per token",
+            ),
+            "Mean over the seeds, each arm at its best rate; shadow: lowest to highest seed.",
+        ),
+        Plot(
+            by_rate(
+                {label: x for t in best.values() for label, x in t.losses.items()},
+                y_label="Held-out loss by learning rate",
+            ),
+            "First seed.",
+        ),
+    )
+    short = Table(
+        "Muon Split with a whole schedule for a share of the steps",
+        ("model", "share", "held-out loss", "minus AdamW's after all steps, by seed"),
+        tuple(shares),
+    )
+    title = "Muon Split against whole Muon against AdamW"
+    return Finding(title, command, tuple(verdicts), (table, short, tuning), plots)
+
+
+def _losses(rows):
+    return [row["loss"] for row in rows]
+
+
+def _against_whole(model, split, whole) -> list[str]:
+    worse = paired(_losses(split), _losses(whole))
+    logits = paired((r["max_logit"] for r in split), (r["max_logit"] for r in whole))
+    return [
+        f"{model}: Muon Split's loss minus whole Muon's is {worse:+.4f}, by seed; "
+        f"no worse: {_verdict(worse, 'met')}",
+        f"{model}: Muon Split's largest logit minus whole Muon's is {logits:+.2f}; "
+        f"lower: {_verdict(logits, 'met')}",
+    ]
+
+
+def _verdict(difference: Spread, met: str) -> str:
+    """Whether a difference that should be below zero is, on average and beyond its interval."""
+    if difference.mean > 0:
+        return "not met"
+    return met if difference.mean + difference.half < 0 else f"{met} on average, within the spread"
+
+
+def _against_adamw(model, split, adamw, shorter) -> str:
+    level = Spread.of(_losses(adamw)).mean
+    total = split[0]["steps"]
+    along = [steps_to(row["curve"], level) for row in split]
+    reached = [share for (of, share), r in shorter.items() if of == model and _below(r, adamw)]
+    ratio = "never" if None in along else f"{Spread.of(x / total for x in along):.2f}"
+    own = f"{min(reached):g}" if reached else f"none of {', '.join(f'{s:g}' for s in SHARES)}"
+    met = "met" if reached and min(reached) <= TARGET_SHARE else "not met"
+    return (
+        f"{model}: Muon Split is at AdamW's final loss ({level:.4f}) after {ratio} of its steps along "
+        f"its own run, and with a whole schedule for a share of the steps: {own}; "
+        f"at most {TARGET_SHARE:g}: {met}"
+    )
+
+
+def _below(rows, others) -> bool:
+    return paired(_losses(rows), _losses(others)).mean <= 0
+
+
+MODELS = {"MLA": {}}
+
+
+def main(arguments: list[str]) -> None:
+    """arguments: variant (tiny) and workdir (workdir/muon_split_VARIANT)."""
+    variant = arguments[0] if arguments else "tiny"
+    workdir = arguments[1] if len(arguments) > 1 else f"workdir/muon_split_{variant}"
+    command = f"python -m experiments.ablations.muon_split {variant} {workdir}"
+    found = run(get_config(variant), workdir, command, MODELS)
+    found.print()
+    print(f"page: {found.write(workdir)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
