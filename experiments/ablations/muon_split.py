@@ -12,7 +12,7 @@ seeds and their spread:
 - steps that Muon Split needs to AdamW's final loss: along its own run, whose rate has not yet fallen
   there (an upper bound), and in runs with a whole schedule of their own for a share of the steps.
 
-:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens.
+:tiny    two layers for two CPU cores, 250 steps of 1,024 tokens.
 :small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps; needs text
          and a tokenizer of your own there.
 """
@@ -64,12 +64,12 @@ def tiny() -> ExperimentConfig:
     return ExperimentConfig(
         name="muon_split:tiny",
         model=model,
-        data=DataConfig(sequence_length=128),
+        data=DataConfig(sequence_length=128, shuffle_window=2**16),
         batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
         optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
-        schedule=ScheduleConfig(peak=5e-3, end=2.5e-4, warmup_steps=30, total_steps=300),
+        schedule=ScheduleConfig(peak=1e-2, end=5e-4, warmup_steps=25, total_steps=250),
         step=StepConfig(remat="none"),
-        train=TrainConfig(eval_interval=15, sample_interval=0, save_interval=0, eval_batches=4),
+        train=TrainConfig(eval_interval=25, sample_interval=0, save_interval=0, eval_batches=4),
     )
 
 
