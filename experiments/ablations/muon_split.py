@@ -35,10 +35,7 @@ from glm5_jax.training.step import StepConfig
 SEEDS = (0, 1, 2)
 SHARES = (0.4, 0.6)  # of the steps, that Muon Split is given a whole schedule for
 TARGET_SHARE = 0.6
-MUON_RATE, ADAMW_RATE = (
-    5e-3,
-    5e-3,
-)  # the middle of the grids; tuning moves on where it is not the best
+MUON_RATE, ADAMW_RATE = 1e-2, 5e-3  # the middles of the grids that tuning begins with
 OPTIMISERS = {
     "Muon Split": {"split": "head"},
     "whole Muon": {"split": "whole"},
