@@ -61,7 +61,7 @@ def tiny() -> ExperimentConfig:
     return ExperimentConfig(
         name="muon_split:tiny",
         model=model,
-        data=DataConfig(sequence_length=128, shuffle_window=2**16),
+        data=DataConfig(sequence_length=128),
         batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
         optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
         schedule=ScheduleConfig(peak=1e-2, end=5e-4, warmup_steps=25, total_steps=250),

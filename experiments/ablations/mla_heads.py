@@ -1,0 +1,236 @@
+"""MLA-256 against MLA-192: wider heads, a third fewer of them (GLM-5 2.1).
+
+    python -m experiments.ablations.mla_heads [tiny|small] [WORKDIR]
+
+GLM-5 widens the query and key heads from 192 to 256 and cuts their number by a third, from 96 to 64:
+training is to cost the same, and decoding, whose attention multiplies the same latent once per head,
+a third less. Here `narrower` makes the 192 variant of any model. Both variants get the same training
+FLOPs (counted from shapes; the dearer one makes fewer steps), the same batches and Muon Split, each at
+the best of at least five learning rates. Reported: held-out loss with all seeds and their spread, and
+FLOPs of one layer's attention for one decoded token, counted from the jaxpr of the model's own attention.
+
+:tiny    two layers for two CPU cores, about 250 steps of 1,024 tokens.
+:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for about 2,000 steps; needs
+         text and a tokenizer of your own there.
+"""
+
+import dataclasses
+import sys
+
+import jax
+
+from experiments.ablations import muon_split
+from experiments.ablations.arms import Arm, Runs, grid, losses_by_rate, tune
+from experiments.ablations.findings import Finding, Plot, Spread, Table, by_rate, curves, paired
+from glm5_jax import presets
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.flops import count_flops
+from glm5_jax.evals.perplexity import HeldOut
+from glm5_jax.model import glm5
+from glm5_jax.model.mla import Keys, Queries, mla
+from glm5_jax.model.plan import Plan
+from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.flops import train_flops
+
+SEEDS = (0, 1, 2)
+WIDE, NARROW = "MLA-256", "MLA-192"
+LENGTHS = (4096, 131072)  # cached tokens at which a decoded token's attention is counted
+
+
+def get_config(variant: str = "tiny") -> ExperimentConfig:
+    """The experiment with wide heads; ValueError lists the variants."""
+    return choose(variant, {"tiny": tiny, "small": small})
+
+
+def tiny() -> ExperimentConfig:
+    """That of muon_split.py, with a quarter of each head rotated, as in GLM-5."""
+    base = muon_split.tiny()
+    model = dataclasses.replace(base.model, qk_nope_head_dim=24, qk_rope_head_dim=8)
+    return dataclasses.replace(base, name="mla_heads:tiny", model=model)
+
+
+def small() -> ExperimentConfig:
+    """That of muon_split.py."""
+    return dataclasses.replace(muon_split.small(), name="mla_heads:small")
+
+
+def narrower(model: ModelConfig) -> ModelConfig:
+    """The model with query and key heads three quarters as wide, rotated part unchanged, and half as
+    many more of them. Value heads, whose width the paper does not give, shrink to two thirds, so that
+    all heads together are as wide as before.
+
+    ValueError if the heads cannot be counted or cut so.
+    """
+    n, h, r = model.num_attention_heads, model.qk_nope_head_dim, model.qk_rope_head_dim
+    if n % 2 or (h + r) % 4 or 3 * (h + r) // 4 <= r:
+        raise ValueError(
+            f"num_attention_heads {n} and qk head width {h} + {r} have no narrower variant; use an even "
+            "number, and a width that divides by 4 and is more than 4/3 of the rotated part"
+        )
+    return dataclasses.replace(
+        model,
+        num_attention_heads=3 * n // 2,
+        qk_nope_head_dim=3 * (h + r) // 4 - r,
+        v_head_dim=round(2 * model.v_head_dim / 3),
+    )
+
+
+def decode_flops(cfg: ModelConfig, length: int) -> int:
+    """FLOPs of one layer's attention for one token after `length` cached ones, by the model's own code.
+
+    From the queries to the output projection, over the cached latents; dense.
+    """
+    dense = dataclasses.replace(cfg, attention="dense", index_topk=None)
+    c, r = dense.kv_lora_rank, dense.qk_rope_head_dim
+    stack = glm5.abstract(dense)["dense_layers" if dense.first_k_dense_replace else "moe_layers"]
+    layer = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack["attn"])
+
+    def array(t, *shape):
+        return jax.ShapeDtypeStruct((1, t, *shape), dense.dtype)
+
+    def attend(w, q, latent):
+        plan = Plan(attention_form="absorbed", kernels="ref")
+        return mla(w, Queries(q, length, None), Keys(latent, None), dense, plan)[0]
+
+    q = array(1, dense.num_attention_heads, dense.qk_nope_head_dim + r)
+    return count_flops(attend, layer, q, array(length + 1, c + r))
+
+
+def arms(config: ExperimentConfig) -> dict[str, Arm]:
+    """Both variants; the narrow one trains for the FLOPs of the wide one."""
+    found = {}
+    for name, model in ((WIDE, config.model), (NARROW, narrower(config.model))):
+        share = _train_flops(config, config.model) / _train_flops(config, model)
+        steps = round(config.schedule.total_steps * share)
+        schedule = dataclasses.replace(config.schedule, total_steps=steps)
+        stage = dataclasses.replace(
+            config, name=f"{config.name} {name}", model=model, schedule=schedule
+        )
+        found[name] = Arm(name, (stage,))
+    return found
+
+
+def _train_flops(config: ExperimentConfig, model: ModelConfig) -> float:
+    mtp_steps = config.step.mtp_steps if model.num_nextn_predict_layers else 0
+    return train_flops(model, config.data.sequence_length, mtp_steps)
+
+
+def run(config: ExperimentConfig, workdir, command: str) -> Finding:
+    """Tunes and trains both, and compares them."""
+    runs, both = Runs(workdir, HeldOut), arms(config)
+    rates, losses = {}, {}
+    for name, arm in both.items():
+        rates[name] = tune(runs, arm, grid(config.schedule.peak), seeds=SEEDS[:1])
+        losses[name] = losses_by_rate(
+            row for row in runs.rows() if row["arm"] == name and row["seed"] == SEEDS[0]
+        )
+    rows = {
+        name: runs([arm.trial(rate=rates[name], seed=seed) for seed in SEEDS])
+        for name, arm in both.items()
+    }
+    return finding(config, command, both, rates, losses, rows)
+
+
+def finding(config, command, both, rates, losses, rows) -> Finding:
+    """Tables, plots and verdicts from the rows of both arms by seed."""
+    models = {name: arm.stages[0].model for name, arm in both.items()}
+    results = []
+    for name, model in models.items():
+        spread, steps = Spread.of(r["loss"] for r in rows[name]), rows[name][0]["steps"]
+        total = steps * config.batch.end * _train_flops(config, model)
+        results.append(
+            (
+                name,
+                f"{model.num_attention_heads} x "
+                f"{model.qk_nope_head_dim} + {model.qk_rope_head_dim}, {model.v_head_dim}",
+                f"{model.num_parameters:,}",
+                f"{steps} ({total:.4g})",
+                f"{rates[name]:.3g}",
+                f"{spread:.4f}",
+            )
+        )
+    table = Table(
+        f"{config.name}: steps of {config.batch.end:,} tokens, {len(SEEDS)} seeds",
+        (
+            "arm",
+            "heads x qk, v",
+            "parameters",
+            "steps (training FLOPs)",
+            "best rate",
+            "held-out loss",
+        ),
+        tuple(results),
+        "Loss in nats per token: mean ± half of Student's 95% interval (lowest .. highest seed).",
+    )
+    more = paired((r["loss"] for r in rows[WIDE]), (r["loss"] for r in rows[NARROW]))
+    verdicts = [
+        f"at equal training FLOPs, {WIDE}'s held-out loss minus {NARROW}'s is {more:+.4f} nats, by seed"
+    ]
+    decode = []
+    for label, wide in (("this model", config.model), ("GLM-5", presets.glm5())):
+        counts = [
+            (decode_flops(wide, length), decode_flops(narrower(wide), length)) for length in LENGTHS
+        ]
+        cells = (f"{a / 1e6:.4g} / {b / 1e6:.4g} = {a / b - 1:+.1%}" for a, b in counts)
+        decode.append((label, *cells))
+        each, narrow = _per_key(wide), _per_key(narrower(wide))
+        verdicts.append(
+            f"{label}: attention of a decoded token costs {each:,.0f} FLOPs per cached token and layer "
+            f"with wide heads, {narrow:,.0f} with narrow ones: {each / narrow - 1:+.1%}"
+        )
+    count = Table(
+        f"Attention of one layer for one decoded token, MFLOP: {WIDE} / {NARROW}",
+        ("model", *(f"{length:,} cached tokens" for length in LENGTHS)),
+        tuple(decode),
+        "Projections from the queries' latent up to the output included.",
+    )
+    plots = (
+        Plot(
+            curves(
+                {
+                    name: [_in_flops(r, config, models[name]) for r in found]
+                    for name, found in rows.items()
+                },
+                x_label="training TFLOP",
+                y_label="Held-out loss, nats per token",
+            ),
+            "Mean over the seeds, each arm at its best rate; shadow: lowest to highest seed.",
+        ),
+        Plot(by_rate(losses, y_label="Held-out loss by learning rate"), "First seed."),
+    )
+    tuning = Table(
+        "Tuning: held-out loss by peak learning rate, first seed",
+        ("arm", "rate: loss"),
+        tuple(
+            (name, "  ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in found.items()))
+            for name, found in losses.items()
+        ),
+    )
+    title = "MLA-256 against MLA-192"
+    return Finding(title, command, tuple(verdicts), (table, count, tuning), plots)
+
+
+def _per_key(cfg: ModelConfig) -> float:
+    short, long = LENGTHS
+    return (decode_flops(cfg, long) - decode_flops(cfg, short)) / (long - short)
+
+
+def _in_flops(row: dict, config: ExperimentConfig, model: ModelConfig):
+    """The curve of a row over training TFLOP."""
+    each = config.batch.end * _train_flops(config, model) / 1e12
+    steps, losses = row["curve"]
+    return [step * each for step in steps], losses
+
+
+def main(arguments: list[str]) -> None:
+    """arguments: variant (tiny) and workdir (workdir/mla_heads_VARIANT)."""
+    variant = arguments[0] if arguments else "tiny"
+    workdir = arguments[1] if len(arguments) > 1 else f"workdir/mla_heads_{variant}"
+    command = f"python -m experiments.ablations.mla_heads {variant} {workdir}"
+    found = run(get_config(variant), workdir, command)
+    found.print()
+    print(f"page: {found.write(workdir)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,271 @@
+"""Arms over rates and seeds: one compilation, nothing trained twice, and the same numbers as alone."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments.ablations.arms import (
+    RATIO,
+    Arm,
+    Runs,
+    grid,
+    losses_by_rate,
+    outcome,
+    steps_to,
+    tune,
+)
+from glm5_jax import presets
+from glm5_jax.core.metrics_log import MetricsLog, column, read
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.data.sources import SourceConfig
+from glm5_jax.training import report
+from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.stages import Pretraining
+from glm5_jax.training.step import StepConfig
+
+STEPS = 4
+
+
+class Bias:
+    """Judges parameters by a number that can be told from them."""
+
+    def __init__(self, setting):
+        self.setting = setting
+
+    def __call__(self, params):
+        return {"held_out/loss": float(np.asarray(params["final_norm"]).mean())}
+
+    def baselines(self):
+        return {"unigram": 1.0}
+
+
+def config(**changes) -> ExperimentConfig:
+    model = dataclasses.replace(
+        presets.tiny(),
+        attention="dense",
+        index_topk=None,
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=8,
+        num_attention_heads=2,
+        num_nextn_predict_layers=0,
+    )
+    base = ExperimentConfig(
+        name="toy",
+        model=model,
+        mesh=MeshConfig(fsdp=1),
+        data=DataConfig((SourceConfig("shakespeare"),), 16, shuffle_window=64, num_threads=0),
+        batch=BatchRampConfig(start=32, end=32, ramp_tokens=0, multiple=32),
+        optimizer=OptimizerConfig(ns_dtype="float32", matrices="adamw"),
+        schedule=ScheduleConfig("linear", peak=1e-2, end=1e-3, warmup_steps=2, total_steps=STEPS),
+        step=StepConfig(remat="none"),
+        train=TrainConfig(
+            eval_interval=2, sample_interval=0, save_interval=2, max_skipped_in_a_row=2
+        ),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+ARM = Arm("toy", (config(),))
+TRIALS = [
+    ARM.trial(rate=1e-2, seed=0),
+    ARM.trial(rate=1e-3, seed=0),
+    ARM.trial(rate=1e-2, seed=1),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pages():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_page", lambda workdir: None)  # seconds each
+        yield
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    runs = Runs(tmp_path_factory.mktemp("arms"), Bias)
+    return runs, runs(TRIALS)
+
+
+def curve(rows):
+    return column(rows, "loss/total")
+
+
+def test_rates_and_seeds_share_one_compilation_and_differ(done):
+    runs, rows = done
+    assert runs.compiled == 1
+    assert [(r["arm"], r["rate"], r["seed"]) for r in rows] == [
+        ("toy", 1e-2, 0),
+        ("toy", 1e-3, 0),
+        ("toy", 1e-2, 1),
+    ]
+    assert len({r["loss"] for r in rows}) == 3
+    assert {r["steps"] for r in rows} == {STEPS}
+    for trial in TRIALS:
+        (folder,) = runs.folders(trial)
+        assert column(read(folder), "learning_rate")[1][2] == pytest.approx(trial.rate)
+        assert not (folder / "checkpoints").exists()  # only what was asked to stay does
+
+
+def test_a_trial_trains_as_it_would_alone(done, tmp_path):
+    runs, _ = done
+    trial = TRIALS[2]
+    Pretraining(trial.stages[0], tmp_path, Bias).run()
+    steps, alone = curve(read(tmp_path))
+    assert steps == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(curve(read(runs.folders(trial)[0]))[1], alone, rtol=1e-6)
+
+
+def test_what_is_finished_is_not_trained_again(done):
+    runs, rows = done
+    again = Runs(runs.workdir, Bias)
+    assert again(TRIALS) == rows
+    assert again.compiled == 0
+    assert len(again.rows()) == len(TRIALS)
+    renamed = dataclasses.replace(TRIALS[0], arm="another name")
+    assert again([renamed]) == [rows[0] | {"arm": "another name"}]
+
+
+def test_a_row_that_was_cut_off_is_trained_again(done):
+    runs, rows = done
+    results = runs.workdir / "results.jsonl"
+    whole = results.read_text()
+    try:
+        results.write_text(whole[:-10])
+        assert [r["seed"] for r in Runs(runs.workdir).rows()] == [0, 0]
+    finally:
+        results.write_text(whole)
+
+
+def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_path, monkeypatch):
+    whole, _ = done
+    runs = Runs(tmp_path, Bias)
+    plain, count = runs._count, []
+
+    def kill():
+        count.append(plain())
+        if len(count) == 3:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(runs, "_count", kill)
+    runs._steps._on_step = kill
+    with pytest.raises(RuntimeError, match="killed"):
+        runs(TRIALS[:1])
+    assert runs.rows() == []
+    fresh = Runs(tmp_path, Bias)
+    [row] = fresh(TRIALS[:1])
+    assert fresh._done == STEPS - 2  # the checkpoint was at step 2
+    assert curve(read(fresh.folders(TRIALS[0])[0])) == curve(read(whole.folders(TRIALS[0])[0]))
+    assert row["loss"] == whole.rows()[0]["loss"]
+
+
+def test_stages_follow_each_other_and_a_shared_beginning_is_trained_once(tmp_path):
+    first = config(train=dataclasses.replace(config().train, save_interval=0))
+    second = dataclasses.replace(first, name="second")
+    runs = Runs(tmp_path, Bias, keep=True, measure=lambda trial, folder: {"folder": folder.name})
+    [short] = runs([Arm("short", (first,)).trial()])
+    trial = Arm("long", (first, second)).trial()
+    [row] = runs([trial])
+    assert runs._done == STEPS  # the second stage's alone
+    before, after = runs.folders(trial)
+    assert before.name == short["folder"] and after.name == row["folder"] != before.name
+    config_json = json.loads((after / "config.json").read_text())
+    assert config_json["checkpoint"] == str(before)
+    start, end = curve(read(before))[1], curve(read(after))[1]
+    assert end[0] < start[0] - 0.01  # it went on from the first stage's weights
+
+
+def test_a_training_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
+    runs = Runs(tmp_path)
+    rows = runs([ARM.trial(rate=1e30, seed=0), ARM.trial(rate=1e-2, seed=0)])
+    assert rows[0]["loss"] is None
+    assert rows[1]["loss"] == pytest.approx(rows[1]["train_loss"])
+    assert losses_by_rate(rows) == {1e-2: rows[1]["loss"], 1e30: math.inf}
+
+
+def test_a_shorter_schedule_keeps_its_shape():
+    schedule = config().schedule
+    trial = Arm("a", (config(), config())).trial(rate=2e-2, seed=3, share=0.5)
+    first, last = trial.stages
+    assert first.schedule == schedule
+    assert last.schedule == dataclasses.replace(
+        schedule, peak=2e-2, end=2e-3, total_steps=2, warmup_steps=1
+    )
+    assert {(s.seed, s.data.seed) for s in trial.stages} == {(3, 3)}
+
+
+def test_the_digest_is_of_everything_but_names():
+    trial = Arm("a", (config(),)).trial(seed=1)
+    renamed = dataclasses.replace(trial, stages=(dataclasses.replace(trial.stages[0], name="b"),))
+    assert trial.digests == renamed.digests
+    others = [
+        Arm("a", (config(),)).trial(seed=2),
+        Arm("a", (config(optimizer=OptimizerConfig(split="whole")),)).trial(seed=1),
+        Arm("a", (config(), config())).trial(seed=1),
+    ]
+    assert len({t.digests[-1] for t in [trial, *others]}) == 4
+
+
+def test_the_outcome_reads_the_log(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 41):
+            log.write(
+                {"step": step, "loss/ce": 5 - step / 40, "max_logit": [1.0, float(step % 38)]}
+            )
+        log.write({"step": 20, "held_out/loss": 4.5})
+        log.write({"step": 40, "held_out/loss": 4.25})
+    found = outcome(tmp_path)
+    assert found["loss"] == 4.25
+    assert found["curve"] == [[20, 40], [4.5, 4.25]]
+    assert found["train_loss"] == pytest.approx(5 - 39.5 / 40)
+    assert found["max_logit"] == pytest.approx(1.5)  # of steps 39 and 40: 1 and 2
+    assert found["top_logit"] == 37.0
+
+
+def test_the_grid_grows_until_the_best_rate_is_inside():
+    tried = []
+
+    def runs(trials):
+        tried.extend(trials)
+        return [{"rate": t.rate, "loss": abs(math.log(t.rate / 0.31))} for t in trials]
+
+    rates = grid(0.01)
+    assert rates == [0.0025, 0.005, 0.01, 0.02, 0.04]
+    best = tune(runs, ARM, rates)
+    assert best == 0.04 * RATIO**3  # 0.32, and three are all it may add ...
+    assert max(t.rate for t in tried) == best
+    assert tune(runs, ARM, rates, extend=4) == best
+    assert max(t.rate for t in tried) == best * RATIO  # ... the fourth shows that it is inside
+    assert tune(runs, ARM, grid(0.31)) == 0.31
+
+
+def test_a_diverged_seed_rules_a_rate_out():
+    def runs(trials):
+        return [
+            {"rate": t.rate, "loss": None if t.rate > 0.01 and t.seed else -t.rate} for t in trials
+        ]
+
+    assert tune(runs, ARM, grid(0.01), seeds=(0, 1)) == 0.01
+    with pytest.raises(ValueError, match="diverged at every rate"):
+        tune(lambda trials: [{"rate": t.rate, "loss": None} for t in trials], ARM, grid(1.0))
+
+
+def test_steps_to_a_level():
+    found = [10, 20, 30], [5.0, 4.0, 3.0]
+    assert steps_to(found, 3.5) == 25.0
+    assert steps_to(found, 6.0) == 10.0
+    assert steps_to(found, 2.9) is None
+
+
+def test_what_cannot_be_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match="arm 'empty' has no stage"):
+        Arm("empty", ())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        Runs(tmp_path / "file")
