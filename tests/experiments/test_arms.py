@@ -22,7 +22,7 @@ from glm5_jax.core.metrics_log import MetricsLog, column, read
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.training import report
-from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
+from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
@@ -59,9 +59,8 @@ def config(**changes) -> ExperimentConfig:
     base = ExperimentConfig(
         name="toy",
         model=model,
-        mesh=MeshConfig(fsdp=1),
         data=DataConfig((SourceConfig("shakespeare"),), 16, shuffle_window=64, num_threads=0),
-        batch=BatchRampConfig(start=32, end=32, ramp_tokens=0, multiple=32),
+        batch=BatchRampConfig(start=128, end=128, ramp_tokens=0, multiple=128),
         optimizer=OptimizerConfig(ns_dtype="float32", matrices="adamw"),
         schedule=ScheduleConfig("linear", peak=1e-2, end=1e-3, warmup_steps=2, total_steps=STEPS),
         step=StepConfig(remat="none"),
