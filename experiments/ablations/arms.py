@@ -311,10 +311,33 @@ def _skipped(folder: pathlib.Path) -> int:
     return max(column(read(folder), "skipped")[1], default=0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """An arm, its best peak learning rate, and {rate: mean loss} of all that were tried."""
+
+    arm: Arm
+    rate: float
+    losses: dict[float, float]
+
+    @property
+    def loss(self) -> float:
+        """Of the best rate, on the seeds of tuning."""
+        return self.losses[self.rate]
+
+    def trials(self, seeds: Iterable[int], share: float = 1.0) -> list[Trial]:
+        """The arm at its best rate, once for every seed."""
+        return [self.arm.trial(rate=self.rate, seed=seed, share=share) for seed in seeds]
+
+
 def tune(
-    runs: Runs, arm: Arm, rates: Sequence[float], *, seeds: Sequence[int] = (0,), extend: int = 3
-) -> float:
-    """The rate with the lowest mean loss over the seeds.
+    runs: Callable[[list[Trial]], list[dict]],
+    arm: Arm,
+    rates: Sequence[float],
+    *,
+    seeds: Sequence[int] = (0,),
+    extend: int = 3,
+) -> Tuned:
+    """Finds the rate with the lowest mean loss over the seeds.
 
     While the best is the lowest or the highest of those tried, the grid grows by another at that end,
     `RATIO` further on, at most `extend` times; ValueError if every rate diverged.
@@ -322,12 +345,12 @@ def tune(
     tried = sorted(rates)
     while True:
         rows = runs([arm.trial(rate=rate, seed=seed) for rate in tried for seed in seeds])
-        found = losses_by_rate(rows)
-        best = min(found, key=found.get)
-        if found[best] == math.inf:
+        losses = losses_by_rate(rows)
+        best = min(losses, key=losses.get)
+        if losses[best] == math.inf:
             raise ValueError(f"{arm.name} diverged at every rate of {tried}; begin with lower ones")
         if best not in (tried[0], tried[-1]) or not extend:
-            return best
+            return Tuned(arm, best, losses)
         extend -= 1
         tried = [best / RATIO, *tried] if best == tried[0] else [*tried, best * RATIO]
 

@@ -100,7 +100,9 @@ class Finding:
         """The tables, the verdicts and the command, without colours where output is no terminal."""
         console = console or Console(highlight=False)
         for table in self.tables:
-            shown = RichTable(*map(Text, table.columns), title=Text(table.title))
+            shown = RichTable(title=Text(table.title))
+            for name in table.columns:
+                shown.add_column(Text(name))
             for row in table.rows:
                 shown.add_row(*map(Text, row))
             console.print(shown)
@@ -138,6 +140,16 @@ def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> s
         lines.append((name, steps, list(values.mean(0))))
         bands.append((list(values.min(0)), list(values.max(0))))
     return charts.line_chart(lines, bands=tuple(bands), **options)
+
+
+def tuning_table(tuned: Iterable[tuple[str, dict[float, float]]]) -> Table:
+    """What every learning rate came to: (arm, {rate: loss, infinite where it diverged})."""
+    rows = (
+        (name, "  ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in losses.items()))
+        for name, losses in tuned
+    )
+    title = "Tuning: loss by peak learning rate, first seed"
+    return Table(title, ("arm", "rate: loss"), tuple(rows))
 
 
 def by_rate(arms: dict[str, dict[float, float]], **options) -> str:

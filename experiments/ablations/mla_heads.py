@@ -20,8 +20,17 @@ import sys
 import jax
 
 from experiments.ablations import muon_split
-from experiments.ablations.arms import Arm, Runs, grid, losses_by_rate, tune
-from experiments.ablations.findings import Finding, Plot, Spread, Table, by_rate, curves, paired
+from experiments.ablations.arms import Arm, Runs, Tuned, grid, tune
+from experiments.ablations.findings import (
+    Finding,
+    Plot,
+    Spread,
+    Table,
+    by_rate,
+    curves,
+    paired,
+    tuning_table,
+)
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.flops import count_flops
@@ -115,25 +124,19 @@ def _train_flops(config: ExperimentConfig, model: ModelConfig) -> float:
     return train_flops(model, config.data.sequence_length, mtp_steps)
 
 
-def run(config: ExperimentConfig, workdir, command: str) -> Finding:
+def run(runs: Runs, config: ExperimentConfig, command: str) -> Finding:
     """Tunes and trains both, and compares them."""
-    runs, both = Runs(workdir, HeldOut), arms(config)
-    rates, losses = {}, {}
-    for name, arm in both.items():
-        rates[name] = tune(runs, arm, grid(config.schedule.peak), seeds=SEEDS[:1])
-        losses[name] = losses_by_rate(
-            row for row in runs.rows() if row["arm"] == name and row["seed"] == SEEDS[0]
-        )
-    rows = {
-        name: runs([arm.trial(rate=rates[name], seed=seed) for seed in SEEDS])
-        for name, arm in both.items()
+    tuned = {
+        name: tune(runs, arm, grid(config.schedule.peak), seeds=SEEDS[:1])
+        for name, arm in arms(config).items()
     }
-    return finding(config, command, both, rates, losses, rows)
+    rows = {name: runs(t.trials(SEEDS)) for name, t in tuned.items()}
+    return finding(config, command, tuned, rows)
 
 
-def finding(config, command, both, rates, losses, rows) -> Finding:
+def finding(config, command, tuned: dict[str, Tuned], rows: dict[str, list[dict]]) -> Finding:
     """Tables, plots and verdicts from the rows of both arms by seed."""
-    models = {name: arm.stages[0].model for name, arm in both.items()}
+    models = {name: t.arm.stages[0].model for name, t in tuned.items()}
     results = []
     for name, model in models.items():
         spread, steps = Spread.of(r["loss"] for r in rows[name]), rows[name][0]["steps"]
@@ -145,7 +148,7 @@ def finding(config, command, both, rates, losses, rows) -> Finding:
                 f"{model.qk_nope_head_dim} + {model.qk_rope_head_dim}, {model.v_head_dim}",
                 f"{model.num_parameters:,}",
                 f"{steps} ({total:.4g})",
-                f"{rates[name]:.3g}",
+                f"{tuned[name].rate:.3g}",
                 f"{spread:.4f}",
             )
         )
@@ -196,16 +199,15 @@ def finding(config, command, both, rates, losses, rows) -> Finding:
             ),
             "Mean over the seeds, each arm at its best rate; shadow: lowest to highest seed.",
         ),
-        Plot(by_rate(losses, y_label="Held-out loss by learning rate"), "First seed."),
-    )
-    tuning = Table(
-        "Tuning: held-out loss by peak learning rate, first seed",
-        ("arm", "rate: loss"),
-        tuple(
-            (name, "  ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in found.items()))
-            for name, found in losses.items()
+        Plot(
+            by_rate(
+                {name: t.losses for name, t in tuned.items()},
+                y_label="Held-out loss by learning rate",
+            ),
+            "First seed.",
         ),
     )
+    tuning = tuning_table((name, t.losses) for name, t in tuned.items())
     title = "MLA-256 against MLA-192"
     return Finding(title, command, tuple(verdicts), (table, count, tuning), plots)
 
@@ -227,7 +229,7 @@ def main(arguments: list[str]) -> None:
     variant = arguments[0] if arguments else "tiny"
     workdir = arguments[1] if len(arguments) > 1 else f"workdir/mla_heads_{variant}"
     command = f"python -m experiments.ablations.mla_heads {variant} {workdir}"
-    found = run(get_config(variant), workdir, command)
+    found = run(Runs(workdir, HeldOut), get_config(variant), command)
     found.print()
     print(f"page: {found.write(workdir)}")
 

@@ -21,8 +21,17 @@ import dataclasses
 import sys
 
 from experiments import pretrain
-from experiments.ablations.arms import Arm, Runs, grid, losses_by_rate, steps_to, tune
-from experiments.ablations.findings import Finding, Plot, Spread, Table, by_rate, curves, paired
+from experiments.ablations.arms import Arm, Runs, Tuned, grid, steps_to, tune
+from experiments.ablations.findings import (
+    Finding,
+    Plot,
+    Spread,
+    Table,
+    by_rate,
+    curves,
+    paired,
+    tuning_table,
+)
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.evals.perplexity import HeldOut
@@ -36,6 +45,8 @@ SEEDS = (0, 1, 2)
 SHARES = (0.4, 0.6)  # of the steps, that Muon Split is given a whole schedule for
 TARGET_SHARE = 0.6
 MUON_RATE, ADAMW_RATE = 1e-2, 5e-3  # the middles of the grids that tuning begins with
+MODELS = {"MLA": {}}  # what each optimiser trains: fields of `ModelConfig` that differ
+WARM_UPS = (1, 3)  # times the steps of the config, of which AdamW gets the better
 OPTIMISERS = {
     "Muon Split": {"split": "head"},
     "whole Muon": {"split": "whole"},
@@ -106,60 +117,37 @@ def warmed(arm: Arm, factor: float) -> Arm:
     return Arm(arm.name, (dataclasses.replace(stage, schedule=schedule),))
 
 
-@dataclasses.dataclass(frozen=True)
-class Tuned:
-    """An arm as tuned: its best rate, and the mean losses of all rates and warm-ups tried."""
-
-    arm: Arm
-    rate: float
-    losses: dict[str, dict[float, float]]
-
-
-def tuned(runs: Runs, arm: Arm) -> Tuned:
-    """The arm at its best rate on the first seed, and for AdamW at the better of two warm-ups."""
+def tuned(runs: Runs, arm: Arm) -> list[Tuned]:
+    """The arm at its best rate on the first seed; of AdamW, with two warm-ups, the better one first."""
     adamw = arm.stages[0].optimizer.matrices == "adamw"
-    losses, best = {}, None
-    for factor in (1, 3) if adamw else (1,):
-        tried = warmed(arm, factor)
-        rate = tune(runs, tried, grid(ADAMW_RATE if adamw else MUON_RATE), seeds=SEEDS[:1])
-        rows = [row for row in runs.rows() if row["digest"] in _digests(tried, runs)]
-        label = arm.name + (f", warm-up x{factor}" if factor > 1 else "")
-        losses[label] = losses_by_rate(rows)
-        if best is None or losses[label][rate] < best[2]:
-            best = (tried, rate, losses[label][rate])
-    return Tuned(best[0], best[1], losses)
+    rates = grid(ADAMW_RATE if adamw else MUON_RATE)
+    found = [
+        tune(runs, warmed(arm, factor), rates, seeds=SEEDS[:1])
+        for factor in (WARM_UPS if adamw else (1,))
+    ]
+    return sorted(found, key=lambda t: t.loss)
 
 
-def _digests(arm: Arm, runs: Runs) -> set[str]:
-    rates = {row["rate"] for row in runs.rows() if row["arm"] == arm.name}
-    return {arm.trial(rate=rate, seed=SEEDS[0]).digests[-1] for rate in rates}
-
-
-def run(config: ExperimentConfig, workdir, command: str, models: dict[str, dict]) -> Finding:
+def run(runs: Runs, config: ExperimentConfig, command: str, models: dict[str, dict]) -> Finding:
     """Tunes, trains and compares all arms."""
-    runs = Runs(workdir, HeldOut)
-    best = {name: tuned(runs, arm) for name, arm in arms(config, models).items()}
-    rows = {
-        name: runs([t.arm.trial(rate=t.rate, seed=seed) for seed in SEEDS])
-        for name, t in best.items()
-    }
+    tried = {name: tuned(runs, arm) for name, arm in arms(config, models).items()}
+    rows = {name: runs(best.trials(SEEDS)) for name, (best, *_) in tried.items()}
     shorter = {
-        (model, share): runs(
-            [
-                best[f"Muon Split, {model}"].arm.trial(
-                    rate=best[f"Muon Split, {model}"].rate, seed=seed, share=share
-                )
-                for seed in SEEDS
-            ]
-        )
+        (model, share): runs(tried[f"Muon Split, {model}"][0].trials(SEEDS, share))
         for model in models
         for share in SHARES
     }
-    return finding(config, command, best, rows, shorter)
+    return finding(config, command, tried, rows, shorter)
 
 
-def finding(config, command, best, rows, shorter) -> Finding:
-    """Tables, plots and verdicts from the rows of the arms {name: rows by seed}."""
+def finding(config, command, tried, rows, shorter) -> Finding:
+    """Tables, plots and verdicts from the rows of the arms {name: rows by seed}, of their tuning {name:
+    list of `Tuned`, the best first} and of shorter runs {(model, share): rows by seed}."""
+    losses = {}
+    for name, found in tried.items():
+        for t in found:
+            steps = t.arm.stages[0].schedule.warmup_steps
+            losses[name + (f", {steps} warm-up steps" if len(found) > 1 else "")] = t.losses
     spread = {
         name: {key: Spread.of(row[key] for row in found) for key in ("loss", "max_logit")}
         for name, found in rows.items()
@@ -169,19 +157,10 @@ def finding(config, command, best, rows, shorter) -> Finding:
         f"{len(SEEDS)} seeds",
         ("arm", "best rate", "held-out loss, nats per token", "largest logit at the end"),
         tuple(
-            (name, f"{best[name].rate:.3g}", f"{s['loss']:.4f}", f"{s['max_logit']:.2f}")
+            (name, f"{tried[name][0].rate:.3g}", f"{s['loss']:.4f}", f"{s['max_logit']:.2f}")
             for name, s in spread.items()
         ),
         "Mean ± half of Student's 95% interval (lowest .. highest seed).",
-    )
-    tuning = Table(
-        "Tuning: held-out loss by peak learning rate, first seed",
-        ("arm", "rate: loss"),
-        tuple(
-            (label, "  ".join(f"{rate:.3g}: {loss:.4f}" for rate, loss in losses.items()))
-            for t in best.values()
-            for label, losses in t.losses.items()
-        ),
     )
     verdicts, shares = [], []
     for model in dict.fromkeys(model for model, _ in shorter):
@@ -202,13 +181,7 @@ def finding(config, command, best, rows, shorter) -> Finding:
             ),
             "Mean over the seeds, each arm at its best rate; shadow: lowest to highest seed.",
         ),
-        Plot(
-            by_rate(
-                {label: x for t in best.values() for label, x in t.losses.items()},
-                y_label="Held-out loss by learning rate",
-            ),
-            "First seed.",
-        ),
+        Plot(by_rate(losses, y_label="Held-out loss by learning rate"), "First seed."),
     )
     short = Table(
         "Muon Split with a whole schedule for a share of the steps",
@@ -216,7 +189,8 @@ def finding(config, command, best, rows, shorter) -> Finding:
         tuple(shares),
     )
     title = "Muon Split against whole Muon against AdamW"
-    return Finding(title, command, tuple(verdicts), (table, short, tuning), plots)
+    tables = (table, short, tuning_table(losses.items()))
+    return Finding(title, command, tuple(verdicts), tables, plots)
 
 
 def _losses(rows):
@@ -228,17 +202,17 @@ def _against_whole(model, split, whole) -> list[str]:
     logits = paired((r["max_logit"] for r in split), (r["max_logit"] for r in whole))
     return [
         f"{model}: Muon Split's loss minus whole Muon's is {worse:+.4f}, by seed; "
-        f"no worse: {_verdict(worse, 'met')}",
+        f"no worse: {_verdict(worse)}",
         f"{model}: Muon Split's largest logit minus whole Muon's is {logits:+.2f}; "
-        f"lower: {_verdict(logits, 'met')}",
+        f"lower: {_verdict(logits)}",
     ]
 
 
-def _verdict(difference: Spread, met: str) -> str:
+def _verdict(difference: Spread) -> str:
     """Whether a difference that should be below zero is, on average and beyond its interval."""
     if difference.mean > 0:
         return "not met"
-    return met if difference.mean + difference.half < 0 else f"{met} on average, within the spread"
+    return "met" if difference.mean + difference.half < 0 else "met on average, within the spread"
 
 
 def _against_adamw(model, split, adamw, shorter) -> str:
@@ -260,15 +234,12 @@ def _below(rows, others) -> bool:
     return paired(_losses(rows), _losses(others)).mean <= 0
 
 
-MODELS = {"MLA": {}}
-
-
 def main(arguments: list[str]) -> None:
     """arguments: variant (tiny) and workdir (workdir/muon_split_VARIANT)."""
     variant = arguments[0] if arguments else "tiny"
     workdir = arguments[1] if len(arguments) > 1 else f"workdir/muon_split_{variant}"
     command = f"python -m experiments.ablations.muon_split {variant} {workdir}"
-    found = run(get_config(variant), workdir, command, MODELS)
+    found = run(Runs(workdir, HeldOut), get_config(variant), command, MODELS)
     found.print()
     print(f"page: {found.write(workdir)}")
 

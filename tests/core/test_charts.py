@@ -78,3 +78,12 @@ def test_a_running_mean_is_centred_and_keeps_the_ends():
     y = np.arange(10.0)
     np.testing.assert_allclose(charts._running_mean(y, 2), y)
     np.testing.assert_allclose(charts._running_mean(np.array([0.0, 3.0, 0.0]), 5), [0, 1, 0])
+
+
+def test_a_band_is_drawn_around_its_line_and_in_its_colour():
+    lines = [("a", [0, 1, 2], [1.0, 2.0, 3.0]), ("b", [0, 1, 2], [3.0, 2.0, 1.0])]
+    plain = charts.line_chart(lines)
+    banded = charts.line_chart(lines, bands=(([0.5, 1.5, 2.5], [1.5, 2.5, 3.5]),))
+    fills = re.findall(r"fill: var\(--series-(\d)\)[^\"]*fill-opacity: 0.18", banded)
+    assert fills == ["1"]
+    assert "fill-opacity: 0.18" not in plain

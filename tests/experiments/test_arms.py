@@ -236,12 +236,15 @@ def test_the_grid_grows_until_the_best_rate_is_inside():
 
     rates = grid(0.01)
     assert rates == [0.0025, 0.005, 0.01, 0.02, 0.04]
-    best = tune(runs, ARM, rates)
+    found = tune(runs, ARM, rates)
+    best = found.rate
+    assert sorted(found.losses) == [*rates, 0.08, 0.16, 0.32]
+    assert found.loss == found.losses[best] == min(found.losses.values())
     assert best == 0.04 * RATIO**3  # 0.32, and three are all it may add ...
     assert max(t.rate for t in tried) == best
-    assert tune(runs, ARM, rates, extend=4) == best
+    assert tune(runs, ARM, rates, extend=4).rate == best
     assert max(t.rate for t in tried) == best * RATIO  # ... the fourth shows that it is inside
-    assert tune(runs, ARM, grid(0.31)) == 0.31
+    assert tune(runs, ARM, grid(0.31)).rate == 0.31
 
 
 def test_a_diverged_seed_rules_a_rate_out():
@@ -250,7 +253,7 @@ def test_a_diverged_seed_rules_a_rate_out():
             {"rate": t.rate, "loss": None if t.rate > 0.01 and t.seed else -t.rate} for t in trials
         ]
 
-    assert tune(runs, ARM, grid(0.01), seeds=(0, 1)) == 0.01
+    assert tune(runs, ARM, grid(0.01), seeds=(0, 1)).rate == 0.01
     with pytest.raises(ValueError, match="diverged at every rate"):
         tune(lambda trials: [{"rate": t.rate, "loss": None} for t in trials], ARM, grid(1.0))
 

@@ -1,0 +1,122 @@
+"""Spreads, tables and the page of an ablation."""
+
+import io
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from experiments.ablations.findings import (
+    Finding,
+    Plot,
+    Spread,
+    Table,
+    by_rate,
+    curves,
+    paired,
+    tuning_table,
+)
+
+NASTY = '<script>alert("x")</script> & [bold]'
+
+
+def test_the_interval_is_students():
+    """t(0.975) is 4.302653 for two degrees of freedom and 12.706205 for one (standard tables)."""
+    three, two = Spread.of([1, 2, 3]), Spread.of([1.0, 3.0])
+    assert (three.mean, two.mean) == (2, 2)
+    assert three.half == pytest.approx(4.302653 / 3**0.5, rel=1e-6)
+    assert two.half == pytest.approx(12.706205, rel=1e-6)
+    assert Spread.of([5]).half is None
+
+
+def test_a_spread_tells_mean_interval_and_extremes():
+    spread = Spread.of([1, 2, 3])
+    assert f"{spread}" == "2.000 ± 2.484 (1.000 .. 3.000)"
+    assert f"{spread:+.1f}" == "+2.0 ± 2.5 (+1.0 .. +3.0)"
+    assert f"{Spread.of([0.5]):.2f}" == "0.50"
+
+
+@pytest.mark.parametrize("values", [[], [1.0, float("nan")], [None, 1.0], [float("inf")]])
+def test_what_has_no_mean_is_refused(values):
+    with pytest.raises(ValueError, match="leave out what diverged"):
+        Spread.of(values)
+
+
+def test_pairs_drop_what_the_seeds_share():
+    more = paired([1.1, 2.1, 3.1], [1, 2, 3])
+    assert more.mean == pytest.approx(0.1)
+    assert more.half < 1e-6
+    with pytest.raises(ValueError):
+        paired([1, 2], [1])
+
+
+def finding() -> Finding:
+    table = Table(
+        f"title {NASTY}", ("arm", f"loss {NASTY}"), (("first", "1.0"), (NASTY, "2.0")), NASTY
+    )
+    lines = {"first": [([1, 2], [3.0, 2.0]), ([1, 2], [4.0, 3.0])]}
+    return Finding(
+        "An ablation", f"python {NASTY}", (f"met {NASTY}",), (table,), (Plot(curves(lines), "cap"),)
+    )
+
+
+def test_it_prints_everything_as_plain_text():
+    out = io.StringIO()
+    finding().print(Console(file=out, width=300, highlight=False))
+    text = out.getvalue()
+    for part in (
+        "arm",
+        "first",
+        "1.0",
+        f"title {NASTY}",
+        f"- met {NASTY}",
+        f"command: python {NASTY}",
+    ):
+        assert part in text
+    assert text.count(NASTY) == 6
+    assert "\x1b" not in text
+
+
+def test_the_page_is_whole_and_escaped(tmp_path):
+    path = finding().write(tmp_path)
+    assert path == tmp_path / "report" / "index.html"
+    page = path.read_text()
+    assert "<script>" not in page
+    assert page.count("&lt;script&gt;") == 6
+    assert page.count("<svg") == 1
+    assert "http" not in page.replace("http://www.w3.org", "")  # nothing is fetched
+    open_tags = []
+
+    class Balance(HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "path", "use", "image", "br"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            assert open_tags.pop() == tag
+
+    Balance().feed(page)
+    assert open_tags == []
+
+
+def test_curves_are_means_in_the_shadow_of_their_seeds(monkeypatch):
+    from experiments.ablations import findings
+
+    seen = {}
+    monkeypatch.setattr(
+        findings.charts, "line_chart", lambda lines, **rest: seen.update(lines=lines, **rest)
+    )
+    curves({"a": [([1, 2], [3.0, 2.0]), ([1, 2], [5.0, 3.0])]}, y_label="y")
+    assert seen["lines"] == [("a", [1, 2], [4.0, 2.5])]
+    assert seen["bands"] == (([3.0, 2.0], [5.0, 3.0]),)
+    assert seen["y_label"] == "y"
+    by_rate({"a": {0.1: 2.0, 0.01: 3.0, 1.0: float("inf")}})
+    assert seen["lines"] == [("a", [-2.0, -1.0], [3.0, 2.0])]
+
+
+def test_the_tuning_table_has_every_rate():
+    table = tuning_table([("a", {0.001: 2.0, 0.01: float("inf")})])
+    assert table.rows == (("a", "0.001: 2.0000  0.01: inf"),)

@@ -1,0 +1,114 @@
+"""The Muon Split ablation: its arms differ in the optimiser alone, and its verdicts follow the rows."""
+
+import dataclasses
+
+import pytest
+
+from experiments.ablations import muon_split
+from experiments.ablations.muon_split import MODELS, OPTIMISERS, SEEDS, SHARES
+
+BEST = {"Muon Split": 0.02, "whole Muon": 0.01, "AdamW": 0.005}
+
+
+class Fake:
+    """Rows as trainings might give them, by arm, rate, warm-up and share of the steps."""
+
+    def __init__(self, loss, logit, share_loss):
+        self.loss, self.logit, self.share_loss, self.trials = loss, logit, share_loss, []
+
+    def __call__(self, trials):
+        self.trials += trials
+        return [self.row(t) for t in trials]
+
+    def row(self, trial):
+        name = trial.arm.split(",")[0]
+        steps = trial.stages[0].steps
+        loss = self.loss[name] + 0.01 * trial.seed + abs(trial.rate / BEST[name] - 1)
+        if trial.stages[0].schedule.warmup_steps > 25:
+            loss -= 0.125  # a longer warm-up is better here
+        if steps < 250:
+            loss += self.share_loss[steps / 250]
+        return {
+            "arm": trial.arm,
+            "rate": trial.rate,
+            "seed": trial.seed,
+            "steps": steps,
+            "loss": loss,
+            "max_logit": self.logit[name] + trial.seed,
+            "curve": [[steps // 2, steps], [loss + 1.0, loss]],
+        }
+
+
+def run(loss, logit=None, share_loss=None):
+    fake = Fake(
+        loss,
+        logit or {"Muon Split": 3.0, "whole Muon": 5.0, "AdamW": 4.0},
+        share_loss or {0.4: 1.0, 0.6: 0.25},
+    )
+    return fake, muon_split.run(fake, muon_split.get_config(), "command", MODELS)
+
+
+def test_the_arms_differ_in_the_optimiser_alone():
+    base = muon_split.get_config()
+    found = muon_split.arms(base, MODELS | {"wide": {"v_head_dim": 32}})
+    assert list(found) == [f"{o}, {m}" for m in ("MLA", "wide") for o in OPTIMISERS]
+    groups = set()
+    for name, arm in found.items():
+        (stage,) = arm.stages
+        assert stage.model.v_head_dim == (32 if "wide" in name else base.model.v_head_dim)
+        same = dataclasses.replace(
+            stage, name=base.name, model=base.model, optimizer=base.optimizer
+        )
+        assert same == base
+        groups.add((stage.optimizer.matrices, stage.optimizer.split))
+    assert groups == {("muon", "head"), ("muon", "whole"), ("adamw", "head")}
+
+
+@pytest.mark.parametrize("variant", ["tiny", "small"])
+def test_the_variants_are_dense_mla_with_every_weight_in_a_group(variant):
+    config = muon_split.get_config(variant)
+    assert config.model.attention == "dense"
+    assert config.schedule.total_steps > 3 * config.schedule.warmup_steps
+
+
+def test_an_unknown_variant_is_named():
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, small"):
+        muon_split.get_config("huge")
+
+
+def test_every_optimiser_is_tuned_and_adamw_with_two_warm_ups():
+    fake, found = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
+    for name, best in BEST.items():
+        own = [t for t in fake.trials if t.arm.startswith(name)]
+        assert len({t.rate for t in own}) >= 5
+        assert {t.rate for t in own if t.seed} == {best}
+        assert {t.seed for t in own} == set(SEEDS)
+    warm_ups = {t.stages[0].schedule.warmup_steps for t in fake.trials if "AdamW" in t.arm}
+    assert warm_ups == {25, 75}
+    final = [t for t in fake.trials if "AdamW" in t.arm and t.seed]
+    assert {t.stages[0].schedule.warmup_steps for t in final} == {75}
+    steps = {t.stages[0].steps for t in fake.trials if t.arm.startswith("Muon Split")}
+    assert steps == {250, *(round(250 * share) for share in SHARES)}
+    assert len(found.tables[0].rows) == len(BEST)
+
+
+def test_the_verdicts_when_everything_is_met():
+    _, found = run({"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5})
+    whole, logit, adamw = found.verdicts
+    assert "-0.5000" in whole and whole.endswith("no worse: met")
+    assert "-2.00" in logit and logit.endswith("lower: met")
+    # AdamW ends at 2.5 - 0.125 + 0.01 on average; a run of ours falls from 3 to 2 in its second half.
+    assert "(2.3850) after 0.81" in adamw
+    assert "share of the steps: 0.6; at most 0.6: met" in adamw
+
+
+def test_the_verdicts_when_nothing_is():
+    _, found = run(
+        {"Muon Split": 3.0, "whole Muon": 2.5, "AdamW": 2.5},
+        logit={"Muon Split": 6.0, "whole Muon": 5.0, "AdamW": 4.0},
+    )
+    whole, logit, adamw = found.verdicts
+    assert whole.endswith("no worse: not met")
+    assert logit.endswith("lower: not met")
+    assert "after never of" in adamw
+    assert adamw.endswith("none of 0.4, 0.6; at most 0.6: not met")
