@@ -5,6 +5,7 @@ ablation's workdir, self-contained and in the look of a training's report.
 """
 
 import dataclasses
+import functools
 import html
 import math
 import pathlib
@@ -12,10 +13,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from jax.scipy.special import betainc
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
-from scipy import stats
 
 from glm5_jax.core import charts
 from glm5_jax.training import report
@@ -47,8 +48,7 @@ class Spread:
         n = len(self.values)
         if n < 2:
             return None
-        quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
-        return float(quantile * statistics.stdev(self.values) / math.sqrt(n))
+        return student(n - 1) * statistics.stdev(self.values) / math.sqrt(n)
 
     def __format__(self, spec: str) -> str:
         """mean ± half (lowest .. highest), each in the given format (default .3f)."""
@@ -60,6 +60,22 @@ class Spread:
             f"{format(self.mean, spec)} ± {format(self.half, spec.lstrip('+'))} "
             f"({format(low, spec)} .. {format(high, spec)})"
         )
+
+
+@functools.cache
+def student(freedom: int) -> float:
+    """t such that Student's T with so many degrees of freedom lies in (-t, t) with CONFIDENCE.
+
+    P(|T| > t) = I_x(freedom / 2, 1 / 2) with x = freedom / (freedom + t^2), which rises with x.
+    """
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        x = (low + high) / 2
+        if betainc(freedom / 2, 0.5, x) > 1 - CONFIDENCE:
+            high = x
+        else:
+            low = x
+    return math.sqrt(freedom * (1 / high - 1))
 
 
 def paired(ours: Iterable[float], theirs: Iterable[float]) -> Spread:

@@ -14,6 +14,7 @@ from experiments.ablations.findings import (
     by_rate,
     curves,
     paired,
+    student,
     tuning_table,
 )
 
@@ -21,11 +22,12 @@ NASTY = '<script>alert("x")</script> & [bold]'
 
 
 def test_the_interval_is_students():
-    """t(0.975) is 4.302653 for two degrees of freedom and 12.706205 for one (standard tables)."""
+    """t(0.975) is 4.302653 for two degrees of freedom and 12.706205 for one, 2.228139 for ten (standard tables)."""
     three, two = Spread.of([1, 2, 3]), Spread.of([1.0, 3.0])
     assert (three.mean, two.mean) == (2, 2)
-    assert three.half == pytest.approx(4.302653 / 3**0.5, rel=1e-6)
-    assert two.half == pytest.approx(12.706205, rel=1e-6)
+    assert three.half == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
+    assert two.half == pytest.approx(12.706205, rel=1e-5)
+    assert student(10) == pytest.approx(2.228139, rel=1e-5)
     assert Spread.of([5]).half is None
 
 
