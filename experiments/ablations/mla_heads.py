@@ -99,7 +99,7 @@ def decode_flops(cfg: ModelConfig, length: int) -> int:
 
     def attend(w, q, latent):
         plan = Plan(attention_form="absorbed", kernels="ref")
-        return mla(w, Queries(q, length, None), Keys(latent, None), dense, plan)[0]
+        return mla(w, Queries(q, length, None), Keys(latent, None), dense, plan).y
 
     q = array(1, dense.num_attention_heads, dense.qk_nope_head_dim + r)
     return count_flops(attend, layer, q, array(length + 1, c + r))
