@@ -146,22 +146,3 @@ def test_microbatches_add_up_to_the_batch(three):
 def test_values_that_cannot_work_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         StepConfig(**{field: value})
-
-
-def test_the_step_before_compilation_takes_any_rate():
-    """`update` at the schedule's rate is `train`; at another rate the weights move elsewhere."""
-    step, state = build(), start(build())
-    given = jax.eval_shape(step.update, state, cases.batch(), 0.5)
-    assert jax.tree.structure(given[0]) == jax.tree.structure(state)
-    update = jax.jit(step.update)
-    moved, found = update(state, cases.batch(), RATES(0))
-    further, faster = update(state, cases.batch(), 2 * RATES(0))
-    trained, _ = step.train(start(step), cases.batch())
-    assert (found["learning_rate"], faster["learning_rate"]) == (RATES(0), 2 * RATES(0))
-    for path, x in flat(trained).items():
-        np.testing.assert_allclose(flat(moved)[path], x, rtol=1e-5, atol=1e-7, err_msg=path)
-    path = "final_norm"
-    before = flat(start(step))[path]
-    np.testing.assert_allclose(
-        flat(further)[path] - before, 2 * (flat(moved)[path] - before), rtol=1e-3, atol=1e-7
-    )
