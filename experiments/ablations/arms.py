@@ -4,8 +4,9 @@ An `Arm` is a named chain of stages, each an `ExperimentConfig`; a `Trial` is an
 one seed; `Runs` trains trials in a workdir:
 
     results.jsonl          a row for every finished trial; these are not trained again
-    runs/NAME-DIGEST/      the workdir of a stage, with its report; the digest is of its configuration
-                           and of the stages before it, so trials that begin alike share their beginning
+    runs/NAME-DIGEST/      the workdir of a stage, with its report; the digest is of its configuration,
+                           name included, and of the stages before it: trials that begin alike share
+                           their beginning
 
 A trial that was stopped or killed goes on from its newest checkpoint. Rates, schedules and seeds are
 arguments of the compiled step, so one compilation serves all trials of an arm.
@@ -50,8 +51,8 @@ class Trial:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """A name for the weights after each stage: of equal names, one training is enough."""
-        configs = [dataclasses.asdict(stage) | {"name": None} for stage in self.stages]
+        """A name for the weights after each stage: of equal digests, one training is enough."""
+        configs = [dataclasses.asdict(stage) for stage in self.stages]
         texts = [json.dumps(configs[: i + 1], sort_keys=True) for i in range(len(configs))]
         return tuple(hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts)
 
@@ -148,6 +149,7 @@ class _Shared:
 
 class Runs:
     """The trials of a workdir. `runs(trials)` trains those without a result and returns all their rows.
+    For one process, on any number of its devices.
 
     evaluator: as of `Pretraining`, and the same rows at every seed. measure(trial, folder) adds its
     values to the row of a finished trial, from the workdir of its last stage. keep: the last stage's
@@ -192,9 +194,8 @@ class Runs:
         trials = list(trials)
         found = {row["digest"]: row for row in self.rows()}
         waiting = {t.digests[-1]: t for t in trials if t.digests[-1] not in found}
-        total = sum(self._left(trial) for trial in waiting.values())
         if waiting:
-            with ProgressBar(total) as self._bar:
+            with ProgressBar(self._left(waiting.values())) as self._bar:
                 self._done = 0
                 for trial in waiting.values():
                     self._trial = str(trial)
@@ -211,9 +212,10 @@ class Runs:
         runs = self.workdir / "runs"
         return [runs / f"{name}-{digest}" for name, digest in zip(names, trial.digests)]
 
-    def _left(self, trial: Trial) -> int:
-        folders = self.folders(trial)
-        return sum(s.steps - (store.latest_step(f) or 0) for s, f in zip(trial.stages, folders))
+    def _left(self, trials: Iterable[Trial]) -> int:
+        """Steps still to be made, those of a shared stage once."""
+        steps = {f: s.steps for t in trials for f, s in zip(self.folders(t), t.stages)}
+        return sum(total - (store.latest_step(folder) or 0) for folder, total in steps.items())
 
     def _count(self) -> None:
         self._done += 1
@@ -287,16 +289,15 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
     """
     rows = read(folder)
     steps, losses = column(rows, "loss/ce")
-    logits = [max(x for x in values) for values in column(rows, "max_logit")[1]]
+    layers = ([x for x in values if x is not None] for values in column(rows, "max_logit")[1])
+    logits = [max(values) for values in layers if values]  # None: not finite
     tail = max(1, math.ceil(TAIL * len(losses)))
-    curve = column(rows, "held_out/loss")
-    if not curve[0]:
-        curve = steps, losses
     train_loss = statistics.fmean(losses[-tail:]) if losses else None
-    if column(rows, "held_out/loss")[0]:
+    curve = column(rows, "held_out/loss")
+    if curve[0]:
         loss = curve[1][-1]
     else:
-        loss = train_loss
+        curve, loss = (steps, losses), train_loss
     return {
         "loss": None if diverged else loss,
         "train_loss": train_loss,

@@ -199,16 +199,17 @@ def test_a_shorter_schedule_keeps_its_shape():
     assert {(s.seed, s.data.seed) for s in trial.stages} == {(3, 3)}
 
 
-def test_the_digest_is_of_everything_but_names():
+def test_the_digest_is_of_every_stage_and_not_of_the_arm():
     trial = Arm("a", (config(),)).trial(seed=1)
-    renamed = dataclasses.replace(trial, stages=(dataclasses.replace(trial.stages[0], name="b"),))
-    assert trial.digests == renamed.digests
+    assert trial.digests == Arm("b", (config(),)).trial(seed=1).digests
+    assert trial.digests == Arm("a", (config(), config())).trial(seed=1).digests[:1]
     others = [
+        Arm("a", (config(name="b"),)).trial(seed=1),
         Arm("a", (config(),)).trial(seed=2),
         Arm("a", (config(optimizer=OptimizerConfig(split="whole")),)).trial(seed=1),
         Arm("a", (config(), config())).trial(seed=1),
     ]
-    assert len({t.digests[-1] for t in [trial, *others]}) == 4
+    assert len({t.digests[-1] for t in [trial, *others]}) == 5
 
 
 def test_the_outcome_reads_the_log(tmp_path):
@@ -217,6 +218,7 @@ def test_the_outcome_reads_the_log(tmp_path):
             log.write(
                 {"step": step, "loss/ce": 5 - step / 40, "max_logit": [1.0, float(step % 38)]}
             )
+        log.write({"step": 41, "max_logit": [math.nan, math.nan]})
         log.write({"step": 20, "held_out/loss": 4.5})
         log.write({"step": 40, "held_out/loss": 4.25})
     found = outcome(tmp_path)
