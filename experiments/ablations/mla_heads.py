@@ -10,8 +10,8 @@ the best of at least five learning rates. Reported: held-out loss with all seeds
 FLOPs of one layer's attention for one decoded token, counted from the jaxpr of the model's own attention.
 
 :tiny    two layers for two CPU cores, about 250 steps of 1,024 tokens.
-:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for about 2,000 steps; needs
-         text and a tokenizer of your own there.
+:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for about 2,000 steps, on
+         the data that it names.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ import jax
 
 from experiments.ablations import muon_split
 from experiments.ablations.arms import Arm, Runs, Tuned, grid, tune
+from experiments.ablations.command import ablate
 from experiments.ablations.findings import (
     Finding,
     Plot,
@@ -34,7 +35,6 @@ from experiments.ablations.findings import (
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.flops import count_flops
-from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.model import glm5
 from glm5_jax.model.mla import Keys, Queries, mla
 from glm5_jax.model.plan import Plan
@@ -224,15 +224,10 @@ def _in_flops(row: dict, config: ExperimentConfig, model: ModelConfig):
     return [step * each for step in steps], losses
 
 
-def main(arguments: list[str]) -> None:
-    """arguments: variant (tiny) and workdir (workdir/mla_heads_VARIANT)."""
-    variant = arguments[0] if arguments else "tiny"
-    workdir = arguments[1] if len(arguments) > 1 else f"workdir/mla_heads_{variant}"
-    command = f"python -m experiments.ablations.mla_heads {variant} {workdir}"
-    found = run(Runs(workdir, HeldOut), get_config(variant), command)
-    found.print()
-    print(f"page: {found.write(workdir)}")
+def main(arguments: list[str]) -> int:
+    """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
+    return ablate("mla_heads", arguments, get_config, run)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

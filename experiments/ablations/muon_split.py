@@ -13,15 +13,17 @@ seeds and their spread:
   there (an upper bound), and in runs with a whole schedule of their own for a share of the steps.
 
 :tiny    two layers for two CPU cores, 250 steps of 1,024 tokens.
-:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps; needs text
-         and a tokenizer of your own there.
+:small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps, on
+         the data that it names.
 """
 
 import dataclasses
+import functools
 import sys
 
 from experiments import pretrain
 from experiments.ablations.arms import Arm, Runs, Tuned, grid, steps_to, tune
+from experiments.ablations.command import ablate
 from experiments.ablations.findings import (
     Finding,
     Plot,
@@ -34,7 +36,6 @@ from experiments.ablations.findings import (
 )
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
-from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig, choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -234,15 +235,10 @@ def _below(rows, others) -> bool:
     return paired(_losses(rows), _losses(others)).mean <= 0
 
 
-def main(arguments: list[str]) -> None:
-    """arguments: variant (tiny) and workdir (workdir/muon_split_VARIANT)."""
-    variant = arguments[0] if arguments else "tiny"
-    workdir = arguments[1] if len(arguments) > 1 else f"workdir/muon_split_{variant}"
-    command = f"python -m experiments.ablations.muon_split {variant} {workdir}"
-    found = run(Runs(workdir, HeldOut), get_config(variant), command, MODELS)
-    found.print()
-    print(f"page: {found.write(workdir)}")
+def main(arguments: list[str]) -> int:
+    """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
+    return ablate("muon_split", arguments, get_config, functools.partial(run, models=MODELS))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""The command line of an ablation: what it runs, and what a mistake looks like."""
+
+import pytest
+
+from experiments.ablations import mla_heads, muon_split
+from experiments.ablations.command import ablate
+from experiments.ablations.findings import Finding, Table
+from glm5_jax.training.metrics import TrainingStopped
+
+
+def run(arguments, find=None):
+    seen = []
+
+    def found(runs, config, command):
+        seen.append((runs.workdir, config.name, command))
+        return Finding("A title", command, ("met",), (Table("t", ("a",), (("b",),)),))
+
+    return ablate("muon_split", arguments, muon_split.get_config, find or found), seen
+
+
+def test_it_prints_the_finding_and_writes_the_page(tmp_path, capsys):
+    code, [(workdir, name, command)] = run(["small", str(tmp_path)])
+    assert (code, workdir, name) == (0, tmp_path, "muon_split:small")
+    assert command == f"python -m experiments.ablations.muon_split small {tmp_path}"
+    page = tmp_path / "report" / "index.html"
+    assert "A title" in page.read_text()
+    out = capsys.readouterr().out
+    assert f"command: {command}" in out and f"page: {page}" in out
+
+
+def test_the_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, [(workdir, name, _)] = run([])
+    assert (code, str(workdir), name) == (0, "workdir/muon_split_tiny", "muon_split:tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["huge"], "unknown variant 'huge'; use one of tiny, small"),
+        (["tiny", "a", "b"], "unexpected argument 'b'"),
+        (["tiny", __file__], "is a file; give a folder"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, text, capsys):
+    code, seen = run(arguments)
+    error = capsys.readouterr().err
+    assert (code, seen) == (2, [])
+    assert error.startswith("error: ") and text in error and error.count("\n") == 1
+
+
+def test_a_stop_says_why(tmp_path, capsys):
+    def stop(*_):
+        raise TrainingStopped("it was\nstopped")
+
+    assert run(["tiny", str(tmp_path)], stop)[0] == 1
+    assert capsys.readouterr().err == "error: it was stopped\n"
+
+
+@pytest.mark.parametrize("module", [mla_heads, muon_split])
+def test_the_ablations_have_it(module, capsys):
+    assert module.main(["huge"]) == 2
+    assert "unknown variant 'huge'" in capsys.readouterr().err
