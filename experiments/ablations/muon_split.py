@@ -203,15 +203,15 @@ def _against_whole(model, split, whole) -> list[str]:
     logits = paired((r["max_logit"] for r in split), (r["max_logit"] for r in whole))
     return [
         f"{model}: Muon Split's loss minus whole Muon's is {worse:+.4f}, by seed; "
-        f"no worse: {_verdict(worse)}",
+        f"no worse: {_verdict(worse, worse.mean <= 0)}",
         f"{model}: Muon Split's largest logit minus whole Muon's is {logits:+.2f}; "
-        f"lower: {_verdict(logits)}",
+        f"lower: {_verdict(logits, logits.mean < 0)}",
     ]
 
 
-def _verdict(difference: Spread) -> str:
-    """Whether a difference that should be below zero is, on average and beyond its interval."""
-    if difference.mean > 0:
+def _verdict(difference: Spread, holds: bool) -> str:
+    """Whether what should hold of a difference does, on average, and beyond its interval from zero."""
+    if not holds:
         return "not met"
     return "met" if difference.mean + difference.half < 0 else "met on average, within the spread"
 

@@ -112,3 +112,10 @@ def test_the_verdicts_when_nothing_is():
     assert logit.endswith("lower: not met")
     assert "after never of" in adamw
     assert adamw.endswith("none of 0.4, 0.6; at most 0.6: not met")
+
+
+def test_equal_is_no_worse_and_not_lower():
+    same = {"Muon Split": 4.0, "whole Muon": 4.0, "AdamW": 4.0}
+    _, found = run({"Muon Split": 2.5, "whole Muon": 2.5, "AdamW": 2.5}, logit=same)
+    assert found.verdicts[0].endswith("no worse: met on average, within the spread")
+    assert found.verdicts[1].endswith("lower: not met")
