@@ -36,7 +36,7 @@ def tiny() -> ExperimentConfig:
         name="pretrain:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
         data=DataConfig(sequence_length=128),
-        batch=_constant(8 * 128),
+        batch=constant(8 * 128),
         # bfloat16 products are emulated on CPU.
         optimizer=OptimizerConfig(frozen=IDLE, ns_dtype="float32"),
         schedule=ScheduleConfig(peak=5e-3, end=1e-4, warmup_steps=20, total_steps=1150),
@@ -52,7 +52,7 @@ def small() -> ExperimentConfig:
         name="pretrain:small",
         model=dataclasses.replace(presets.small(), attention="dense"),
         data=DataConfig(sequence_length=4096, num_threads=8),
-        batch=_constant(32 * 4096),
+        batch=constant(32 * 4096),
         optimizer=OptimizerConfig(frozen=IDLE),
         schedule=ScheduleConfig(warmup_steps=200, total_steps=20_000),
         step=StepConfig(microbatches=4),
@@ -77,7 +77,7 @@ def glm5() -> ExperimentConfig:
     )
 
 
-def _constant(tokens: int) -> BatchRampConfig:
+def constant(tokens: int) -> BatchRampConfig:
     """The same batch from the first step on."""
     return BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens)
 
