@@ -1,6 +1,6 @@
 """Trains two dense layers to retrieve, on tasks of bare tokens, and scores them by length.
 
-    python -m tests.evals.retrieval_run '{"kind": "needle"}' 16:200,64:100 64,128,256
+    python -m tests.evals.retrieval_run '{"kind": "needle"}' 16:200,64:25 64,128,256
 
 Fields of `TaskConfig` as JSON; LENGTH:STEPS of training, one stage after the other, each but the last
 only until its loss is below `SOLVED`; the lengths that are scored.
