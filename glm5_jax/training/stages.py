@@ -178,6 +178,8 @@ class Pretraining:
                     config.model,
                     config.data.sequence_length,
                     config.step.mtp_steps if config.model.num_nextn_predict_layers else 0,
+                    trunk=self._step.trains_trunk,
+                    indexers=config.step.index_weight > 0,
                 ),
                 peak=_peak(),
             )

@@ -183,7 +183,7 @@ class Step(NamedTuple):
     their shardings (what a checkpoint is restored into); train(state, batch) -> (state, metrics)
     donates the state; update(state, batch, learning_rate) is the same at a rate that is given, to be
     compiled by the caller (one program for all rates); evaluate(params, batch) -> (summed nll, number of
-    targets) of the main head.
+    targets) of the main head. trains_trunk: whether more than the indexers learns.
     """
 
     initialise: Callable[..., dict]
@@ -191,6 +191,7 @@ class Step(NamedTuple):
     train: Callable[[dict, dict], tuple[dict, dict]]
     update: Callable[[dict, dict, jax.Array], tuple[dict, dict]]
     evaluate: Callable[[dict, dict], tuple[jax.Array, jax.Array]]
+    trains_trunk: bool
 
 
 def make_step(
@@ -308,6 +309,7 @@ def make_step(
         jax.jit(train, donate_argnums=0, out_shardings=out),
         update,
         jax.jit(evaluate),
+        bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
     )
 
 

@@ -42,7 +42,17 @@ def lowered(make):
 LAYOUTS = pytest.mark.parametrize("make", [pretraining, long_context])
 
 
-@LAYOUTS
+def warm_up():
+    """Dense attention over 200K tokens cut in 64, of which the indexers alone learn."""
+    return run.load("experiments/dsa_warmup.py:glm5")[1]
+
+
+def adaptation():
+    """Sparse attention over 200K tokens cut in eight, and its indexers' loss."""
+    return run.load("experiments/dsa_sparse.py:glm5")[1]
+
+
+@pytest.mark.parametrize("make", [pretraining, long_context, warm_up, adaptation])
 def test_the_step_lowers_for_a_thousand_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS

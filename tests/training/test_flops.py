@@ -95,9 +95,33 @@ def test_mtp_steps_add_a_block_a_projection_and_a_head_each():
     deeper = dataclasses.replace(cfg, num_hidden_layers=cfg.num_hidden_layers + 1)
     block = flops.forward_flops(deeper, 64) - flops.forward_flops(cfg, 64)
     assert one == pytest.approx(block + 2 * (2 * d * d + d * v))
-    assert flops.train_flops(cfg, 64, 3) == pytest.approx(
-        3 * (flops.forward_flops(cfg, 64) + 3 * one)
-    )
+
+
+def indexers(cfg, mtp_steps, keys):
+    """Forward FLOPs of one token's index vectors and of its scores of so many keys."""
+    d, q, i, j = cfg.hidden_size, cfg.q_lora_rank, cfg.index_n_heads, cfg.index_head_dim
+    layers = len(cfg.full_layers) + mtp_steps
+    return 2 * layers * (q * i * j + d * j + d * i + i * j * keys)
+
+
+def test_a_step_is_three_forwards_but_for_the_selection():
+    sparse, t = presets.tiny(), 64
+    dense = dataclasses.replace(sparse, attention="dense")
+    assert flops.train_flops(dense, t, 3) == 3 * flops.forward_flops(dense, t, 3)
+    selection = indexers(sparse, 3, (t + 1) / 2)
+    want = 3 * (flops.forward_flops(sparse, t, 3) - selection) + selection
+    assert flops.train_flops(sparse, t, 3) == pytest.approx(want, rel=1e-12)
+
+
+def test_indexers_learn_from_all_keys_and_then_from_the_selected_ones():
+    sparse, t, k = presets.tiny(), 64, presets.tiny().index_topk
+    dense = dataclasses.replace(sparse, attention="dense")
+    warm_up = flops.train_flops(dense, t, 1, trunk=False, indexers=True)
+    want = flops.forward_flops(dense, t, 1) + 3 * indexers(sparse, 1, (t + 1) / 2)
+    assert warm_up == pytest.approx(want, rel=1e-12)
+    learned = flops.train_flops(sparse, t, 1, indexers=True) - flops.train_flops(sparse, t, 1)
+    attended = sum(min(q + 1, k) for q in range(t)) / t
+    assert learned == pytest.approx(2 * indexers(sparse, 1, attended), rel=1e-12)
 
 
 def test_glm5_needs_about_six_flops_per_active_parameter():

@@ -1,0 +1,109 @@
+"""The stages of a life: each takes up what the one before it left, and trains what the paper says."""
+
+import dataclasses
+
+import pytest
+
+from experiments import dsa_warmup, lifecycle, midtrain
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.training.optimizer import groups_of
+from glm5_jax.training.schedule import make_schedule
+
+SIZES = ("tiny", "small", "glm5")
+MID = ("midtrain_32k", "midtrain_128k", "midtrain_200k")
+
+
+def stages(size):
+    life = lifecycle.get_config(size)
+    return {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_texts_grow_and_only_the_last_stage_is_sparse(size):
+    life = stages(size)
+    assert list(life) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse"]
+    lengths = [config.data.sequence_length for config in life.values()]
+    assert lengths == sorted(lengths)
+    assert (
+        lengths[3] == lengths[4] == lengths[5] <= life["dsa_sparse"].model.max_position_embeddings
+    )
+    kinds = [config.model.attention for config in life.values()]
+    assert kinds == ["dense"] * 5 + ["sparse"]
+    bases = {config.model.rope_parameters.rope_theta for config in list(life.values())[1:]}
+    assert bases == {1_000_000.0}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_fit_from_stage_to_stage(size):
+    shapes = [glm5.abstract(config.model) for config in stages(size).values()]
+    assert all(tree == shapes[0] for tree in shapes)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_rate_of_mid_training_falls_in_one_line(size):
+    life = stages(size)
+    ends = []
+    for name in MID:
+        schedule = life[name].schedule
+        rate = make_schedule(schedule)
+        ends.append((float(rate(0)), float(rate(schedule.total_steps - 1))))
+    assert ends[0][1] == pytest.approx(ends[1][0]) and ends[1][1] == pytest.approx(ends[2][0])
+    # 1T, 500B and 50B tokens.
+    first, second, third = (begin - end for begin, end in ends)
+    assert first / second == pytest.approx(2) and second / third == pytest.approx(10, rel=1e-3)
+
+
+def test_the_papers_rates_tokens_and_steps():
+    life = stages("glm5")
+    rates = [life[name].schedule for name in MID]
+    assert (rates[0].peak, rates[2].end) == (4e-5, pytest.approx(1e-5))
+    for name, tokens in zip(MID, (1e12, 500e9, 50e9)):
+        config = life[name]
+        assert config.steps * config.batch.end == pytest.approx(tokens, rel=2e-3)
+    warm = life["dsa_warmup"]
+    assert (warm.schedule.peak, warm.schedule.end, warm.steps) == (5e-3, 2e-4, 1000)
+    sparse = life["dsa_sparse"]
+    assert (sparse.schedule.kind, sparse.schedule.peak) == ("constant", 1e-5)
+    assert sparse.steps * sparse.batch.end == pytest.approx(20e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_warm_up_trains_the_indexers_alone(size):
+    config = dsa_warmup.get_config(size)
+    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    assert {g for path, g in groups.items() if "indexer/" in path} == {"indexer"}
+    assert {g for path, g in groups.items() if "indexer/" not in path} == {"frozen"}
+    # Not by an optimiser, but router biases move with the load.
+    rate = config.step.bias_update_rate
+    assert (rate.before, rate.after) == (0, 0)
+    assert config.step.index_weight > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_in_the_sparse_stage_everything_learns(size):
+    config = stages(size)["dsa_sparse"]
+    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    assert {path for path, g in groups.items() if g == "frozen"} == {
+        path for path in groups if path.endswith("router/bias")
+    }
+    assert config.step.index_weight > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_recall_comes_last_and_long_texts_grow(size):
+    shares = []
+    for name in MID:
+        data = stages(size)[name].data
+        assert data.packing == "best_fit"
+        assert sum(source.weight for source in data.sources) == pytest.approx(1)
+        tasks = [source for source in data.sources if source.name.startswith("mrcr")]
+        assert len(tasks) == (name == "midtrain_200k")
+        long = [s.weight for s in data.sources if getattr(s, "min_characters", 0)]
+        shares.append(sum(long))
+    assert shares == sorted(shares) and shares[0] < shares[1]
+
+
+def test_an_unknown_stage_is_answered_with_the_list():
+    with pytest.raises(ValueError, match="unknown variant 'tiny,64k'; use one of tiny,32k"):
+        midtrain.get_config("tiny,64k")
