@@ -113,10 +113,11 @@ def _charts(folders):
             known = [
                 (seen + tokens.get(s, 0), v) for s, v in zip(steps, values) if not s or s in tokens
             ]
-            if known:
-                series.append((folder.name, *map(list, zip(*known))))
+            # A stage without values keeps its place, and so the others their colours.
+            x, y = map(list, zip(*known)) if known else ([], [])
+            series.append((folder.name, x, y))
             seen += max(tokens.values(), default=0)
-        if series:
+        if any(y for _, _, y in series):
             drawing = charts.line_chart(series, x_label="tokens", y_label=label, smooth=smooth)
             yield f"<figure>{drawing}</figure>"
 

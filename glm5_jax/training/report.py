@@ -292,7 +292,7 @@ pre { margin: 10px 0 4px; white-space: pre-wrap; overflow-wrap: anywhere;
 table { width: 100%; margin-top: 8px; border-collapse: collapse; font-size: 13px; }
 td { padding: 5px 8px; border-top: 1px solid var(--line); vertical-align: top; }
 td:first-child { color: var(--muted); white-space: nowrap; width: 1%; }
-td:last-child { font-family: ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
+details td:last-child { font-family: ui-monospace, Menlo, Consolas, monospace; overflow-wrap: anywhere; }
 </style>
 </head>
 <body>
