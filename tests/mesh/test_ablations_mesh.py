@@ -20,9 +20,9 @@ GROUPED = PLAIN | dict(projections="gqa", num_key_value_heads=2)
 CASES = [
     # Each device has two heads of a recurrent layer over the whole sequence.
     (PLAIN, ("gdn", "simple_gdn", "window"), {"expert": 2, "context": 2, "tensor": 2}),
-    (GROUPED, ("window", "gdn", "full"), {"fsdp": 2, "expert": 2, "context": 2}),
 ]
 LONG = [
+    (GROUPED, ("window", "gdn", "full"), {"fsdp": 2, "expert": 2, "context": 2}),
     (PLAIN, ("simple_gdn", "window", "gdn"), {"context": 8}),
     (PLAIN, ("gdn", "gdn", "simple_gdn"), {"data": 2, "fsdp": 4}),
     (GROUPED, ("gdn", "full", "simple_gdn"), {"expert": 8}),

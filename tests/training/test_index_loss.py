@@ -140,9 +140,8 @@ def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
 
 
 def stage(attention: str, frozen=(), **changes):
-    config = dataclasses.replace(
-        cases.STEP, index_weight=1.0, bias_update_rate=SwitchConfig(0.0, 0.0), **changes
-    )
+    still = {"index_target": "own", "bias_update_rate": SwitchConfig(0.0, 0.0)}
+    config = dataclasses.replace(cases.STEP, index_weight=1.0, **still, **changes)
     rates = make_schedule(ScheduleConfig("constant", peak=5e-3, warmup_steps=0, total_steps=9))
     optimizer = OptimizerConfig(frozen=frozen, ns_dtype="float32")
     return make_step(cases.config(attention), config, optimizer, rates)
