@@ -89,6 +89,7 @@ def tiny(stage: str) -> ExperimentConfig:
     tasks = TaskConfig(kind="mrcr", surface="tokens", length=length, reply_tokens=8, loss="all")
     return dataclasses.replace(
         base,
+        goes_on=True,
         name=f"midtrain:tiny,{stage}",
         model=long_model(base.model),
         data=best_fit(base.data, stage, length, tasks),
@@ -106,6 +107,7 @@ def small(stage: str) -> ExperimentConfig:
     base, length = pretrain.small(), {"32k": 8192, "128k": 16_384, "200k": 32_768}[stage]
     return dataclasses.replace(
         base,
+        goes_on=True,
         name=f"midtrain:small,{stage}",
         model=long_model(base.model),
         data=best_fit(base.data, stage, length, TaskConfig(kind="mrcr", length=length)),
@@ -134,6 +136,7 @@ def glm5(stage: str) -> ExperimentConfig:
     )
     return dataclasses.replace(
         base,
+        goes_on=True,
         name=f"midtrain:glm5,{stage}",
         model=long_model(base.model),
         mesh=mesh,

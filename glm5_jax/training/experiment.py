@@ -67,6 +67,7 @@ class ExperimentConfig:
     sample: SampleConfig = SampleConfig()
     seed: int = 0
     checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
+    goes_on: bool = False  # whether it makes no sense without a checkpoint
 
     @property
     def steps(self) -> int:

@@ -86,6 +86,12 @@ class Pretraining:
         self._group, self._num_groups = row_group(mesh)
         if self.finished:
             return
+        saved = store.latest_step(workdir)
+        if saved is None and config.checkpoint is None and config.goes_on:
+            raise ValueError(
+                f"{config.name} goes on from trained weights; give --experiment.checkpoint=PATH, a workdir, one "
+                "of its checkpoints/STEP or an HF folder (or --experiment.goes_on=false for random ones)"
+            )
         self._check_sizes()
         if self._tokenizer.vocab_size > config.model.vocab_size:
             raise ValueError(
@@ -96,7 +102,7 @@ class Pretraining:
             config.model, config.step, config.optimizer, make_schedule(config.schedule), self._mesh
         )
         store.check_space(workdir, self._step.abstract, config.train.keep)
-        saved, self._given = store.latest_step(workdir), None
+        self._given = None
         if saved is None and config.checkpoint is not None:
             self._given = self._open_checkpoint(pathlib.Path(config.checkpoint))
         self._loader = Loader(

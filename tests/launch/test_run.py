@@ -51,6 +51,10 @@ def refused(capsys, workdir, *argv) -> str:
         ([TINY, "--experiment.tokenizer=none.json"], "no tokenizer at none.json"),
         ([TINY, "--experiment.model.vocab_size=2000"], "the tokenizer has 2048 ids"),
         ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),
+        (
+            [f"--experiment={ROOT}/experiments/dsa_warmup.py:tiny"],
+            "dsa_warmup:tiny goes on from trained weights; give --experiment.checkpoint=PATH",
+        ),
         ([TINY, "--experiment.optimizer.clip_norm=0.0"], "clip_norm is 0.0; it must be positive"),
         ([TINY, "--experiment.schedule.warmup_steps=900000"], "warmup_steps 900000 must be in"),
         ([TINY, "--experiment.step.remat=banana"], "remat is 'banana'; use one of none, full"),
