@@ -151,45 +151,73 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
     from glm5_jax.training.metrics import TrainingStopped
     from glm5_jax.training.stages import Pretraining
 
+    evaluator = getattr(module, "evaluator", None)
     stages = list(_stages(config, workdir))
-    for stage_config, folder in stages:
-        stage = problem = None
+
+    def ready(stage: _Stage, before) -> Pretraining:
+        """The stage, checked, on all hosts or on none: `_Refused` says what the user has to mend."""
+        made = problem = None
         try:
-            stage = Pretraining(stage_config, folder, getattr(module, "evaluator", None))
+            made = Pretraining(stage.config, stage.folder, evaluator, before=before)
         except (ValueError, OSError) as error:
             problem = error
         try:
             hosts.agree(problem)
         except (ValueError, OSError) as error:
-            return _fail(error, 2)
-        try:
-            summary = stage.run()
-        except (SaveError, TrainingStopped) as error:
-            return _fail(error, 1)
-        if not stage.finished:
-            print(f"stopped after step {summary.step}; the same command goes on from there")
-            return 0
-        print(f"\n{summary}")
-        if len(stages) > 1 and jax.process_index() == 0:
-            done = [path for _, path in stages if (path / "config.json").exists()]
-            print(f"all stages          {handovers.write_page(workdir, done)}")
+            where = f"{stage.folder.name}: " if len(stages) > 1 else ""
+            raise _Refused(f"{where}{error}") from None
+        return made
+
+    try:
+        before = None
+        # What is wrong with the last stage is said before the first one trains.
+        for stage in stages if len(stages) > 1 else ():
+            before = ready(stage, before if stage.follows else None)
+            before.close()
+        for stage in stages:
+            training = ready(stage, None)
+            summary = training.run()
+            if not training.finished:
+                print(f"stopped after step {summary.step}; the same command goes on from there")
+                return 0
+            print(f"\n{summary}")
+            if len(stages) > 1 and jax.process_index() == 0:
+                done = [s.folder for s in stages if (s.folder / "config.json").exists()]
+                print(f"all stages          {handovers.write_page(workdir, done)}")
+    except (SaveError, TrainingStopped) as error:
+        return _fail(error, 1)
+    except _Refused as error:
+        return _fail(error, 2)
     return 0
 
 
+class _Refused(Exception):
+    """A stage that cannot be trained as it was asked for."""
+
+
+class _Stage(NamedTuple):
+    """A stage's config, its folder, and whether it starts from the weights of the one before."""
+
+    config: object
+    folder: pathlib.Path
+    follows: bool
+
+
 def _stages(config, workdir: pathlib.Path):
-    """(config, folder) of every stage in order; each starts from the weights of the one before."""
+    """Every stage in order; each starts from the weights of the one before, or its own checkpoint."""
     from glm5_jax.training.experiment import ExperimentConfig
 
     if isinstance(config, ExperimentConfig):
-        yield config, workdir
+        yield _Stage(config, workdir, False)
         return
     before = None
     for field in dataclasses.fields(config):
         stage = getattr(config, field.name)
-        if before is not None and stage.checkpoint is None:
+        follows = before is not None and stage.checkpoint is None
+        if follows:
             stage = dataclasses.replace(stage, checkpoint=str(before))
         before = workdir / field.name
-        yield stage, before
+        yield _Stage(stage, before, follows)
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -290,8 +290,8 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
 
     loss: held-out nats per token after the last step, or without an evaluator the training loss;
     curve: [steps, values] of that loss along the way; train_loss and max_logit: means over the last
-    `TAIL` of the steps, the logit of the layer that has the largest; top_logit: the largest of all
-    layers and steps. A training that diverged has loss None.
+    `TAIL` of the steps, the logit of the layer that has the largest. A training that diverged has loss
+    None.
     """
     rows = read(folder)
     steps, losses = column(rows, "loss/ce")
@@ -308,7 +308,6 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
         "loss": None if diverged else loss,
         "train_loss": train_loss,
         "max_logit": statistics.fmean(logits[-tail:]) if logits else None,
-        "top_logit": max(logits, default=None),
         "curve": [list(curve[0]), list(curve[1])],
     }
 
@@ -355,6 +354,25 @@ def tune(
             return Tuned(arm, best, losses)
         extend -= 1
         tried = [best / RATIO, *tried] if best == tried[0] else [*tried, best * RATIO]
+
+
+def steady(
+    runs: Callable[[list[Trial]], list[dict]], tuned: Tuned, seeds: Sequence[int]
+) -> tuple[Tuned, list[dict]]:
+    """The arm at the best of its rates at which no seed diverges, and the rows of the seeds there; in
+    its losses, rates at which one did have infinity. ValueError if no rate is left."""
+    while True:
+        rows = runs(tuned.trials(seeds))
+        if all(row["loss"] is not None for row in rows):
+            return tuned, rows
+        losses = tuned.losses | {tuned.rate: math.inf}
+        best = min(losses, key=losses.get)
+        if losses[best] == math.inf:
+            raise ValueError(
+                f"{tuned.arm.name} has no rate of {sorted(losses)} at which none of the seeds {seeds} "
+                "diverged; begin with lower ones"
+            )
+        tuned = Tuned(tuned.arm, best, losses)
 
 
 def grid(centre: float, count: int = 5) -> list[float]:

@@ -21,7 +21,7 @@ import sys
 import jax
 
 from experiments.ablations import muon_split
-from experiments.ablations.arms import Arm, Runs, Tuned, grid, tune
+from experiments.ablations.arms import Arm, Runs, Tuned, grid, steady, tune
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import (
     Finding,
@@ -125,11 +125,10 @@ def _train_flops(config: ExperimentConfig, model: ModelConfig) -> float:
 
 def run(runs: Runs, config: ExperimentConfig, command: str) -> Finding:
     """Tunes and trains both, and compares them."""
-    tuned = {
-        name: tune(runs, arm, grid(config.schedule.peak), seeds=SEEDS[:1])
-        for name, arm in arms(config).items()
-    }
-    rows = {name: runs(t.trials(SEEDS)) for name, t in tuned.items()}
+    tuned, rows = {}, {}
+    for name, arm in arms(config).items():
+        found = tune(runs, arm, grid(config.schedule.peak), seeds=SEEDS[:1])
+        tuned[name], rows[name] = steady(runs, found, SEEDS)
     return finding(config, command, tuned, rows)
 
 

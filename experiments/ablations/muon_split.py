@@ -22,11 +22,10 @@ seed. Reported, with all seeds and their spread:
 """
 
 import dataclasses
-import functools
 import sys
 
 from experiments import pretrain
-from experiments.ablations.arms import Arm, Runs, Tuned, grid, steps_to, tune
+from experiments.ablations.arms import Arm, Runs, Tuned, grid, steady, steps_to, tune
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import (
     Finding,
@@ -49,7 +48,6 @@ SEEDS = (0, 1, 2)
 SHARES = (0.4, 0.6)  # of the steps, that Muon Split is given a whole schedule for
 TARGET_SHARE = 0.6
 MUON_RATE, ADAMW_RATE = 1e-2, 5e-3  # the middles of the grids that tuning begins with
-MODELS = {"MLA": {}}  # what each optimiser trains: fields of `ModelConfig` that differ
 GROUPED = "whole Muon, GQA-8"  # the arm that MLA is held against
 WARM_UPS = (1, 3)  # times the steps of the config, of which AdamW gets the better
 OPTIMISERS = {
@@ -98,27 +96,25 @@ def small() -> ExperimentConfig:
     )
 
 
-def arms(config: ExperimentConfig, models: dict[str, dict]) -> dict[str, Arm]:
-    """Every optimiser on every model, by name: models are {name: fields of `ModelConfig` to change}. And
-    GROUPED."""
-    found = {}
-    for model, fields in models.items():
-        for optimiser, change in OPTIMISERS.items():
-            name = f"{optimiser}, {model}"
-            stage = dataclasses.replace(
-                config,
-                name=f"{config.name} {name}",
-                model=dataclasses.replace(config.model, **fields),
-                optimizer=dataclasses.replace(config.optimizer, **change),
-            )
-            found[name] = Arm(name, (stage,))
-    grouped = dataclasses.replace(
-        config,
-        name=f"{config.name} {GROUPED}",
-        model=presets.ablation("gqa", config.model),
-        optimizer=dataclasses.replace(config.optimizer, **OPTIMISERS["whole Muon"]),
-    )
-    return found | {GROUPED: Arm(GROUPED, (grouped,))}
+def arms(config: ExperimentConfig) -> dict[str, Arm]:
+    """Every optimiser by name, and GROUPED."""
+    whole = OPTIMISERS["whole Muon"]
+    changes = {name: (config.model, change) for name, change in OPTIMISERS.items()}
+    changes[GROUPED] = presets.ablation("gqa", config.model), whole
+    return {
+        name: Arm(
+            name,
+            (
+                dataclasses.replace(
+                    config,
+                    name=f"{config.name} {name}",
+                    model=model,
+                    optimizer=dataclasses.replace(config.optimizer, **change),
+                ),
+            ),
+        )
+        for name, (model, change) in changes.items()
+    }
 
 
 def warmed(arm: Arm, factor: float) -> Arm:
@@ -140,21 +136,21 @@ def tuned(runs: Runs, arm: Arm) -> list[Tuned]:
     return sorted(found, key=lambda t: t.loss)
 
 
-def run(runs: Runs, config: ExperimentConfig, command: str, models: dict[str, dict]) -> Finding:
+def run(runs: Runs, config: ExperimentConfig, command: str) -> Finding:
     """Tunes, trains and compares all arms."""
-    tried = {name: tuned(runs, arm) for name, arm in arms(config, models).items()}
-    rows = {name: runs(best.trials(SEEDS)) for name, (best, *_) in tried.items()}
-    shorter = {
-        (model, share): runs(tried[f"Muon Split, {model}"][0].trials(SEEDS, share))
-        for model in models
-        for share in SHARES
-    }
+    tried, rows = {}, {}
+    for name, arm in arms(config).items():
+        best, *others = tuned(runs, arm)
+        best, rows[name] = steady(runs, best, SEEDS)
+        tried[name] = [best, *others]
+    split = tried["Muon Split"][0]
+    shorter = {share: runs(split.trials(SEEDS, share)) for share in SHARES}
     return finding(config, command, tried, rows, shorter)
 
 
 def finding(config, command, tried, rows, shorter) -> Finding:
     """Tables, plots and verdicts from the rows of the arms {name: rows by seed}, of their tuning {name:
-    list of `Tuned`, the best first} and of shorter runs {(model, share): rows by seed}."""
+    list of `Tuned`, the best first} and of Muon Split's shorter runs {share: rows by seed}."""
     losses = {}
     for name, found in tried.items():
         for t in found:
@@ -174,25 +170,23 @@ def finding(config, command, tried, rows, shorter) -> Finding:
         ),
         "Mean ± half of Student's 95% interval (lowest .. highest seed).",
     )
-    verdicts, shares = [], []
-    for model in dict.fromkeys(model for model, _ in shorter):
-        split, whole, adamw = (rows[f"{name}, {model}"] for name in OPTIMISERS)
-        verdicts += _against_whole(model, split, whole)
-        verdicts.append(_against_adamw(model, split, adamw, shorter))
-        for name, found in (("Muon Split", split), ("whole Muon", whole)):
-            more = paired(_losses(found), _losses(rows[GROUPED]))
-            verdicts.append(f"{model} with {name}: loss minus that of {GROUPED} is {more:+.4f}")
-        for (of, share), found in shorter.items():
-            if of == model:
-                more = paired(_losses(found), _losses(adamw))
-                shares.append(
-                    (model, f"{share:g}", f"{Spread.of(_losses(found)):.4f}", f"{more:+.4f}")
-                )
+    split, whole, adamw = (rows[name] for name in OPTIMISERS)
+    verdicts = [*_against_whole(split, whole), _against_adamw(split, adamw, shorter)]
+    for name, found in (("Muon Split", split), ("whole Muon", whole)):
+        more = paired(_losses(found), _losses(rows[GROUPED]))
+        verdicts.append(f"{name} on MLA: loss minus that of {GROUPED} is {more:+.4f}")
     lines = {name: [r["curve"] for r in found] for name, found in rows.items()}
     short = Table(
         "Muon Split with a whole schedule for a share of the steps",
-        ("model", "share", "held-out loss", "minus AdamW's after all steps, by seed"),
-        tuple(shares),
+        ("share", "held-out loss", "minus AdamW's after all steps, by seed"),
+        tuple(
+            (
+                f"{share:g}",
+                f"{Spread.of(_losses(found)):.4f}",
+                f"{paired(_losses(found), _losses(adamw)):+.4f}",
+            )
+            for share, found in shorter.items()
+        ),
     )
     title = "Muon Split against whole Muon against AdamW"
     tables = (table, short, tuning_table(losses.items()))
@@ -203,29 +197,27 @@ def _losses(rows):
     return [row["loss"] for row in rows]
 
 
-def _against_whole(model, split, whole) -> list[str]:
+def _against_whole(split, whole) -> list[str]:
     worse = paired(_losses(split), _losses(whole))
     logits = paired((r["max_logit"] for r in split), (r["max_logit"] for r in whole))
     return [
-        f"{model}: Muon Split's loss minus whole Muon's is {worse:+.4f}, by seed; "
-        f"no worse: {verdict(-worse)}",
-        f"{model}: Muon Split's largest logit minus whole Muon's is {logits:+.2f}; "
+        f"Muon Split's loss minus whole Muon's is {worse:+.4f}, by seed; no worse: {verdict(-worse)}",
+        f"Muon Split's largest logit minus whole Muon's is {logits:+.2f}; "
         f"lower: {verdict(-logits, strictly=True)}",
     ]
 
 
-def _against_adamw(model, split, adamw, shorter) -> str:
+def _against_adamw(split, adamw, shorter) -> str:
     level = Spread.of(_losses(adamw)).mean
     total = split[0]["steps"]
     along = [steps_to(row["curve"], level) for row in split]
-    reached = [share for (of, share), r in shorter.items() if of == model and _below(r, adamw)]
+    reached = [share for share, found in shorter.items() if _below(found, adamw)]
     ratio = "never" if None in along else f"{Spread.of(x / total for x in along):.2f}"
     own = f"{min(reached):g}" if reached else f"none of {', '.join(f'{s:g}' for s in SHARES)}"
     met = "met" if reached and min(reached) <= TARGET_SHARE else "not met"
     return (
-        f"{model}: Muon Split is at AdamW's final loss ({level:.4f}) after {ratio} of its steps along "
-        f"its own run, and with a whole schedule for a share of the steps: {own}; "
-        f"at most {TARGET_SHARE:g}: {met}"
+        f"Muon Split is at AdamW's final loss ({level:.4f}) after {ratio} of its steps along its own run, "
+        f"and with a whole schedule for a share of the steps: {own}; at most {TARGET_SHARE:g}: {met}"
     )
 
 
@@ -235,7 +227,7 @@ def _below(rows, others) -> bool:
 
 def main(arguments: list[str]) -> int:
     """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
-    return ablate("muon_split", arguments, get_config, functools.partial(run, models=MODELS))
+    return ablate("muon_split", arguments, get_config, run)
 
 
 if __name__ == "__main__":

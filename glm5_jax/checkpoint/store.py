@@ -122,7 +122,8 @@ class Store:
             raise ValueError(f"no checkpoint {step} in {self.folder}; there are {self.steps}")
         abstract = _placed(abstract)
         wanted = {**_parts(abstract), "data": None, "meta": None}
-        _check_shapes(wanted, self._orbax.checkpointables_metadata(step).metadata, step)
+        found = self._orbax.checkpointables_metadata(step).metadata
+        check_shapes(wanted, found, f"checkpoint {step}")
         got = self._orbax.load_checkpointables(step, wanted)
         moments = tree.flatten(got["optimizer"])
         state = {
@@ -181,7 +182,7 @@ def check_params(path, abstract, unshared: Sequence[str] = ()) -> pathlib.Path:
         path = path / _FOLDER / str(step)
     if not (path / "model").is_dir():
         raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
-    _check_shapes({"model": abstract}, _metadata(path), path.name, unshared)
+    check_shapes({"model": abstract}, _metadata(path), f"checkpoint {path.name}", unshared)
     return path
 
 
@@ -241,7 +242,9 @@ def _metadata(folder: pathlib.Path) -> dict:
     return ocp.checkpointables_metadata(folder).metadata
 
 
-def _check_shapes(wanted: dict, found: dict, step, unshared: Sequence[str] = ()) -> None:
+def check_shapes(wanted: dict, found: dict, name: str, unshared: Sequence[str] = ()) -> None:
+    """ValueError, in which what was found has that name, unless the parts that are wanted ("model",
+    "optimizer", "rng": trees of whatever has a shape) are found alike. unshared: as `check_params`."""
     for part in ("model", "optimizer", "rng"):
         if part not in wanted:
             continue
@@ -250,7 +253,7 @@ def _check_shapes(wanted: dict, found: dict, step, unshared: Sequence[str] = ())
         wrong += [p for p in want if p in have and tuple(want[p].shape) != tuple(have[p].shape)]
         if wrong:
             raise ValueError(
-                f"checkpoint {step} does not fit this model and optimiser: "
+                f"{name} does not fit this model and optimiser: "
                 f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
             )
 

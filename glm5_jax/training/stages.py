@@ -62,7 +62,9 @@ class Pretraining:
 
     Construction checks everything a user can get wrong and raises ValueError, with nothing trained
     or overwritten yet; `run` trains. evaluator(setting) makes what judges the model at intervals.
-    step_maker is called as `make_step`, for runs that share what they compile.
+    step_maker is called as `make_step`, for runs that share what they compile. before: the stage whose
+    workdir is the checkpoint; until it has run, its shapes stand for its weights, and this stage can be
+    checked but not run.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Pretraining:
         workdir,
         evaluator: Callable[[Setting], Evaluator] | None = None,
         step_maker: Callable[..., Step] = make_step,
+        before: "Pretraining | None" = None,
     ):
         self.workdir = pathlib.Path(workdir)
         if self.workdir.exists() and not self.workdir.is_dir():
@@ -105,7 +108,7 @@ class Pretraining:
         store.check_space(workdir, self._step.abstract, config.train.keep)
         self._given = None
         if saved is None and config.checkpoint is not None:
-            self._given = self._open_checkpoint(pathlib.Path(config.checkpoint))
+            self._given = self._open_checkpoint(pathlib.Path(config.checkpoint), before)
         self._loader = Loader(
             config.data,
             self._tokenizer,
@@ -120,6 +123,11 @@ class Pretraining:
             self._evaluator = evaluator(
                 Setting(config, self._tokenizer, rows, self._place_whole, self._step.evaluate)
             )
+
+    def close(self) -> None:
+        """Stops what reads data, of a stage that is not run."""
+        if not self.finished:
+            self._loader.close()
 
     @property
     def finished(self) -> bool:
@@ -266,12 +274,17 @@ class Pretraining:
             params = completed(params, self.config.model, key, mesh=self._mesh)
         return self._step.initialise(key, params)
 
-    def _open_checkpoint(self, path: pathlib.Path) -> Callable[[], dict]:
-        """What loads the initial weights from a workdir, one of its checkpoints or an HF folder.
-        ValueError if they are not there, broken, or of another model."""
+    def _open_checkpoint(self, path: pathlib.Path, before) -> Callable[[], dict] | None:
+        """What loads the initial weights from a workdir, one of its checkpoints or an HF folder; nothing
+        if the stage before has still to make them. ValueError if they are not there, broken, or of
+        another model."""
+        model, unshared = self.config.model, self.config.unshared
+        if before is not None and not before.finished:
+            wanted, found = ({"model": glm5.abstract(c)} for c in (model, before.config.model))
+            store.check_shapes(wanted, found, f"what {before.config.name} trains", unshared)
+            return None
         if not path.exists():
             raise ValueError(f"checkpoint {path} does not exist")
-        model, unshared = self.config.model, self.config.unshared
         if (path / "checkpoints").is_dir() or (path / "model").is_dir():
             abstract = self._step.abstract["params"]
             store.check_params(path, abstract, unshared)

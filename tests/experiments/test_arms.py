@@ -11,9 +11,11 @@ from experiments.ablations.arms import (
     RATIO,
     Arm,
     Runs,
+    Tuned,
     grid,
     losses_by_rate,
     outcome,
+    steady,
     steps_to,
     tune,
 )
@@ -253,7 +255,6 @@ def test_the_outcome_reads_the_log(tmp_path):
     assert found["curve"] == [[20, 40], [4.5, 4.25]]
     assert found["train_loss"] == pytest.approx(5 - 39.5 / 40)
     assert found["max_logit"] == pytest.approx(1.5)  # of steps 39 and 40: 1 and 2
-    assert found["top_logit"] == 37.0
 
 
 def test_the_grid_grows_until_the_best_rate_is_inside():
@@ -285,6 +286,25 @@ def test_a_diverged_seed_rules_a_rate_out():
     assert tune(runs, ARM, grid(0.01), seeds=(0, 1)).rate == 0.01
     with pytest.raises(ValueError, match="diverged at every rate"):
         tune(lambda trials: [{"rate": t.rate, "loss": None} for t in trials], ARM, grid(1.0))
+
+
+def test_a_rate_at_which_another_seed_diverges_gives_way_to_the_next_best():
+    def runs(trials):
+        return [
+            {"rate": t.rate, "loss": None if t.seed and t.rate > limit else 1.0} for t in trials
+        ]
+
+    tuned, limit = Tuned(ARM, 0.04, {0.01: 3.0, 0.02: 2.5, 0.04: 2.0}), 0.01
+    found, rows = steady(runs, tuned, (0, 1))
+    assert (found.rate, [row["rate"] for row in rows]) == (0.01, [0.01, 0.01])
+    assert found.losses == {0.01: 3.0, 0.02: math.inf, 0.04: math.inf}
+    limit = 0.04
+    assert steady(runs, tuned, (0, 1))[0] == tuned
+    limit = 0.0
+    with pytest.raises(
+        ValueError, match="no rate of .* at which none of the seeds .0, 1. diverged"
+    ):
+        steady(runs, tuned, (0, 1))
 
 
 def test_steps_to_a_level():

@@ -12,6 +12,7 @@ from launch import run
 from tests.contracts.source_tree import ROOT
 
 TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+LIFE = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
 
 
 def refused(capsys, workdir, *argv) -> str:
@@ -87,6 +88,14 @@ def refused(capsys, workdir, *argv) -> str:
             [TINY, "--experiment.data.sources=[{'kind': 'jsonl', 'path': 'no/*.jsonl'}]"],
             "source 'jsonl:no/*.jsonl': no file matches",
         ),
+        (
+            [LIFE, "--experiment.midtrain_32k.batch.start=100"],
+            "midtrain_32k: batch.start is 100 tokens",
+        ),
+        (
+            [LIFE, "--experiment.midtrain_32k.model.hidden_size=64"],
+            "midtrain_32k: what pretrain:tiny trains does not fit this model",
+        ),
     ],
 )
 def test_errors_are_one_line_that_says_what_to_do(capsys, tmp_path, argv, message):
@@ -143,7 +152,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
 def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
     config = run.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
-    stages = {folder.name: stage for stage, folder in run._stages(config, tmp_path)}
+    stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
     assert list(stages) == [field.name for field in dataclasses.fields(config)]
     assert [name for name, stage in stages.items() if stage.steps == 9] == ["dsa_warmup"]
 
@@ -152,7 +161,7 @@ def test_a_later_stage_starts_from_the_one_before(tmp_path):
     config = run.parse(["run", TINY])[1]
     two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
     stages = list(run._stages(two, tmp_path))
-    assert [s.checkpoint for s, _ in stages] == [None, str(tmp_path / "first")]
+    assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
