@@ -19,6 +19,7 @@ from jax import lax
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import Region
+from glm5_jax.evals.batches import batches
 from glm5_jax.model import glm5
 from glm5_jax.model.block import Context, block
 from glm5_jax.model.indexer import Index, Selection, index_keys, index_queries
@@ -120,16 +121,14 @@ def attention_mass(
             f"index_topk is {cfg.index_topk}, layers are {cfg.projections!r} and {cfg.layer_kinds}; "
             "attention mass is measured on MLA in every layer, with indexers"
         )
-    n, t = tokens.shape
+    t = tokens.shape[1]
     edges = config.edges or (*(2**i for i in range(math.floor(math.log2(t)) + 1)), t + 1)
     if edges[-1] > t + 1:
         raise ValueError(f"edges {edges} exceed rows of {t} tokens, whose last query sees {t} keys")
     layers = jax.jit(glm5.unstack, static_argnums=1)(params, cfg)
     found = []
-    for first in range(0, n, batch_size):
-        rows = tokens[first : first + batch_size]
-        padded = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
-        found.append(_all_layers(layers, padded, cfg, config, plan)[:, : len(rows)])
+    for batch, count in batches(tokens, batch_size):
+        found.append(_all_layers(layers, batch, cfg, config, plan)[:, :count])
     # [l rows t measures]
     return _by_bucket(np.concatenate(found, axis=1).astype(np.float64), config, edges)
 

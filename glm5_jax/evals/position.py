@@ -18,6 +18,7 @@ from glm5_jax.core.mesh import Region
 from glm5_jax.data.long_context import OneSide
 from glm5_jax.data.mixture import document_ids
 from glm5_jax.data.sources import SourceConfig
+from glm5_jax.evals.batches import batches
 from glm5_jax.evals.columns import aligned
 from glm5_jax.evals.intervals import Z
 from glm5_jax.model import glm5
@@ -89,10 +90,8 @@ def loss_by_position(
     if len(edges) < 2 or edges[0] < 1 or edges[-1] > t or (np.diff(edges) <= 0).any():
         raise ValueError(f"edges {edges} must ascend within 1 .. {t}, the documents' length")
     losses = []
-    for first in range(0, n, batch_size):
-        rows = documents[first : first + batch_size]
-        padded = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
-        losses.append(np.asarray(_losses(params, padded, cfg, mesh, plan))[: len(rows)])
+    for batch, count in batches(documents, batch_size):
+        losses.append(np.asarray(_losses(params, batch, cfg, mesh, plan))[:count])
     nll = np.concatenate(losses).astype(np.float64)
     buckets = []
     for start, end in zip(edges, edges[1:]):

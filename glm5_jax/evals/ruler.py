@@ -26,6 +26,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.data.synthetic import KINDS, LongContextTasks, Task, TaskConfig
+from glm5_jax.evals.batches import batches
 from glm5_jax.evals.columns import aligned
 from glm5_jax.evals.intervals import paired_difference, wilson
 from glm5_jax.model import glm5
@@ -124,12 +125,9 @@ def score(
     numbers = np.stack([task.answer_numbers for task in tasks])
     tail = tail or max(_answer_size(task) for task in tasks)
     right = []
-    for first in range(0, len(ids), batch_size):
-        rows = ids[first : first + batch_size]
-        padded = np.concatenate([rows, np.repeat(rows[:1], batch_size - len(rows), axis=0)])
-        found = np.asarray(_right(params, padded, cfg, tail, mesh, plan))
-        right.append(found[: len(rows)])
-        done(len(rows))
+    for batch, count in batches(ids, batch_size):
+        right.append(np.asarray(_right(params, batch, cfg, tail, mesh, plan))[:count])
+        done(count)
     right, numbers = np.concatenate(right), numbers[:, -tail:]
     shares = []
     for row, number in zip(right, numbers):
