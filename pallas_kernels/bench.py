@@ -216,6 +216,11 @@ def main(argv=None) -> int:
         unknown = sorted(set(changed) - set(cases(kernel)[name].sizes))
         if unknown:
             parser.error(f"{kernel} {name} has no size {unknown[0]!r}: {cases(kernel)[name].sizes}")
+    if args.json:
+        try:
+            args.json.open("a").close()
+        except OSError as error:
+            parser.error(f"--json: {error}")
     print(f"{dispatch.device_kind()}, jax {jax.__version__}, {datetime.date.today()}")
     if dispatch.platform() not in dispatch.OF_PLATFORM:
         print("No accelerator: these are the times of XLA on this machine, not of the kernels.")

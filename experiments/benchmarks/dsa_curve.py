@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.measure import THREADS, Clock, pin
+from experiments.benchmarks.measure import THREADS, Clock, lengths, pin
 from experiments.benchmarks.sparse_crossover import crossover
 from pallas_kernels import dsa
 
@@ -79,6 +79,7 @@ def measure(t: int, setting: str) -> dict[str, dict[str, float]]:
 
 def main(arguments: list[str]) -> None:
     """arguments: lengths in tokens (none: LENGTHS)."""
+    chosen = lengths(arguments, LENGTHS)
     pin()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", THREADS)
@@ -86,7 +87,7 @@ def main(arguments: list[str]) -> None:
     table, found = Table(*names), []
     for setting in SETTINGS:
         ratios = {}
-        for t in sorted(map(int, arguments)) or LENGTHS:
+        for t in chosen:
             times = measure(t, setting)
             ratio = {n: times["dense"][n] / times["sparse"][n] for n in ("wall", "cpu")}
             ratios[t] = ratio["wall"]

@@ -1,6 +1,7 @@
 """What both arms of a benchmark do alike: two threads, the same tokens, the same clocks."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,17 @@ PROMPT, NEW_TOKENS = 512, 64  # of the decode rows
 def pin() -> None:
     """Binds this process to two cores; call it before jax or torch start their threads."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+
+
+def lengths(arguments: list[str], default: tuple[int, ...]) -> list[int]:
+    """The lengths in tokens that a command line names, ascending, or the default; exits with 2 and one
+    line that says what is wrong with one."""
+    wrong = [word for word in arguments if not word.isdigit() or int(word) < 1]
+    if wrong:
+        message = f"error: length {wrong[0]!r}; give positive numbers of tokens, as in 4096"
+        print(message, file=sys.stderr)
+        raise SystemExit(2)
+    return sorted(map(int, arguments or default))
 
 
 def tokens(b: int, t: int) -> np.ndarray:

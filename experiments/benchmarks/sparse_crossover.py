@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.glm5_arm import BASELINE
-from experiments.benchmarks.measure import Clock, pin, tokens
+from experiments.benchmarks.measure import Clock, lengths, pin, tokens
 from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
 from glm5_jax.model.mla import Keys, Queries, mla
@@ -96,13 +96,13 @@ def attention_flops(t: int, cfg) -> int:
 
 def crossover(ratios: dict[int, float]) -> str:
     """The length from which dense/sparse stays above 1, between two measured ones by their logarithms."""
-    lengths = sorted(ratios)
-    below = [t for t in lengths if ratios[t] <= 1]
+    known = sorted(ratios)
+    below = [t for t in known if ratios[t] <= 1]
     if not below:
-        return f"below {lengths[0]} tokens"
-    above = [t for t in lengths if t > below[-1]]
+        return f"below {known[0]} tokens"
+    above = [t for t in known if t > below[-1]]
     if not above:
-        return f"above {lengths[-1]} tokens"
+        return f"above {known[-1]} tokens"
     a, b = below[-1], above[0]
     share = -math.log(ratios[a]) / (math.log(ratios[b]) - math.log(ratios[a]))
     return f"at about {round(a * (b / a) ** share, -2):.0f} tokens"
@@ -110,6 +110,7 @@ def crossover(ratios: dict[int, float]) -> str:
 
 def main(arguments: list[str]) -> None:
     """arguments: lengths in tokens (none: LENGTHS)."""
+    chosen = lengths(arguments, LENGTHS)
     pin()
     jax.config.update("jax_platforms", "cpu")
     params = glm5.init_params(SPARSE, jax.random.key(0))
@@ -117,7 +118,7 @@ def main(arguments: list[str]) -> None:
     names += ("dense MB", "sparse MB", "bytes per further token")
     table = Table(*names, title="attention GFLOP: after selection; MB: temporary memory")
     ratios, before = {}, None
-    for t in sorted(map(int, arguments)) or LENGTHS:
+    for t in chosen:
         ways = measure(t, params)
         dense, sparse = ways["dense"], ways["sparse"]
         ratios[t] = dense.seconds / sparse.seconds

@@ -63,6 +63,7 @@ def test_baselines_belong_to_cases():
         (["top_k", "--case", "no"], "no case 'no'; top_k has decode, prefill"),
         (["top_k", "--shape", "m=x"], "m needs a positive integer"),
         (["top_k", "--shape", "y=4"], "has no size 'y'"),
+        (["top_k", "--json", "nowhere/found.jsonl"], "No such file or directory: 'nowhere/"),
     ],
 )
 def test_wrong_arguments_are_named(capsys, args, message):
