@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -120,6 +121,18 @@ class Region:
     def all_gather(self, x, axes, dim: int):
         live = self.live(axes)
         return lax.all_gather(x, live, axis=dim, tiled=True) if live else x
+
+    def whole_sequence(self, x):
+        """[b t ...] of all tokens, of x [b t ...] of this device's. The gradient is scattered.
+
+        Gathered as a matrix of t rows: the gradient of a gather along a second dimension XLA:TPU sums in
+        full on every device, if what takes it looks at parts of it, as norm and rotation do.
+        """
+        if not self.sequence_axes:
+            return x
+        rows = jnp.moveaxis(x, 1, 0)
+        whole = self.all_gather(rows.reshape(len(rows), -1), self.sequence_axes, 0)
+        return jnp.moveaxis(whole.reshape(-1, *rows.shape[1:]), 0, 1)
 
     def psum_scatter(self, x, axes, dim: int):
         live = self.live(axes)

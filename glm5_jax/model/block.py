@@ -182,14 +182,14 @@ def attention(
         latent = write(cache.latent, latent, context.start)
         cache = LayerCache(latent, idx_cache)
     else:
-        latent = region.all_gather(latent, region.sequence_axes, 1)
+        latent = region.whole_sequence(latent)
     if (context.selects or learns) and indexer is not None:
 
         def fresh():
             keys = idx_k
             if keys is None:
                 keys = index_keys(indexer, still, context.cos, context.sin, cfg)
-                keys = region.all_gather(keys, region.sequence_axes, 1)
+                keys = region.whole_sequence(keys)
             index = Index(
                 *index_queries(indexer, still, c_q_still, context.cos, context.sin, cfg), keys
             )

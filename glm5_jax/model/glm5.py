@@ -339,7 +339,7 @@ def begin(positions, segments, cache, cfg, plan, region):
         axes_ = region.sequence_axes
         start = region.index(axes_) * t if axes_ else 0
         num_keys = t * region.size(axes_)
-        key_segments = None if segments is None else region.all_gather(segments, axes_, 1)
+        key_segments = None if segments is None else region.whole_sequence(segments)
     context = Context(cfg, plan, region, cos, sin, start, num_keys, segments, key_segments)
     return context, cache
 

@@ -42,6 +42,7 @@ def test_a_region_of_one_device_does_nothing():
     assert region.live(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
     for y in (
         region.all_gather(x, AXES, 0),
+        region.whole_sequence(x),
         region.psum_scatter(x, AXES, 1),
         region.psum(x, AXES),
         region.pmax(x, AXES),

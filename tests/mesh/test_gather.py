@@ -105,6 +105,26 @@ def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(letters, shape, 
     np.testing.assert_array_equal(gradient, np.full(shape, num * (num + 1) / 2))
 
 
+@pytest.mark.parametrize("shape", [(4, 16), (4, 16, 5), (4, 16, 3, 2)])
+def test_everyones_tokens_come_in_their_order_and_each_gets_its_own_gradient_back(shape):
+    mesh = make_mesh(data=2, context=2, tensor=2)
+    region, cut = Region.of(mesh), P("data", ("context", "tensor"))
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    asked = np.cos(x)
+
+    def local(x, asked):
+        whole, pull = jax.vjp(region.whole_sequence, x)
+        share = 1.0 + region.index(("context", "tensor"))
+        return whole, *pull(asked * share)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(cut, P("data")), out_specs=(P("data"), cut), check_vma=False
+    )
+    whole, gradient = jax.jit(run)(x, asked)
+    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_allclose(gradient, asked * (1 + 2 + 3 + 4), rtol=1e-6)
+
+
 def test_gradient_sums_can_be_wider_than_the_computation():
     """256 + 1 is lost in bfloat16 and kept in float32."""
     mesh = make_mesh(fsdp=8)

@@ -31,7 +31,7 @@ def grouped(w, x, cache: KeyValues | None, context, window: int | None) -> Alter
         cache = KeyValues(write(cache.k, k, context.start), write(cache.v, v, context.start))
         k, v = cache
     else:
-        k, v = (region.all_gather(z, region.sequence_axes, 1) for z in (k, v))
+        k, v = map(region.whole_sequence, (k, v))
     queries = Queries(q, context.start, context.segments)
     y, top = gqa(w, queries, k, v, context.key_segments, context.cfg, context.plan, window)
     return Alternative(y, cache, top)
