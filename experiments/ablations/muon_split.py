@@ -44,7 +44,7 @@ from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 from glm5_jax.training.step import StepConfig
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1, 2, 3, 4)
 SHARES = (0.4, 0.6)  # of the steps, that Muon Split is given a whole schedule for
 TARGET_SHARE = 0.6
 MUON_RATE, ADAMW_RATE = 1e-2, 5e-3  # the middles of the grids that tuning begins with
