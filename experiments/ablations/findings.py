@@ -157,11 +157,15 @@ class Finding:
 def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> str:
     """A chart of the mean curve of each arm, in the shadow of its lowest and highest seed.
 
-    arms: {name: one (steps, values) per seed}; the seeds of an arm have the same steps. options as of
-    `charts.line_chart`.
+    arms: {name: one (steps, values) per seed}; the seeds of an arm have the same steps, and an arm that has
+    none is not drawn. options as of `charts.line_chart`.
     """
     lines, bands = [], []
     for name, seeds in arms.items():
+        if not seeds:
+            lines.append((name, [], []))
+            bands.append(([], []))
+            continue
         steps = list(seeds[0][0])
         values = np.array([curve[1] for curve in seeds], float)
         lines.append((name, steps, list(values.mean(0))))

@@ -9,8 +9,8 @@ FLOPs (counted from shapes; the dearer one makes fewer steps), the same batches 
 the best of at least five learning rates. Reported: held-out loss with all seeds and their spread, and
 FLOPs of one layer's attention for one decoded token, counted from the jaxpr of the model's own attention.
 
-:tiny    two layers for two CPU cores, about 250 steps of 1,024 tokens: 14 trainings or more of 40 s of CPU
-         time. Counted: 147,456 FLOPs per cached token and layer against 221,184 at GLM-5's shapes, -33.3%.
+:tiny    two layers for two CPU cores, about 250 steps of 1,024 tokens: 14 trainings or more of half a
+         minute. Counted: 147,456 FLOPs per cached token and layer against 221,184 at GLM-5's shapes, -33.3%.
 :small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for about 2,000 steps, on
          the data that it names.
 """

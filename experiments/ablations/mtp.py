@@ -14,8 +14,8 @@ tokens can be foreseen, and of which two layers know most within minutes (0.50 b
 are held out share lines with the others). On the library's code, at 1.74 bits per byte after 600 steps,
 the arms did not differ beyond the spread over prompts (LOG.md).
 
-:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens: three minutes a training, nine of them,
-         and half a minute each to draft.
+:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens: nine trainings of a minute or two, drafts
+         included.
 :small   pretrain.py:small for 2,000 steps, on one accelerator; needs text and a tokenizer of your own
          there.
 """

@@ -14,9 +14,8 @@ seed. Reported, with all seeds and their spread:
 - what MLA with either Muon loses against grouped-query attention with whole Muon, as in the paper's table
   (8 key and value heads, or half of fewer heads: `presets.ablation`).
 
-:tiny    two layers for two CPU cores, 250 steps of 1,024 tokens: about 40 trainings of 40 s of CPU time.
-         On the first seed Muon Split ends at 4.79 nats with a largest logit of 18, whole Muon at 4.80
-         with 24 (both at a rate of 0.01), AdamW at 5.46 (0.0025), which Muon Split passes at step 86.
+:tiny    two layers for two CPU cores, 250 steps of 1,024 tokens: about 50 trainings of half a minute. What
+         it found: LOG.md.
 :small   12 layers, 1.2B parameters, for one accelerator: pretrain.py:small for 2,000 steps, on
          the data that it names.
 """

@@ -41,7 +41,7 @@ def line_chart(
 ) -> str:
     """Lines over a shared x axis, labelled at their ends.
 
-    smooth draws a running mean over a faint line of the values themselves; levels are dashed
+    A line without points keeps its colour from the others. smooth draws a running mean over a faint line of the values themselves; levels are dashed
     horizontal lines (label, y), for what the lines are to be compared with; bands are the (lowest,
     highest) values around each of the first lines, drawn as its shadow.
     """
@@ -149,16 +149,12 @@ def _label_ends(figure, axes, ends) -> None:
     """Writes each line's name where it ends, pushed apart so that no two overlap."""
     figure.draw_without_rendering()
     height = axes.bbox.height
-    places = sorted(
-        (axes.transData.transform((0, y))[1] - axes.bbox.y0, n) for n, (y, *_) in enumerate(ends)
-    )
-    gap, at = 13.0, -math.inf
-    for place, n in places:
-        at = max(place, at + gap)
-        _, label, colour = ends[n]
+    ends = sorted(ends, key=lambda end: end[0])
+    wanted = [axes.transData.transform((0, y))[1] - axes.bbox.y0 for y, *_ in ends]
+    for at, (_, label, colour) in zip(apart(wanted, 13.0, height * 1.1), ends):
         axes.annotate(
             label,
-            (1.0, min(at, height * 1.1) / height),
+            (1.0, at / height),
             (6, 0),
             xycoords="axes fraction",
             textcoords="offset points",
@@ -167,6 +163,19 @@ def _label_ends(figure, axes, ends) -> None:
             fontsize=8.5,
             annotation_clip=False,
         )
+
+
+def apart(wanted: list[float], gap: float, top: float) -> list[float]:
+    """Ascending places, each at least a gap above the one before and none above the top, near those
+    that are wanted (ascending too)."""
+    places, least = [], -math.inf
+    for place in wanted:
+        places.append(max(place, least))
+        least = places[-1] + gap
+    for i in reversed(range(len(places))):
+        places[i] = min(places[i], top)
+        top = places[i] - gap
+    return places
 
 
 def _thin(x, y):

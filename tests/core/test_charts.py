@@ -49,11 +49,20 @@ def test_long_lines_are_thinned():
     assert len(charts.line_chart([("a", many, many)])) < 60_000
 
 
-def test_labels_at_the_end_do_not_overlap():
-    svg = charts.line_chart([(f"line{i}", X, [y + i / 1000 for y in Y]) for i in range(3)])
+@pytest.mark.parametrize("line", [Y, Y[::-1]], ids=["at the bottom", "at the top"])
+def test_labels_at_the_end_do_not_overlap(line):
+    svg = charts.line_chart([(f"line{i}", X, [y + i / 1000 for y in line]) for i in range(4)])
     places = [float(y) for y in re.findall(r'y="([\d.]+)"[^>]*>line\d', svg)]
-    assert len(places) == 3
+    assert len(places) == 4
     assert np.diff(sorted(places)).min() > 8
+
+
+def test_a_line_without_points_leaves_the_colours_of_the_others():
+    lines = [("none", [], []), ("b", [0, 1], [3.0, 2.0]), ("c", [0, 1], [1.0, 2.0])]
+    svg = charts.line_chart(lines, bands=(([], []), ([2.0, 1.0], [4.0, 3.0])))
+    assert ">none</text>" not in svg
+    assert re.search(r"fill: var\(--series-2\)[^>]*>b</text>", svg)
+    assert re.findall(r"fill: var\(--series-(\d)\)[^\"]*fill-opacity: 0.18", svg) == ["2"]
 
 
 def test_a_heat_map_has_a_row_per_layer():

@@ -116,6 +116,9 @@ def test_curves_are_means_in_the_shadow_of_their_seeds(monkeypatch):
     assert seen["lines"] == [("a", [1, 2], [4.0, 2.5])]
     assert seen["bands"] == (([3.0, 2.0], [5.0, 3.0]),)
     assert seen["y_label"] == "y"
+    curves({"none": [], "a": [([1, 2], [3.0, 2.0])]})
+    assert seen["lines"] == [("none", [], []), ("a", [1, 2], [3.0, 2.0])]
+    assert seen["bands"] == (([], []), ([3.0, 2.0], [3.0, 2.0]))
     by_rate({"a": {0.1: 2.0, 0.01: 3.0, 1.0: float("inf")}})
     assert seen["lines"] == [("a", [-2.0, -1.0], [3.0, 2.0])]
 
