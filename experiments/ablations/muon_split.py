@@ -210,18 +210,16 @@ def _against_adamw(split, adamw, shorter) -> str:
     level = Spread.of(_losses(adamw)).mean
     total = split[0]["steps"]
     along = [steps_to(row["curve"], level) for row in split]
-    reached = [share for share, found in shorter.items() if _below(found, adamw)]
+    more = {share: paired(_losses(found), _losses(adamw)) for share, found in shorter.items()}
+    reached = [share for share in more if more[share].mean <= 0]
     ratio = "never" if None in along else f"{Spread.of(x / total for x in along):.2f}"
     own = f"{min(reached):g}" if reached else f"none of {', '.join(f'{s:g}' for s in SHARES)}"
-    met = "met" if reached and min(reached) <= TARGET_SHARE else "not met"
+    allowed = [share for share in reached if share <= TARGET_SHARE]
+    met = verdict(-more[max(allowed)]) if allowed else "not met"
     return (
         f"Muon Split is at AdamW's final loss ({level:.4f}) after {ratio} of its steps along its own run, "
         f"and with a whole schedule for a share of the steps: {own}; at most {TARGET_SHARE:g}: {met}"
     )
-
-
-def _below(rows, others) -> bool:
-    return paired(_losses(rows), _losses(others)).mean <= 0
 
 
 def main(arguments: list[str]) -> int:

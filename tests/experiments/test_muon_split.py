@@ -105,6 +105,12 @@ def test_the_verdicts_when_everything_is_met():
     assert "whole Muon on MLA: loss minus that of whole Muon, GQA-8 is +0.2500" in whole_grouped
 
 
+def test_reaching_a_loss_and_no_more_is_within_the_spread():
+    losses = {"Muon Split": 2.0, "whole Muon": 2.5, "AdamW": 2.5}
+    _, found = run(losses, share_loss={0.4: 1.0, 0.6: 0.375})
+    assert found.verdicts[2].endswith("0.6; at most 0.6: met on average, within the spread")
+
+
 def test_the_verdicts_when_nothing_is():
     _, found = run(
         {"Muon Split": 3.0, "whole Muon": 2.5, "AdamW": 2.5},
