@@ -13,6 +13,7 @@ _HOME = {
     "load_hf": "glm5_jax.checkpoint.hf_import",
     "save_hf": "glm5_jax.checkpoint.hf_export",
     "Tokenizer": "glm5_jax.text.tokenizer",
+    "render_chat": "glm5_jax.text.chat",
     "train": "glm5_jax.training.stages",
 }
 __all__ = list(_HOME)
