@@ -14,6 +14,7 @@ _HOME = {
     "save_hf": "glm5_jax.checkpoint.hf_export",
     "Tokenizer": "glm5_jax.text.tokenizer",
     "render_chat": "glm5_jax.text.chat",
+    "parse_reply": "glm5_jax.text.tool_calls",
     "train": "glm5_jax.training.stages",
 }
 __all__ = list(_HOME)

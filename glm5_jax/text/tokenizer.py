@@ -5,6 +5,7 @@ bytes, so that no data can forge a role. Only `encode(text, parse_special=True)`
 chats, turns the spelled-out names into their single ids.
 """
 
+import codecs
 import hashlib
 import json
 import pathlib
@@ -253,20 +254,45 @@ class Tokenizer:
         special = set(self.special_ids.values()) if skip_special else ()
         pieces = []
         for token_id in map(int, ids):
-            if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
+            if token_id in special:
+                continue
+            try:
+                pieces.append(self.bytes_of(token_id))
+            except ValueError:
                 if errors == "strict":
-                    last = self.vocab_size - 1
-                    raise ValueError(f"id {token_id} is no token; the ids are 0..{last}")
+                    raise
                 pieces.append("\ufffd".encode())
-            elif token_id not in special:
-                pieces.append(self._bytes[token_id])
         return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What a token stands for; a special one for its name. ValueError for an id without a token."""
+        if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
+            raise ValueError(f"id {token_id} is no token; the ids are 0..{self.vocab_size - 1}")
+        return self._bytes[token_id]
 
     def token_bytes(self) -> np.ndarray:
         """int32[v]: how many bytes of text each id stands for; special tokens stand for none."""
         sizes = np.array([len(token or b"") for token in self._bytes], np.int32)
         sizes[list(self.special_ids.values())] = 0
         return sizes
+
+
+class Detokenizer:
+    """Text of ids as they come, of whole characters alone: what `Tokenizer.decode` gives for all of them."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        """The characters that are whole with these ids. ValueError for an id without a token."""
+        return "".join(self._decoder.decode(self._tokenizer.bytes_of(token)) for token in ids)
+
+    def close(self) -> str:
+        """What is left, U+FFFD for a character cut in two; the next ids begin anew."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
 
 
 def _token_name(config: dict, kind: str) -> str | None:

@@ -1,0 +1,177 @@
+"""Replies taken apart: the same parts however the stream is cut, and a problem named for every call that is broken."""
+
+import random
+
+import pytest
+
+import glm5_jax as glm
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
+from glm5_jax.text.tool_calls import Reply, ReplyParser, ToolCall, parse_reply
+
+TOKENIZER = Tokenizer.default()
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "limit": {"type": "integer"}},
+            },
+        },
+    }
+]
+CALL = (
+    "<tool_call>find<arg_key>text</arg_key><arg_value>12</arg_value>"
+    "<arg_key>limit</arg_key><arg_value>5</arg_value></tool_call>"
+)
+
+
+def test_it_is_part_of_the_surface():
+    assert glm.parse_reply is parse_reply
+
+
+def test_reasoning_content_and_typed_calls():
+    reply = parse_reply(f"Search.</think>\nI look. {CALL}<|observation|>", TOOLS)
+    call = ToolCall("find", {"text": "12", "limit": 5}, None, CALL[11:-12])
+    assert reply == Reply("Search.", "I look.", (call,), "<|observation|>")
+    # Without a schema a value is JSON if it can be.
+    assert parse_reply(CALL, thinking=False).tool_calls[0].arguments == {"text": 12, "limit": 5}
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "expected"),
+    [
+        ("Hi<|user|>", False, Reply(None, "Hi", (), "<|user|>")),
+        ("</think>Hi", True, Reply(None, "Hi", (), None)),
+        ("<think>so</think>Hi", False, Reply("so", "Hi", (), None)),
+        ("\n<think>so</think>\nHi", False, Reply("so", "Hi", (), None)),
+        ("<think>so</think>Hi", True, Reply("so", "Hi", (), None)),
+        ("cut off", True, Reply("cut off", "", (), None)),
+        ("so</think>a </think> b", True, Reply("so", "a </think> b", (), None)),
+        ("a<b <tool", False, Reply(None, "a<b <tool", (), None)),
+        ("done<|endoftext|>more", False, Reply(None, "done", (), "<|endoftext|>")),
+        ("  \n", True, Reply(None, "", (), None)),
+    ],
+)
+def test_where_thinking_ends(text, thinking, expected):
+    assert parse_reply(text, thinking=thinking) == expected
+
+
+@pytest.mark.parametrize(
+    ("inside", "problem"),
+    [
+        ("", "names no function"),
+        ("lose", "no tool is named 'lose'; there are find"),
+        ("find<arg_key>text</arg_key>", "the call ends behind a key"),
+        ("find<arg_key>text", "the call ends inside the key"),
+        ("find<arg_value>x</arg_value>", "<arg_value> stands inside the name"),
+        ("find<arg_key>a</arg_key>x<arg_value>1</arg_value>", "text stands behind a key"),
+        (
+            "find<arg_key>a</arg_key><arg_value>1</arg_value>" * 2,
+            "text stands behind a value",
+        ),
+        (
+            "find" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2,
+            "the argument 'a' is given twice",
+        ),
+    ],
+)
+def test_a_broken_call_has_a_problem_and_the_rest_is_read(inside, problem):
+    reply = parse_reply(f"<tool_call>{inside}</tool_call>{CALL}", TOOLS, thinking=False)
+    broken, whole = reply.tool_calls
+    assert problem in broken.problem and broken.text == inside
+    assert whole.problem is None and whole.arguments == {"text": "12", "limit": 5}
+
+
+def test_a_call_that_is_cut_off_has_a_problem():
+    reply = parse_reply(
+        "<tool_call>find<arg_key>text</arg_key><arg_value>ab", TOOLS, thinking=False
+    )
+    [call] = reply.tool_calls
+    assert call.problem == "the call has no </tool_call>" and call.arguments == {}
+
+
+def test_a_value_may_hold_what_looks_like_a_marker():
+    text = (
+        "<tool_call>find<arg_key>text</arg_key><arg_value>a<think>b</think></arg_value></tool_call>"
+    )
+    assert parse_reply(text, TOOLS, thinking=False).tool_calls[0].arguments == {
+        "text": "a<think>b</think>"
+    }
+
+
+REPLIES = [
+    f"Ä naïve 日本 🙂 thought.\n</think>\n\nSome content 🙂 <b>x</b> {CALL} {CALL}\n<|observation|>",
+    "so <x </think> a </tool_call> < <arg_key>x</arg_key> <|use",
+    "<tool_call>find</tool_call>  text between  <tool_call>find<arg_key>k</arg_key>",
+    "</think>" + CALL,
+    "think only, cut <|endofte",
+]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("text", REPLIES)
+def test_every_way_of_cutting_the_stream_gives_the_same(text, thinking, as_ids):
+    whole = TOKENIZER.encode(text, parse_special=True) if as_ids else text
+    expected = parse_reply(whole, TOOLS, tokenizer=TOKENIZER if as_ids else None, thinking=thinking)
+    r = random.Random(0)
+    for trial in range(40):
+        size = 1 if trial == 0 else r.randrange(2, 9)
+        parser = ReplyParser(TOOLS, tokenizer=TOKENIZER if as_ids else None, thinking=thinking)
+        deltas, at = [], 0
+        while at < len(whole):
+            step = size if trial == 0 else r.randrange(1, size + 1)
+            deltas += parser.feed(whole[at : at + step])
+            at += step
+        reply = parser.close()
+        assert reply == expected
+        # What has been handed out is never taken back.
+        for part, told in (
+            ("reasoning", reply.reasoning_content or ""),
+            ("content", reply.content),
+        ):
+            assert told.startswith("".join(d.text for d in deltas if d.part == part))
+        assert [d.call for d in deltas if d.part == "call"] == [
+            c for c in reply.tool_calls if c.problem != "the call has no </tool_call>"
+        ]
+
+
+def test_ids_that_spell_a_marker_as_text_are_text():
+    ids = TOKENIZER.encode("a</think>b")
+    assert parse_reply(ids, tokenizer=TOKENIZER).reasoning_content == "a</think>b"
+    with pytest.raises(ValueError, match="a reply of ids needs the tokenizer"):
+        parse_reply(ids)
+
+
+def test_what_is_rendered_is_read_back():
+    message = {
+        "role": "assistant",
+        "reasoning_content": "Search.",
+        "content": "I look.",
+        "tool_calls": [{"name": "find", "arguments": {"text": "a <b>", "limit": 3}}] * 2,
+    }
+    asked = {"role": "user", "content": "Where?"}
+    prompt = render_chat([asked], TOKENIZER)
+    whole = render_chat([asked, message], TOKENIZER, add_generation_prompt=False)
+    assert whole.ids[: len(prompt.ids)] == prompt.ids
+    for reply in (whole.ids[len(prompt.ids) :], whole.text[len(prompt.text) :]):
+        found = parse_reply(reply, TOOLS, tokenizer=TOKENIZER)
+        assert (found.reasoning_content, found.content) == ("Search.", "I look.")
+        assert [c[:3] for c in found.tool_calls] == [
+            ("find", {"text": "a <b>", "limit": 3}, None)
+        ] * 2
+
+
+def test_half_a_character_is_held_back():
+    text = "🙂 日本 é"
+    ids = TOKENIZER.encode(text)
+    one = Detokenizer(TOKENIZER)
+    pieces = [one.feed([i]) for i in ids]
+    assert "".join(pieces) + one.close() == text
+    assert "\ufffd" not in "".join(pieces) and len(ids) > len(text)
+    cut = Detokenizer(TOKENIZER)
+    assert cut.feed(ids[:1]) == "" and cut.close() == "\ufffd"
+    assert cut.feed(ids) + cut.close() == text
