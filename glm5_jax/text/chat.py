@@ -141,6 +141,7 @@ def render_chat(
     enable_thinking: bool = True,
     clear_thinking: bool = True,
     add_generation_prompt: bool = True,
+    close: bool = False,
     variant: str = "glm5",
     reasoning_effort: str | None = None,
 ) -> RenderedChat:
@@ -149,7 +150,8 @@ def render_chat(
     messages: dicts with `role` and `content` (text, or a list of text parts); an assistant's may have
     `reasoning_content` and `tool_calls`, whose arguments are an object or the JSON of one. tools: function
     definitions in OpenAI's form. enable_thinking: whether the reply that is prompted for begins with
-    thinking. clear_thinking: whether reasoning before the last user message is left out.
+    thinking. clear_thinking: whether reasoning before the last user message is left out. close: ends, in
+    place of a prompt, with the marker by which the last message, an assistant's, stops: a sample of training.
     reasoning_effort: "max" (default) or "high", of GLM-5.2 alone.
 
     What is learnt (loss_mask): of every assistant message that shows its own reasoning (behind the last user
@@ -170,10 +172,18 @@ def render_chat(
     if not (clear_thinking or layout.keeps):
         raise ValueError(f"clear_thinking is false; {variant} cannot keep earlier reasoning")
     check(messages)
+    if close and messages[-1]["role"] != "assistant":
+        raise ChatError(
+            f"message {len(messages) - 1} has role {messages[-1]['role']!r}; only a chat that ends with an "
+            "assistant's message can be closed"
+        )
     pieces = list(
         _pieces(messages, tools or (), layout, enable_thinking, clear_thinking, reasoning_effort)
     )
-    if add_generation_prompt:
+    if close:
+        marker = "<|observation|>" if reply_of(messages[-1]).calls else "<|user|>"
+        pieces += _template(marker, learnt=True, part=(len(messages) - 1, "stop", 0))
+    elif add_generation_prompt:
         pieces += _template("<|assistant|>" + _prompt(layout, enable_thinking))
     return _rendered(pieces, tokenizer)
 

@@ -1,0 +1,76 @@
+"""Three ways to think in a conversation (GLM-5 3.1), as what a request asks for and what is trained.
+
+- interleaved: before every reply and every call; kept within a user's turn, gone in the next;
+- preserved: likewise, and kept for good: a conversation's tokens only grow;
+- turn_level: each turn with or without, as its request says.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from glm5_jax.text.chat import ChatError, RenderedChat, check, render_chat, reply_of
+from glm5_jax.text.tokenizer import Tokenizer
+
+MODES = ("interleaved", "preserved", "turn_level")
+
+
+class Sample(NamedTuple):
+    """Messages that end with an assistant's, and how a model that had written them was asked."""
+
+    messages: tuple[Mapping, ...]
+    enable_thinking: bool
+    clear_thinking: bool
+
+    def render(
+        self, tokenizer: Tokenizer, tools: Sequence[Mapping] | None = None, variant: str = "glm5"
+    ) -> RenderedChat:
+        """The sample with what is learnt of it, up to the marker by which the model stops."""
+        return render_chat(
+            self.messages,
+            tokenizer,
+            tools=tools,
+            enable_thinking=self.enable_thinking,
+            clear_thinking=self.clear_thinking,
+            close=True,
+            variant=variant,
+        )
+
+
+def request(mode: str, think: bool = True) -> dict[str, bool]:
+    """Options of `render_chat` for the next reply; think: of turn_level alone."""
+    _check_mode(mode)
+    if not think and mode != "turn_level":
+        raise ValueError(f"think is false; {mode} always thinks, turn_level lets a request choose")
+    return {"enable_thinking": think, "clear_thinking": mode != "preserved"}
+
+
+def samples(messages: Sequence[Mapping], mode: str) -> list[Sample]:
+    """What a conversation trains. Of preserved thinking it is one sample; otherwise one for every user's
+    turn that is answered, as the model saw it then: with its own reasoning and none before. A turn of
+    turn_level is one with thinking if any of its replies thinks.
+
+    ChatError for what `render_chat` refuses, or if nothing is answered.
+    """
+    _check_mode(mode)
+    check(messages)
+    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not replies:
+        raise ChatError(
+            "no message is an assistant's; a conversation without a reply trains nothing"
+        )
+    if mode == "preserved":
+        return [Sample(tuple(messages[: replies[-1] + 1]), True, False)]
+    users = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    bounds = [0, *users, len(messages)]
+    found = []
+    for start, end in zip(bounds, bounds[1:]):
+        own = [i for i in replies if start <= i < end]
+        if own:
+            thinks = mode != "turn_level" or any(reply_of(messages[i], i).reasoning for i in own)
+            found.append(Sample(tuple(messages[: own[-1] + 1]), thinks, True))
+    return found
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"unknown mode {mode!r}; use one of {', '.join(MODES)}")
