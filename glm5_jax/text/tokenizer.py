@@ -75,6 +75,7 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_BYTES = 256
+_TEMPLATE = "chat_template.jinja"
 DEFAULT_PATH = pathlib.Path(__file__).parents[1] / "data" / "assets" / "tokenizer.json"
 
 
@@ -88,15 +89,19 @@ class Tokenizer:
       special_ids: dict from the name of each special (added) token to its id.
       eos_ids: ids that end a generation (GLM: end of text and the openers of the next turn).
       pad_id: id that fills a row; None if the tokenizer has none.
+      chat_template: the Jinja template that it came with; None if it came with none.
     """
 
-    def __init__(self, definition: str, config: dict | None = None):
-        """Reads the text of a tokenizer.json and the content of its tokenizer_config.json, if any.
+    def __init__(
+        self, definition: str, config: dict | None = None, chat_template: str | None = None
+    ):
+        """Reads the text of a tokenizer.json and, if there are any, the content of its
+        tokenizer_config.json and the text of its chat_template.jinja.
 
         Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`,
         or numbers its special tokens in a way that `tokenizers` would not keep.
         """
-        self._definition = definition
+        self._definition, self.chat_template = definition, chat_template
         try:
             content = json.loads(definition)
             self._with_special = tokenizers.Tokenizer.from_str(definition)
@@ -167,7 +172,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Tokenizer":
-        """Reads a tokenizer.json, or a folder with one (and its tokenizer_config.json if there).
+        """Reads a tokenizer.json, or a folder with one, and what stands beside it (tokenizer_config.json,
+        chat_template.jinja).
 
         Raises ValueError naming the path if there is no such file or it cannot be read.
         """
@@ -180,7 +186,9 @@ class Tokenizer:
         config_file = file.with_name("tokenizer_config.json")
         try:
             config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else None
-            return cls(file.read_text("utf-8"), config)
+            template = file.with_name(_TEMPLATE)
+            chat_template = template.read_text("utf-8") if template.is_file() else None
+            return cls(file.read_text("utf-8"), config, chat_template)
         except ValueError as error:
             raise ValueError(f"cannot read the tokenizer at {path}: {error}") from error
 
@@ -220,12 +228,20 @@ class Tokenizer:
         return cls(inner.to_str())
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, as `load` and transformers read them."""
+        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja, as `load` and transformers
+        read them. The template is the tokenizer's own, or that of GLM-5 if it has GLM's markers."""
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._definition, "utf-8")
         config = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         (folder / "tokenizer_config.json").write_text(config, "utf-8")
+        template = self.chat_template
+        if template is None and set(SPECIAL_TOKENS) <= set(self.special_ids):
+            from glm5_jax.text import chat  # which needs this module
+
+            template = chat.template()
+        if template is not None:
+            (folder / _TEMPLATE).write_text(template, "utf-8")
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids of a text; `decode` gives the same text back.

@@ -269,6 +269,16 @@ def test_the_exported_template_renders_the_same_text(variant):
         assert ours == compiled.render(messages=messages, tools=tools, **options)
 
 
+def test_a_saved_tokenizer_has_the_template(tmp_path):
+    TOKENIZER.save(tmp_path / "new")
+    saved = (tmp_path / "new" / "chat_template.jinja").read_text("utf-8")
+    assert saved == chat.template("glm5")
+    # One that came with its own keeps it.
+    (tmp_path / "new" / "chat_template.jinja").write_text("mine", "utf-8")
+    Tokenizer.load(tmp_path / "new").save(tmp_path / "kept")
+    assert (tmp_path / "kept" / "chat_template.jinja").read_text("utf-8") == "mine"
+
+
 def test_the_template_has_defaults():
     text = as_transformers_compiles(chat.template()).render(
         messages=CHAT, add_generation_prompt=True
