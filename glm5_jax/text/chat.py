@@ -459,7 +459,8 @@ def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> tuple[list[int],
                 owners.append(place)
             continue
         found = tokenizer.encode("".join(piece.text for _, piece in group))
-        sizes = tokenizer.token_bytes()[found]
+        # Not `token_bytes`, which is as long as the vocabulary.
+        sizes = [len(tokenizer.bytes_of(token)) for token in found]
         ends = np.cumsum([len(piece.text.encode()) for _, piece in group])
         begins = np.cumsum(sizes) - sizes
         ids += found

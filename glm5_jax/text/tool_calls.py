@@ -6,6 +6,7 @@ whatever spells one.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from glm5_jax.text.tokenizer import STOP_TOKENS, Detokenizer, Tokenizer
 
 _CALL_MARKERS = ("tool_call", "arg_key", "arg_value")
 MARKERS = ("<think>", "</think>", *(f"<{e}{m}>" for m in _CALL_MARKERS for e in ("", "/")))
+_KNOWN = re.compile("|".join(map(re.escape, (*MARKERS, *STOP_TOKENS))))
 
 
 class ToolCall(NamedTuple):
@@ -80,7 +82,7 @@ class ReplyParser:
             self._bytes = Detokenizer(tokenizer)
         self._held = ""  # text that may be the beginning of a marker
         self._state = "reasoning" if thinking else "content"
-        self._text = {"reasoning": "", "content": ""}
+        self._text = {"reasoning": [], "content": []}
         self._blank = {"reasoning": "", "content": ""}  # behind it, if more follows
         self._calls: list[ToolCall] = []
         self._call: _Call | None = None
@@ -105,8 +107,8 @@ class ReplyParser:
         if self._call is not None:
             self._call.fail("the call has no </tool_call>")
             self._end_call()
-        reasoning = self._text["reasoning"] or None
-        return Reply(reasoning, self._text["content"], tuple(self._calls), self._stopped_by)
+        reasoning, content = ("".join(self._text[part]) for part in ("reasoning", "content"))
+        return Reply(reasoning or None, content, tuple(self._calls), self._stopped_by)
 
     def _take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -126,24 +128,20 @@ class ReplyParser:
                 self._marker(name)
 
     def _feed_text(self, text: str) -> None:
-        text, self._held = self._held + text, ""
-        while text and self._stopped_by is None:
-            at = text.find("<")
-            if at < 0:
-                self._plain(text)
+        if self._stopped_by is not None:
+            return
+        text, self._held, at = self._held + text, "", 0
+        for found in _KNOWN.finditer(text):
+            self._plain(text[at : found.start()])
+            self._marker(found.group())
+            at = found.end()
+            if self._stopped_by is not None:
                 return
-            self._plain(text[:at])
-            text = text[at:]
-            name = next((m for m in (*MARKERS, *STOP_TOKENS) if text.startswith(m)), None)
-            if name is not None:
-                self._marker(name)
-                text = text[len(name) :]
-            elif any(m.startswith(text) for m in (*MARKERS, *STOP_TOKENS)):
-                self._held = text
-                return
-            else:
-                self._plain("<")
-                text = text[1:]
+        # Only the last "<" can begin a marker whose rest is still to come.
+        last = text.rfind("<", at)
+        if last >= 0 and any(m.startswith(text[last:]) for m in (*MARKERS, *STOP_TOKENS)):
+            self._held = text[last:]
+        self._plain(text[at : len(text) - len(self._held)])
 
     def _marker(self, name: str) -> None:
         if name in STOP_TOKENS:
@@ -157,7 +155,7 @@ class ReplyParser:
             self._state = "content"
         elif self._state == "content" and name == "<tool_call>":
             self._call = _Call()
-        elif name == "<think>" and not self._text["reasoning"] + self._text["content"]:
+        elif name == "<think>" and not (self._text["reasoning"] or self._text["content"]):
             self._state = "reasoning"  # a layout whose prompt leaves it to the model
         else:
             self._plain(name)
@@ -175,7 +173,7 @@ class ReplyParser:
         kept = text.rstrip()
         self._blank[part] = text[len(kept) :]
         if kept:
-            self._text[part] += kept
+            self._text[part].append(kept)
             self._deltas.append(Delta(part, kept))
 
     def _end_call(self) -> None:

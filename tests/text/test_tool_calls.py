@@ -1,6 +1,7 @@
 """Replies taken apart: the same parts however the stream is cut, and a problem named for every call that is broken."""
 
 import random
+import time
 
 import pytest
 
@@ -137,6 +138,17 @@ def test_every_way_of_cutting_the_stream_gives_the_same(text, thinking, as_ids):
         assert [d.call for d in deltas if d.part == "call"] == [
             c for c in reply.tool_calls if c.problem != "the call has no </tool_call>"
         ]
+
+
+@pytest.mark.parametrize("text", ["<" * 2_000_000, "<think" * 400_000, "word " * 400_000])
+def test_two_megabytes_take_a_moment(text):
+    began = time.perf_counter()
+    assert parse_reply(text).reasoning_content == text.strip()
+    parser = ReplyParser()
+    for at in range(0, len(text), 20):
+        parser.feed(text[at : at + 20])
+    assert parser.close().reasoning_content == text.strip()
+    assert time.perf_counter() - began < 30
 
 
 def test_ids_that_spell_a_marker_as_text_are_text():
