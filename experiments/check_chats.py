@@ -1,103 +1,131 @@
-"""Says what is wrong with SFT data, line by line, and what the rest of it would train.
+"""Says what is wrong with SFT data, line by line, what the rest of it would train, and writes the rest.
 
-    python -m experiments.check_chats FILE.jsonl [FILE.jsonl ...]
+    python -m experiments.check_chats FILE.jsonl [FILE.jsonl ...] [--write=NEW.jsonl]
 
-A line that cannot be used, that says the same as one before, or of which no token is learnt is an error, and
-the exit code is then 1. Mistakes of the assistant, which stay in the context unlearnt, are told but are none
-(glm5_jax/data/conversation.py). Tokens are those of the shipped tokenizer, in the lines' own modes or else
-interleaved thinking.
+Told and left out of NEW: lines that cannot be used, that say the same as one before, of which no token is learnt,
+with a sample of more than --max_tokens tokens, and that a verifier rejects. --verify=answer keeps lines
+whose last reply ends in the line's "answer", so that a file with several replies to each prompt becomes the right
+ones (rejection sampling); --verify=repetition rejects replies that go round in circles.
+
+Mistakes of the assistant, which stay in the context unlearnt, are told but are no reason
+(glm5_jax/data/conversation.py). The exit code is 1 if anything was left out, 2 for a wrong argument.
 """
 
-import dataclasses
-import hashlib
-import json
+import argparse
+import contextlib
+import os
 import pathlib
 import sys
+from collections.abc import Callable, Iterator
 
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.data.conversation import parse, records
-from glm5_jax.text.chat import ChatError
+from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
+from glm5_jax.text.thinking import MODES
 from glm5_jax.text.tokenizer import Tokenizer
-
-LENGTH = 202_752  # tokens of SFT's longest samples (GLM-5 3.1)
-
-
-@dataclasses.dataclass
-class Count:
-    """What the files hold: lines, errors among them, samples, their tokens, those learnt, mistakes, and
-    samples longer than LENGTH."""
-
-    lines: int = 0
-    errors: int = 0
-    samples: int = 0
-    tokens: int = 0
-    learnt: int = 0
-    mistakes: int = 0
-    long: int = 0
-
-    def __str__(self) -> str:
-        share = self.learnt / max(1, self.tokens)
-        return (
-            f"{self.lines:,} lines, {self.errors:,} with errors; {self.samples:,} samples of {self.tokens:,} "
-            f"tokens, {share:.0%} of them learnt; {self.mistakes:,} mistakes that are not learnt; "
-            f"{self.long:,} samples longer than {LENGTH:,} tokens"
-        )
-
-
-def check(
-    path: pathlib.Path, tokenizer: Tokenizer, count: Count, seen: dict[bytes, str], tell
-) -> None:
-    """Adds a file to the count; tell(text) for every line that is wrong or has a mistake. seen: where each
-    conversation so far stands, by its hash."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            count.lines += 1
-            try:
-                conversation = parse(line)
-                content = json.dumps([conversation.messages, conversation.tools])
-                key = hashlib.blake2b(content.encode(), digest_size=16).digest()
-                if key in seen:
-                    raise ChatError(f"the same conversation stands in {seen[key]}; remove one")
-                seen[key] = where
-                found = records(conversation, tokenizer)
-                if not found:
-                    raise ChatError("no token of it is learnt; remove it, or correct a reply")
-            except ValueError as error:
-                count.errors += 1
-                tell(f"{where}: {error}")
-                continue
-            for i, mistake in sorted(conversation.mistakes.items()):
-                tell(f"{where}: message {i} is not learnt: {mistake}")
-            count.mistakes += len(conversation.mistakes)
-            count.samples += len(found)
-            count.tokens += sum(map(len, found))
-            count.learnt += int(sum(record.loss_mask.sum() for record in found))
-            long = sum(len(record) > LENGTH for record in found)
-            if long:
-                tell(f"{where}: {long} samples are longer than {LENGTH:,} tokens")
-            count.long += long
 
 
 def main(arguments: list[str]) -> int:
     """Exit code of the program with these arguments."""
-    paths = [pathlib.Path(argument) for argument in arguments]
-    missing = [path for path in paths if not path.is_file()]
-    if missing or not paths:
-        what = f"no file {missing[0]}" if missing else "no file given"
-        print(
-            f"error: {what}; use python -m experiments.check_chats FILE.jsonl ...", file=sys.stderr
-        )
+    try:
+        options = _parser().parse_args(arguments)
+        missing = [path for path in options.files if not path.is_file()]
+        if missing:
+            raise ValueError(f"no file {missing[0]}; give jsonl files")
+        if options.write and options.write.exists():
+            raise ValueError(f"{options.write} exists; give --write a new name, or remove it")
+        tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else Tokenizer.default()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    tokenizer, count, seen = Tokenizer.default(), Count(), {}
-    with ProgressBar(len(paths), unit="file") as bar:
-        for done, path in enumerate(paths, start=1):
-            check(path, tokenizer, count, seen, bar.print)
-            bar.update(done, path.name)
-    print(count)
-    return 1 if count.errors else 0
+    return _check(options, tokenizer)
+
+
+def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    total = sum(path.stat().st_size for path in options.files)
+    lines = dropped = kept = samples = tokens = learnt = mistakes = 0
+    with contextlib.ExitStack() as stack:
+        bar = stack.enter_context(ProgressBar(total, unit="byte"))
+        new = options.write and options.write.with_name(f"{options.write.name}.new")
+        out = new and stack.enter_context(new.open("wb"))
+
+        def drop(place: str, reason: str) -> None:
+            nonlocal dropped
+            dropped += 1
+            bar.print(f"{place}: {reason}")
+
+        def places() -> Iterator[tuple[str, bytes]]:
+            nonlocal lines
+            shown = 0
+            for place, line, done in _lines(options.files, bar.print):
+                lines += 1
+                if done >= shown + 2**20:
+                    shown = done
+                    bar.update(done, place)
+                yield place, line
+
+        for found in select(
+            places(),
+            tokenizer,
+            drop,
+            mode=options.mode,
+            max_tokens=options.max_tokens,
+            verifiers=[VERIFIERS[name] for name in options.verify],
+        ):
+            for i, mistake in sorted(found.conversation.mistakes.items()):
+                bar.print(f"{found.place}: message {i} is not learnt: {mistake}")
+            kept, mistakes = kept + 1, mistakes + len(found.conversation.mistakes)
+            samples += len(found.records)
+            tokens += sum(map(len, found.records))
+            learnt += int(sum(record.loss_mask.sum() for record in found.records))
+            if out:
+                out.write(found.line.rstrip(b"\r\n") + b"\n")
+        bar.update(total, "read")
+    if out:
+        os.replace(new, options.write)
+    print(
+        f"{lines:,} lines, {dropped:,} of them left out; {samples:,} samples of {tokens:,} tokens, "
+        f"{learnt / max(1, tokens):.0%} of them learnt; {mistakes:,} mistakes that are not learnt"
+    )
+    if out:
+        print(f"{kept:,} lines written to {options.write}")
+    return 1 if dropped else 0
+
+
+def _lines(
+    files: list[pathlib.Path], tell: Callable[[str], None]
+) -> Iterator[tuple[str, bytes, int]]:
+    """(place, line, bytes read before it) of all files."""
+    before = 0
+    for path in files:
+        empty = True
+        for number, offset, line in numbered_lines(path):
+            empty = False
+            yield f"{path}, line {number}", line, before + offset
+        if empty:
+            tell(f"{path}: has no line")
+        before += path.stat().st_size
+
+
+class _Parser(argparse.ArgumentParser):
+    """Whose errors are ValueErrors, to be told like all others."""
+
+    def error(self, message: str):
+        raise ValueError(f"{message}; see python -m experiments.check_chats --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        "python -m experiments.check_chats",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE.jsonl")
+    parser.add_argument("--write", type=pathlib.Path, help="where the lines that are right go")
+    parser.add_argument("--max_tokens", type=int, default=LONGEST, help="of a sample")
+    parser.add_argument("--verify", nargs="+", default=(), choices=VERIFIERS, help="what to reject")
+    parser.add_argument("--mode", default="interleaved", choices=MODES, help="of lines without one")
+    parser.add_argument("--tokenizer", help="a tokenizer.json or its folder; default: the shipped")
+    return parser
 
 
 if __name__ == "__main__":

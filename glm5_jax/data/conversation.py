@@ -14,6 +14,7 @@ not there, and arguments that their schema does not allow. The paper does not pr
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping
 
@@ -56,7 +57,7 @@ def parse(line: str | bytes | Mapping) -> Conversation:
     mode, tools = value.get("mode"), value.get("tools") or None
     if mode is not None and mode not in MODES:
         raise ChatError(f"mode is {mode!r}; use one of {', '.join(MODES)}")
-    schemas = None if tools is None else _schemas(tools)
+    schemas = None if tools is None else _schemas(json.dumps(tools))
     messages, mistakes = value["messages"], {}
     if isinstance(messages, list):
         messages = [_readable(m, i, mistakes) for i, m in enumerate(messages)]
@@ -81,15 +82,28 @@ def records(
     mode: of conversations that name none. mask_errors: whether mistakes are left out of the loss. Spans of kind
     "error" are the mistakes. ChatError as `thinking.samples`.
     """
-    found = []
-    for sample in samples(conversation.messages, conversation.mode or mode):
-        record = _record(sample, conversation, tokenizer, variant, mask_errors)
-        if record.loss_mask.any():
-            found.append(record)
-    return found
+    return [
+        record(sample, conversation, tokenizer, variant=variant, mask_errors=mask_errors)
+        for sample in trained(conversation, mode, mask_errors)
+    ]
 
 
-def _record(sample: Sample, conversation, tokenizer, variant, mask_errors: bool) -> TokenRecord:
+def trained(conversation: Conversation, mode: str, mask_errors: bool = True) -> list[Sample]:
+    """The samples of `records`, not yet laid out."""
+    unlearnt = conversation.mistakes if mask_errors else ()
+    found = samples(conversation.messages, conversation.mode or mode)
+    return [sample for sample in found if not all(i in unlearnt for i in sample.learnt)]
+
+
+def record(
+    sample: Sample,
+    conversation: Conversation,
+    tokenizer: Tokenizer,
+    *,
+    variant: str = "glm5",
+    mask_errors: bool = True,
+) -> TokenRecord:
+    """The record of one sample of a conversation."""
     rendered = sample.render(tokenizer, conversation.tools, variant)
     mask, errors = np.array(rendered.loss_mask, np.float32), []
     for span in rendered.spans:
@@ -107,9 +121,10 @@ def _json(line: str | bytes):
         raise ChatError(f"the line is not JSON in UTF-8: {error}") from None
 
 
-def _schemas(tools) -> dict[str, jsonschema.protocols.Validator]:
+@functools.lru_cache(64)  # conversations share their tools, and schemas take a millisecond to check
+def _schemas(tools: str) -> dict[str, jsonschema.protocols.Validator]:
     """A validator of each tool's arguments, by name."""
-    found = {}
+    found, tools = {}, json.loads(tools)
     for i, tool in enumerate(tools if isinstance(tools, list) else [tools]):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None

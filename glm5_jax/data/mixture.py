@@ -1,6 +1,6 @@
 """Weighted mixture of sources: the endless stream of training rows, and the held-out rows.
 
-A source holds documents (sources.py) or records made by a task (long_context.py). The weights are
+A source holds documents (sources.py), or records: of tasks (long_context.py) or chats (chat_data.py). The weights are
 shares of rows, so of tokens: every source is shuffled and packed by itself, and the rows are
 interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once more over
 a window, since the rows of one long document follow each other and would fill a batch. All of it
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import grain
 
+from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.document import Document
 from glm5_jax.data.interleave import weave
 from glm5_jax.data.long_context import TaskSourceConfig, one_side
@@ -22,6 +23,7 @@ from glm5_jax.data.record import TokenRecord, plain_record
 from glm5_jax.data.sources import SourceConfig, open_documents
 from glm5_jax.text.tokenizer import Tokenizer
 
+AnySourceConfig = SourceConfig | TaskSourceConfig | ChatSourceConfig
 Items = Sequence[Document] | Sequence[TokenRecord]
 # Characters: about a second of tokenising, which a start and a resumption wait for.
 READ_AHEAD = 2**21
@@ -32,8 +34,8 @@ class DataConfig:
     """What to train on. Construction refuses contradictory values (ValueError).
 
     Attributes:
-      sources: the mixture; names (kind, path and lengths) must differ. Tasks need best-fit packing
-        and rows that hold them whole.
+      sources: the mixture; names (kind, path and lengths) must differ. Tasks and chats need best-fit
+        packing and rows that hold them whole.
       sequence_length: tokens of a row (4096 in pre-training: GLM-4.5 report, section 2.3).
       seed: of the order of documents and rows.
       shuffle_window: tokens of each source over which rows are shuffled; held in memory, and read
@@ -48,7 +50,7 @@ class DataConfig:
         they are long.
     """
 
-    sources: tuple[SourceConfig | TaskSourceConfig, ...] = (
+    sources: tuple[AnySourceConfig, ...] = (
         SourceConfig("shakespeare"),
         SourceConfig("stdlib"),
     )
@@ -83,8 +85,8 @@ class DataConfig:
             if self.packing != "best_fit" or source.length > self.sequence_length:
                 raise ValueError(
                     f"packing is {self.packing!r} and sequence_length {self.sequence_length}, which "
-                    f"cut the tasks of source {source.name!r}, {source.length} tokens long, away from "
-                    "their answers; use best_fit, and rows as long as the tasks"
+                    f"cut what source {source.name!r} asks, up to {source.length} tokens long, from its "
+                    "answers; use best_fit, and rows of that length, or shorter ones in the source"
                 )
 
 
@@ -118,7 +120,7 @@ def training_rows(
         order = order.repeat()[process_index::process_count]
         records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
-        if isinstance(source, SourceConfig):  # a task's rows are independent as they come
+        if isinstance(source, SourceConfig):  # rows of records are independent as they come
             rows[name] = grain.experimental.WindowShuffleIterDataset(
                 rows[name],
                 window_size=max(1, config.shuffle_window // config.sequence_length),
@@ -129,7 +131,7 @@ def training_rows(
 
 
 def held_out_rows(
-    config: DataConfig, source_config: SourceConfig | TaskSourceConfig, tokenizer: Tokenizer
+    config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
 ) -> grain.IterDataset:
     """Rows of one source's held-out documents, once over, in one order for all seeds.
 
@@ -140,7 +142,7 @@ def held_out_rows(
 
 
 def training_documents(
-    config: DataConfig, source_config: SourceConfig | TaskSourceConfig, tokenizer: Tokenizer
+    config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
     """Token ids of each training document of one source, once, shuffled alike for all seeds."""
     records = _one_pass(config, source_config, tokenizer, training=True)
@@ -156,7 +158,7 @@ def document_ids(text: str, tokenizer: Tokenizer) -> list[int]:
 
 def _open(
     config: DataConfig,
-    source_config: SourceConfig | TaskSourceConfig,
+    source_config: AnySourceConfig,
     tokenizer: Tokenizer,
     *,
     training: bool,
@@ -185,14 +187,14 @@ def _readable(config, source_config, document: Document, training: bool) -> Docu
 
 def _records(
     config: DataConfig,
-    source_config: SourceConfig | TaskSourceConfig,
+    source_config: AnySourceConfig,
     items: Items,
     order: grain.MapDataset,
     tokenizer: Tokenizer,
     *,
     training: bool,
 ) -> grain.IterDataset:
-    """Records of what may be read of a source's items in an order, read ahead; a task's as they are."""
+    """Records of what may be read of a source's items in an order, read ahead; records as they are."""
     records = order
     if isinstance(source_config, SourceConfig):
 
@@ -211,9 +213,9 @@ def _records(
 
 
 def _most_ahead(config, source_config, items: Items) -> int:
-    """How many of a source's items may be read ahead: of tasks a row, else `READ_AHEAD`, by a sample."""
+    """How many of a source's items may be read ahead: of records a row, else `READ_AHEAD`, by a sample."""
     if not isinstance(source_config, SourceConfig):
-        return config.sequence_length // source_config.length
+        return max(1, config.sequence_length // items.mean_tokens)
     sample = range(0, len(items), -(-len(items) // 8))
     mean = sum(items[number].num_characters for number in sample) / len(sample)
     return max(1, int(READ_AHEAD / max(mean, source_config.min_characters, 1)))
@@ -229,5 +231,5 @@ def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.Iter
 
 def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:
     # Tasks have one length: a second open row would only make more of them before the first is read.
-    open_rows = config.open_rows if isinstance(source_config, SourceConfig) else 1
+    open_rows = 1 if isinstance(source_config, TaskSourceConfig) else config.open_rows
     return pack(records, config.sequence_length, packing=config.packing, open_rows=open_rows)

@@ -178,6 +178,11 @@ class LongContextTasks:
     def __len__(self) -> int:
         return self.config.size
 
+    @property
+    def mean_tokens(self) -> int:
+        """Tokens of a record."""
+        return self.config.length
+
     def __getitem__(self, index: int) -> TokenRecord:
         task = self.task(index)
         ends = np.cumsum([len(task.prompt), *map(len, task.answers)]).tolist()

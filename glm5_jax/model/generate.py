@@ -58,6 +58,9 @@ def generate(
             token = np.where(ended, cfg.pad_token_id, token)
             ended |= np.isin(token, cfg.eos_token_id)
         out.append(token[:, None])
+        if ended.all():
+            out.append(np.full((b, num_new - i - 1), cfg.pad_token_id, prompts.dtype))
+            break
         if i + 1 < num_new:
             ones = np.ones((b, 1), np.int32)
             logits, cache = _advance(params, token[:, None], ones, cache, cfg, plan)

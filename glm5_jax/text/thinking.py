@@ -21,6 +21,14 @@ class Sample(NamedTuple):
     enable_thinking: bool
     clear_thinking: bool
 
+    @property
+    def learnt(self) -> tuple[int, ...]:
+        """Numbers of the replies that are learnt: all, or with cleared thinking those of the last turn."""
+        replies = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        users = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
+        first = users[-1] if users and self.clear_thinking else 0
+        return tuple(i for i in replies if i >= first)
+
     def render(
         self, tokenizer: Tokenizer, tools: Sequence[Mapping] | None = None, variant: str = "glm5"
     ) -> RenderedChat:

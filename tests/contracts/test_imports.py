@@ -123,7 +123,15 @@ def test_kernels_need_only_jax_and_numpy():
         (("orbax",), ("glm5_jax/checkpoint/store.py",)),
         (("grain",), ("glm5_jax/data/",)),
         (("absl.flags", "absl.app", "ml_collections.config_flags"), ("launch/",)),
-        (("argparse",), ("launch/", "pallas_kernels/bench.py", "experiments/benchmarks/")),
+        (
+            ("argparse",),
+            (
+                "launch/",
+                "pallas_kernels/bench.py",
+                "experiments/benchmarks/",
+                "experiments/check_chats.py",
+            ),
+        ),
         (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/",)),
         (PROCESSES, PROCESS_FILES),
         (("jax._src",), ("glm5_jax/compat.py", "pallas_kernels/compat.py")),

@@ -209,6 +209,10 @@ class _Counting:
     def __init__(self, items):
         self._items, self.read = items, []
 
+    @property
+    def mean_tokens(self):
+        return self._items.mean_tokens
+
     def __len__(self):
         return len(self._items)
 
@@ -274,7 +278,9 @@ def test_held_out_tasks_are_others_and_repeatable(folder):
 def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
     source = _sources(folder)["needle"]
     for changes in ({"packing": "concat"}, {"sequence_length": 127}):
-        with pytest.raises(ValueError, match="cut the tasks of source 'needle:text:128', 128 tok"):
+        with pytest.raises(
+            ValueError, match="cut what source 'needle:text:128' asks, up to 128 tok"
+        ):
             _config(source, **changes)
     with pytest.raises(ValueError, match="two sources have one name"):
         _config(source, source)

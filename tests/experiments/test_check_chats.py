@@ -2,57 +2,118 @@
 
 import json
 
+import pytest
+
 from experiments import check_chats
 
 ASKED = {"role": "user", "content": "Q"}
-GOOD = {"messages": [ASKED, {"role": "assistant", "content": "A"}]}
-OTHER = {"messages": [ASKED, {"role": "assistant", "content": "B"}]}
-UNLEARNT = {"messages": [ASKED, {"role": "assistant", "content": "C", "weight": 0}]}
+
+
+def chat(*replies, **more):
+    return {"messages": [ASKED, *replies], **more}
+
+
+def says(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+GOOD, OTHER = chat(says("A")), chat(says("B"))
+UNLEARNT = chat(says("C", weight=0))
 CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}
-MISTAKEN = {
-    "messages": [
-        ASKED,
-        CALL,
-        {"role": "tool", "content": "no"},
-        {"role": "assistant", "content": "D"},
-    ]
-}
+MISTAKEN = chat(CALL, {"role": "tool", "content": "no"}, says("D"))
 
 
-def run(capsys, tmp_path, *lines):
-    path = tmp_path / "data.jsonl"
-    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
-    code = check_chats.main([str(path)])
-    return code, [x.replace(f"{path}, ", "") for x in capsys.readouterr().out.splitlines()]
+@pytest.fixture
+def run(capsys, tmp_path):
+    """run(lines, *options) -> (exit code, lines of output), places without the file."""
+
+    def run(lines, *options):
+        path = tmp_path / "data.jsonl"
+        path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+        code = check_chats.main([str(path), *options])
+        printed = capsys.readouterr()
+        return code, [x.replace(f"{path}, ", "") for x in (printed.out + printed.err).splitlines()]
+
+    return run
 
 
-def test_good_data_is_counted(capsys, tmp_path):
-    code, out = run(capsys, tmp_path, GOOD, "", OTHER, MISTAKEN)
+def test_good_data_is_counted(run):
+    code, out = run([GOOD, "", OTHER, MISTAKEN])
     assert code == 0
     assert out[0].startswith("line 4: message 1 is not learnt: message 1 calls 'f' with arguments")
-    assert out[-1].startswith("3 lines, 0 with errors; 3 samples of ")
-    assert "1 mistakes that are not learnt; 0 samples longer" in out[-1]
+    assert out[-1].startswith("3 lines, 0 of them left out; 3 samples of ")
+    assert out[-1].endswith("1 mistakes that are not learnt")
 
 
-def test_every_wrong_line_is_told(capsys, tmp_path):
-    code, out = run(capsys, tmp_path, "{", GOOD, {"messages": [ASKED]}, GOOD, UNLEARNT)
+def test_every_wrong_line_is_told(run):
+    code, out = run(["{", GOOD, chat(), GOOD, UNLEARNT])
     assert code == 1
     assert out[0].startswith("line 1: the line is not JSON")
     assert "line 3: no message is an assistant's" in out[1]
-    assert out[2].startswith("line 4: the same conversation stands in line 2")
+    assert out[2].startswith("line 4: the same conversation stands in") and "line 2;" in out[2]
     assert out[3].startswith("line 5: no token of it is learnt")
-    assert out[-1].startswith("5 lines, 4 with errors; 1 samples")
+    assert out[-1].startswith("5 lines, 4 of them left out; 1 samples")
 
 
-def test_the_longest_samples_are_told(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(check_chats, "LENGTH", 5)
-    code, out = run(capsys, tmp_path, GOOD)
-    assert code == 0 and out[0] == "line 1: 1 samples are longer than 5 tokens"
-    assert out[-1].endswith("1 samples longer than 5 tokens")
+def test_what_is_right_is_written_as_it_was(run, tmp_path):
+    new = tmp_path / "new.jsonl"
+    code, out = run([GOOD, "{", MISTAKEN], f"--write={new}")
+    assert code == 1 and out[-1] == f"2 lines written to {new}"
+    assert [json.loads(line) for line in new.read_text().splitlines()] == [GOOD, MISTAKEN]
+    assert run([OTHER], f"--write={new}") == (
+        2,
+        [f"error: {new} exists; give --write a new name, or remove it"],
+    )
+    assert len(new.read_text().splitlines()) == 2
 
 
-def test_a_missing_file_is_named(capsys, tmp_path):
-    assert check_chats.main([str(tmp_path / "no.jsonl")]) == 2
-    assert "error: no file" in capsys.readouterr().err
-    assert check_chats.main([]) == 2
-    assert "no file given" in capsys.readouterr().err
+def test_samples_that_are_too_long_are_left_out(run):
+    code, out = run([GOOD, chat(says("word " * 40))], "--max_tokens=20")
+    assert code == 1
+    assert "line 2: a sample of it has" in out[0] and "more than 20" in out[0]
+    assert out[-1].startswith("2 lines, 1 of them left out")
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "kept"),
+    [
+        ("It is 1,072.", 1072, True),
+        ("From 3 to 72.0", "72", True),
+        ("Paris", "Paris", True),
+        ("72 or 73", "72", False),
+        ("I do not know.", "72", False),
+        ("Rome", "Paris", False),
+    ],
+)
+def test_rejection_sampling_keeps_right_answers(run, reply, answer, kept):
+    code, out = run([chat(says(reply), answer=answer)], "--verify", "answer")
+    assert code == (0 if kept else 1)
+    assert kept or f"its answer is '{answer}'" in out[0]
+
+
+def test_a_line_without_an_answer_is_told(run):
+    code, out = run([GOOD], "--verify", "answer")
+    assert code == 1 and "it has no answer to hold its reply against" in out[0]
+
+
+def test_replies_in_circles_are_rejected(run):
+    circle = chat(says("A", reasoning_content="and then we go round the same block again " * 5))
+    assert run([circle])[0] == 0
+    code, out = run([circle], "--verify", "repetition", "answer")
+    assert code == 1 and "message 1 says 'and then we go" in out[0]
+
+
+def test_wrong_arguments_are_one_line(run, capsys, tmp_path):
+    for arguments, said in (
+        ([str(tmp_path / "no.jsonl")], "error: no file"),
+        ([], "required: FILE.jsonl"),
+        (["--verify", "truth", "--", "x"], "invalid choice: 'truth'"),
+    ):
+        assert check_chats.main(arguments) == 2
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+
+def test_an_empty_file_is_told(run):
+    code, out = run([])
+    assert code == 0 and out[0].endswith("data.jsonl: has no line")

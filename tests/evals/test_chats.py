@@ -1,0 +1,90 @@
+"""A model asked in chats: replies in the order of the requests, what is reasoning of them, and where they end."""
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.evals.chats import Request, ask
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+CFG = presets.tiny()
+
+
+def token(text: str) -> int:
+    """The id of a marker or of a letter."""
+    return TOKENIZER.special_ids.get(text) or TOKENIZER.encode(text)[0]
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Layers that add nothing, and a head that knows which token follows which."""
+    rng = np.random.default_rng(0)
+    flat = flatten(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), glm5.abstract(CFG)))
+    vocabulary = rng.standard_normal((CFG.vocab_size, CFG.hidden_size)).astype(np.float32)
+    head = np.zeros((CFG.vocab_size, CFG.hidden_size), np.float32)
+    for before, follows in (
+        ("<think>", "x"),
+        ("x", "y"),
+        ("y", "</think>"),
+        ("</think>", "z"),
+        ("z", "<|user|>"),
+        ("<|user|>", "z"),
+    ):
+        head[token(follows)] += vocabulary[token(before)]
+    own = {"embed/weight": vocabulary, "lm_head/weight": head.T}
+    return unflatten(flat | own | {"final_norm": np.ones(CFG.hidden_size, np.float32)})
+
+
+def request(text, **options):
+    return Request(({"role": "user", "content": text},), **options)
+
+
+def test_replies_come_apart_and_in_order(params):
+    requests = [
+        request("a longer question than the other"),
+        request("short", enable_thinking=False),
+        request("third"),
+    ]
+    answers = ask(params, CFG, TOKENIZER, requests, 8, batch_size=2)
+    for asked, answer in zip(requests, answers):
+        assert answer.prompt == asked.prompt(TOKENIZER)
+        assert answer.reply.content == "z" and answer.reply.stopped_by == "<|user|>"
+        assert answer.seconds > 0
+    assert [TOKENIZER.decode(answer.ids) for answer in answers] == [
+        "xy</think>z<|user|>",
+        "z<|user|>",
+        "xy</think>z<|user|>",
+    ]
+    assert [answer.num_reasoning for answer in answers] == [3, 0, 3]
+    assert answers[0].message == {
+        "role": "assistant",
+        "content": "z",
+        "reasoning_content": "xy",
+    }
+    assert answers[1].message == {"role": "assistant", "content": "z"}
+
+
+def test_a_reply_that_is_cut_off_is_reasoning_so_far(params):
+    [answer] = ask(params, CFG, TOKENIZER, [request("q")], 2)
+    assert TOKENIZER.decode(answer.ids) == "xy"
+    assert answer.num_reasoning == 2 and answer.reply.stopped_by is None
+
+
+def test_what_the_model_said_goes_into_the_next_prompt(params):
+    first = request("q", clear_thinking=False)
+    [answer] = ask(params, CFG, TOKENIZER, [first], 8)
+    messages = (*first.messages, answer.message, {"role": "user", "content": "more"})
+    prompt = Request(messages, clear_thinking=False).prompt(TOKENIZER)
+    told = answer.prompt + answer.ids
+    assert prompt[: len(told)] == told
+
+
+def test_too_long_a_prompt_is_named(params):
+    with pytest.raises(ValueError, match="and 1024 new ones exceed the model's 1024 positions"):
+        ask(params, CFG, TOKENIZER, [request("q")], 1024)
+    with pytest.raises(ValueError, match="0 rows"):
+        ask(params, CFG, TOKENIZER, [], 8)
