@@ -83,6 +83,9 @@ class ModelConfig:
     attention: str = "sparse"  # "dense": the indexer does not run (pre-training, paper 2.1.1)
     latent_norm_eps: float = 1e-6  # HF's class default for both latent norms; the engines use 1e-5
     index_norm_eps: float = 1e-6  # LayerNorm of the index keys, the same everywhere
+    # The routed experts compute as symmetric int4 with a scale for so many rows (GLM-5 2.4.3, in SFT); None:
+    # as they are stored. Which weights and groups is undisclosed; community W4A8 checkpoints have 128.
+    int4_group: int | None = None
     hf_extra: tuple[tuple[str, str], ...] = ()  # harmless config.json fields (name, JSON), kept
     # The paper's alternatives (GLM-5 2.1, tables 1 and 4), which have no form in HF's types.
     projections: str = "mla"  # "gqa": grouped queries with heads of the same h + r and u columns
@@ -167,7 +170,18 @@ class ModelConfig:
             if self.indexer_types[0] != "full":
                 raise ValueError("indexer_types starts with 'shared'; layer 0 must be 'full'")
 
+        self._check_int4()
         self._check_alternatives()
+
+    def _check_int4(self):
+        group, rows = self.int4_group, (self.hidden_size, self.moe_intermediate_size)
+        if group is None:
+            return
+        if not isinstance(group, int) or group < 2 or group % 2 or any(n % group for n in rows):
+            raise ValueError(
+                f"int4_group is {group!r}; use an even divisor of hidden_size {rows[0]} and "
+                f"moe_intermediate_size {rows[1]}, the rows of the experts' matrices, or None"
+            )
 
     def _check_alternatives(self):
         if self.projections not in ("mla", "gqa"):

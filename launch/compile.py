@@ -34,7 +34,7 @@ from absl import flags
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, resolve
+from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, check_batch, resolve
 from glm5_jax.core.sharding import stationary
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
@@ -101,7 +101,7 @@ def lower_step(config, mesh, platform: str = "tpu") -> LoweredStep:
     )
     rows, where = config.batch.start // length, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES))
     glm5.check_length(config.model, length)
-    glm5.check_batch(rows, length, mesh)
+    check_batch(rows, length, mesh)
 
     def array(dtype):
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=where)

@@ -155,3 +155,16 @@ class Region:
         """Position of this device along the axes, the first axis slowest."""
         live = self.live(axes)
         return lax.axis_index(live) if live else 0
+
+
+def check_batch(b: int, t: int, mesh, shard_sequence: bool = True) -> None:
+    """ValueError if a batch [b t] cannot be split over the mesh."""
+    region = Region.of(mesh)
+    for name, size, axes_ in (("batch size", b, BATCH_AXES), ("sequence length", t, SEQUENCE_AXES)):
+        if axes_ is SEQUENCE_AXES and not shard_sequence:
+            continue
+        if size % region.size(axes_):
+            raise ValueError(
+                f"{name} {size} does not divide over the mesh axes {' * '.join(axes_)} = "
+                f"{region.size(axes_)}; use a multiple of it"
+            )

@@ -64,7 +64,7 @@ def speculate(
             f"the model has {', '.join(recurrent)} layers, whose state cannot give back the drafts that a "
             "verification refuses; use generate"
         )
-    params, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
+    params, cfg, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
     key, temperature = jax.random.key(0) if key is None else key, float(temperature)
     run = dict(cfg=cfg, plan=plan, num_draft=num_draft)

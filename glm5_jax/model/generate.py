@@ -3,6 +3,7 @@
 For samples during training, for tests and as the reference of the serving engine.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.glm5 import forward, unstack
 from glm5_jax.model.plan import Plan
+from glm5_jax.model.quant import settled
 
 
 def generate(
@@ -35,7 +37,7 @@ def generate(
     produced one of cfg.eos_token_id goes on with cfg.pad_token_id (if both are set).
     capacity: tokens the cache holds (default: what is needed).
     """
-    params, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
+    params, cfg, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
     capacity = capacity or t + num_new
     if capacity < t + num_new:
@@ -68,15 +70,22 @@ def generate(
 
 
 def prepare(params, prompts, cfg: ModelConfig, mask, temperature, key):
-    """(params layer by layer, prompts, their segments) of `generate`'s arguments; ValueError for a
-    negative temperature, or one without a key."""
+    """(params layer by layer, the config that computes with them, prompts, their segments) of
+    `generate`'s arguments; ValueError for a negative temperature, or one without a key."""
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
     if temperature and key is None:
         raise ValueError(f"temperature {temperature} needs a key; pass key= or temperature=0")
     prompts = np.asarray(prompts)
     segments = np.ones(prompts.shape, np.int32) if mask is None else np.asarray(mask, np.int32)
-    return jax.jit(unstack, static_argnums=1)(params, cfg), prompts, segments
+    # Experts become int4 once, not once per token.
+    plain = dataclasses.replace(cfg, int4_group=None)
+    return _layers(params, cfg), plain, prompts, segments
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _layers(params, cfg):
+    return unstack(settled(params, cfg), cfg)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "plan"), donate_argnames="cache")

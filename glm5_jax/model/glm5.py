@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import axes, sharding
-from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region
+from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region, check_batch
 from glm5_jax.core.params import (
     Declare,
     given_values,
@@ -26,6 +26,7 @@ from glm5_jax.core.params import (
     shapes_only,
 )
 from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.model import quant
 from glm5_jax.model.block import Block, Context, LayerStats, Switch, block
 from glm5_jax.model.cache import Cache, write
 from glm5_jax.model.indexer import Index, Selection, index_shares
@@ -135,7 +136,9 @@ def param_shardings(cfg: ModelConfig, mesh):
                     f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
                     "divisor"
                 )
-    return sharding.shardings_of(letters(cfg), abstract(cfg), mesh)
+    shardings = sharding.shardings_of(letters(cfg), abstract(cfg), mesh)
+    quant.check_shards(cfg, abstract(cfg), shardings)
+    return shardings
 
 
 def init_params(cfg: ModelConfig, key, dtype="float32", mesh=None):
@@ -186,7 +189,7 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
 class Weights:
     """Inside a manual region: this device's whole copy of weights, in the compute dtype.
 
-    The router keeps its stored dtype: it is computed wide.
+    The router keeps its stored dtype: it is computed wide. Experts are as int4 where cfg says so.
     """
 
     def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
@@ -196,7 +199,7 @@ class Weights:
             k: (names[k], sharding.spec_of(names[k], shapes[k].shape, sizes)) for k in names
         }
         self._region = region
-        self._dtype = jnp.dtype(cfg.dtype)
+        self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
         self._reduce_dtype = plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
 
     def __call__(self, prefix: str, tree, sliced: bool = False):
@@ -207,6 +210,7 @@ class Weights:
             if sliced:
                 names, spec = names.removeprefix("l "), P(*spec[1:])
             dtype = w.dtype if "router/" in path else self._dtype
+            w = quant.computed(w, path, self._int4_group)
             return sharding.gather(w, names, spec, self._region, dtype, self._reduce_dtype)
 
         return map_with_path(one, tree)
@@ -483,16 +487,3 @@ def check_length(cfg: ModelConfig, length: int) -> None:
             f"sequence length {length} exceeds max_position_embeddings "
             f"{cfg.max_position_embeddings}; shorten the sequence or extend the model's positions"
         )
-
-
-def check_batch(b: int, t: int, mesh, shard_sequence: bool = True) -> None:
-    """ValueError if a batch [b t] cannot be split over the mesh."""
-    region = Region.of(mesh)
-    for name, size, axes_ in (("batch size", b, BATCH_AXES), ("sequence length", t, SEQUENCE_AXES)):
-        if axes_ is SEQUENCE_AXES and not shard_sequence:
-            continue
-        if size % region.size(axes_):
-            raise ValueError(
-                f"{name} {size} does not divide over the mesh axes {' * '.join(axes_)} = "
-                f"{region.size(axes_)}; use a multiple of it"
-            )

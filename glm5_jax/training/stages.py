@@ -17,7 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.core import hosts
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
+from glm5_jax.core.mesh import (
+    BATCH_AXES,
+    SEQUENCE_AXES,
+    Region,
+    check_batch,
+    make_mesh,
+    row_group,
+)
 from glm5_jax.core.metrics_log import MetricsLog, column, read
 from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model import glm5
@@ -230,7 +237,7 @@ class Pretraining:
                     "microbatches)"
                 )
         if self._mesh is not None:
-            glm5.check_batch(config.batch.start // length, length, self._mesh)
+            check_batch(config.batch.start // length, length, self._mesh)
         chunk = config.step.token_chunk
         for tokens in batch_sizes(config.batch) if chunk else ():
             rows = tokens // (shards * self._region.context * config.step.microbatches)

@@ -18,8 +18,8 @@ GROUP = 128
 WEIGHT_MAX, ACTIVATION_MAX = 7, 127
 
 
-def quantize_w4(w, group: int = GROUP):
-    """(packed int8[... k/2 n], scale float32[... k/group n]) of weights w [... k n].
+def round_w4(w, group: int = GROUP):
+    """(integers int8[... k n] from -7 to 7, scale float32[... k/group n]) of weights w [... k n].
 
     The scale is max |w| / 7 over a group of rows, and halves round to even. A group of zeros, or of
     numbers below the smallest normal float32, has scale 1. NaN or infinity make their group's scale not
@@ -29,13 +29,23 @@ def quantize_w4(w, group: int = GROUP):
     *lead, k, n = w.shape
     grouped = w.astype(jnp.float32).reshape(*lead, k // group, group, n)
     q, scale = _quantize(grouped, -2, WEIGHT_MAX)
-    return pack_int4(q.reshape(w.shape), group), scale
+    return q.reshape(w.shape), scale
+
+
+def scale_w4(q, scale):
+    """float32[... k n] that integers q [... k n] and their scale [... k/group n] stand for."""
+    return q * jnp.repeat(scale, q.shape[-2] // scale.shape[-2], axis=-2)
+
+
+def quantize_w4(w, group: int = GROUP):
+    """(packed int8[... k/2 n], scale float32[... k/group n]) of weights w [... k n], as `round_w4`."""
+    q, scale = round_w4(w, group)
+    return pack_int4(q, group), scale
 
 
 def dequantize_w4(packed, scale):
     """float32[... k n] that quantize_w4 stands for."""
-    group = 2 * packed.shape[-2] // scale.shape[-2]
-    return unpack_int4(packed, group) * jnp.repeat(scale, group, axis=-2)
+    return scale_w4(unpack_int4(packed, 2 * packed.shape[-2] // scale.shape[-2]), scale)
 
 
 def quantize_a8(x):
