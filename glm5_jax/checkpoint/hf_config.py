@@ -14,6 +14,7 @@ import types
 import typing
 
 from glm5_jax import presets
+from glm5_jax.checkpoint import hf_int4
 from glm5_jax.config import ModelConfig, RopeParameters
 
 ARCHITECTURES = {
@@ -71,7 +72,7 @@ _HARMLESS = (
 ).split()
 
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern")
-_NOT_IN_HF = ("attention", "latent_norm_eps", "index_norm_eps")
+_NOT_IN_HF = ("attention", "latent_norm_eps", "index_norm_eps", "int4_group")
 _ALTERNATIVES = (
     "projections num_key_value_heads layer_attention sliding_window linear_conv_kernel_dim "
     "simple_gdn_beta"
@@ -105,8 +106,9 @@ def from_hf(source: dict, file="config.json") -> ModelConfig:
     """`ModelConfig` of a parsed config.json, as the dict that it holds.
 
     file: what errors call it. Fields that change nothing are kept in `hf_extra`. ValueError that lists
-    every unknown field and every field whose value contradicts the others or the architecture. Absent
-    fields have transformers' class defaults; no MTP layer unless `num_nextn_predict_layers` says so.
+    every unknown field, every field whose value contradicts the others or the architecture, and a
+    `quantization_config` of files that cannot be read (`hf_int4`). Absent fields have transformers'
+    class defaults; no MTP layer unless `num_nextn_predict_layers` says so.
     """
     if not isinstance(source, dict):
         raise ValueError(f"{file} holds {reprlib.repr(source)}, not an object; fetch it again")
@@ -176,6 +178,8 @@ def to_hf(cfg: ModelConfig) -> dict:
     ours = {n: v for n, v in ours.items() if v != getattr(_DEFAULTS[cfg.model_type], n)}
     if ours.get("attention") == "dense":
         ours["index_topk"] = cfg.index_topk
+    if cfg.int4_group is not None:
+        out["quantization_config"] = hf_int4.config_of(cfg.int4_group)
     return out | ({_OURS: ours} if ours else {})
 
 
@@ -254,13 +258,9 @@ class _Reader:
                 self._wrong(name, value, f"it must be {required!r}: {reason}")
             elif name in self.given and name not in _WRITTEN[self.model_type]:
                 kept[name] = value
-        if "quantization_config" in self.given:
-            value = self.given["quantization_config"]
-            self._wrong(
-                "quantization_config",
-                value,
-                "dequantise the checkpoint to bfloat16 first",
-            )
+        problem = hf_int4.problem_of(self.given.get("quantization_config"))
+        if "quantization_config" in self.given and problem:
+            self.problems.append(problem)
 
     def _check_derived(self, size: dict, kept: dict):
         """Fields that repeat others; GLM-5.2 and 5.3 have a `head_dim` that nothing reads."""

@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from glm5_jax.checkpoint import hf_config, hf_names
+from glm5_jax.checkpoint import hf_config, hf_int4, hf_names
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import hosts, tree
 from glm5_jax.core.sharding import on_every_host
@@ -43,7 +43,8 @@ def save_hf(
 
     model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
     `save(folder)`. dtype: of every tensor but the router bias, which is float32; by default each has
-    its leaf's, so what `load_hf` had to bring to one dtype is not written bitwise as it was. A tensor
+    its leaf's, so what `load_hf` had to bring to one dtype is not written bitwise as it was. The routed
+    experts of a model with `int4_group` are written as int4 (`hf_int4`), quantised as they are. A tensor
     larger than max_shard_bytes gets a file of its own. ValueError, before anything is written, if out
     is not empty, the disk too small or the tree not that of cfg; OSError if writing fails, and then
     nothing is left behind.
@@ -64,8 +65,11 @@ def save_hf(
     params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
     leaves = _checked(params, cfg)
     table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))
-    kinds = {name: _dtype(pieces[0], leaves, dtype) for name, pieces in table.items()}
+    packed = {n for n in table if cfg.int4_group is not None and hf_int4.is_expert(n)}
+    kinds = {n: _dtype(p[0], leaves, None if n in packed else dtype) for n, p in table.items()}
     sizes = {n: int(np.prod(p[0].view.shape)) * kinds[n].itemsize for n, p in table.items()}
+    for name in packed:
+        sizes[name] = hf_int4.num_bytes(table[name][0].view.shape, cfg.int4_group)
     out = pathlib.Path(out).absolute()
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
 
@@ -80,7 +84,12 @@ def save_hf(
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(sizes.values())},
-                "weight_map": {name: file for file, names in files.items() for name in names},
+                "weight_map": {
+                    part: file
+                    for file, names in files.items()
+                    for name in names
+                    for part in (hf_int4.names_of(name) if name in packed else [name])
+                },
             }
             _write(partial / "model.safetensors.index.json", index)
         _write(partial / "config.json", config)
@@ -96,7 +105,9 @@ def save_hf(
             tensors = {}
             for name in names:
                 tensor = _tensor(table[name], leaves, kinds[name])
-                if first:
+                if first and name in packed:
+                    tensors |= hf_int4.pack(name, tensor, cfg.int4_group)
+                elif first:
                     tensors[name] = tensor
             write = functools.partial(_save, tensors, partial / file)
             hosts.first_does(write)

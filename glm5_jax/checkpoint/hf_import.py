@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from glm5_jax.checkpoint import hf_config, hf_names
+from glm5_jax.checkpoint import hf_config, hf_int4, hf_names
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import tree
 from glm5_jax.model import glm5
@@ -39,12 +39,17 @@ def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
     none). dtype: of weights and computation; by default as the files and config.json say. mesh: the
     weights arrive sharded by core/sharding.py. ValueError that lists everything wrong with the files.
 
+    Routed experts that the files hold as int4 (`hf_int4`) are the float32 weights they stand for. A
+    narrower dtype rounds those: they are then no longer quantised again when the model computes.
+
     Layers or experts that share a leaf but are stored in several dtypes get one that holds all their
     values exactly. A warning names the leaf, since `save_hf` writes it in that dtype.
     """
     cfg = read_config(path)
     if dtype is not None:
         cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
+        if jnp.dtype(dtype).itemsize < 4:
+            cfg = dataclasses.replace(cfg, int4_group=None)
     shardings = None if mesh is None else glm5.param_shardings(cfg, mesh)
     params = load_params(path, cfg, shardings=shardings, dtype=dtype)
     return glm5.Glm5(cfg, params=params, mesh=mesh)
@@ -99,7 +104,8 @@ def check_params(path, cfg: ModelConfig, unshared=()) -> None:
 
 def _open_all(path, cfg: ModelConfig, unshared=()):
     """The stored tensors that cfg has, by name, and the table of pieces that they come from."""
-    stored = _open(path)
+    stored, problems = hf_int4.unpacked(_open(path))
+    _refuse(path, problems)
     unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
     if unread:
         _log.info("%s holds an MTP layer; the config has none, so it is not loaded", path)
