@@ -9,7 +9,7 @@ shows all of them, and what each made of what it was given.
 
 import dataclasses
 
-from experiments import dsa_sparse, dsa_warmup, midtrain, pretrain
+from experiments import dsa_sparse, dsa_warmup, midtrain, pretrain, sft
 from glm5_jax.training.experiment import ExperimentConfig
 
 evaluator = pretrain.evaluator
@@ -25,6 +25,7 @@ class Lifecycle:
     midtrain_200k: ExperimentConfig
     dsa_warmup: ExperimentConfig
     dsa_sparse: ExperimentConfig
+    sft: ExperimentConfig
 
 
 def get_config(variant: str = "tiny") -> Lifecycle:
@@ -36,6 +37,7 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         },
         dsa_warmup=dsa_warmup.get_config(variant),
         dsa_sparse=dsa_sparse.get_config(variant),
+        sft=sft.get_config(f"{variant},mixed"),
     )
 
 

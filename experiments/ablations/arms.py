@@ -72,10 +72,12 @@ def _by_content(config: dict) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A named chain of stages; each starts from the weights of the one before."""
+    """A named chain of stages; each starts from the weights of the one before. given: how many of the first are
+    as they are, whatever the seed."""
 
     name: str
     stages: tuple[ExperimentConfig, ...]
+    given: int = 0
 
     def __post_init__(self):
         if not self.stages:
@@ -98,9 +100,9 @@ class Arm:
         stages = [*before, dataclasses.replace(last, schedule=schedule)]
         seeded = (
             dataclasses.replace(s, seed=seed, data=dataclasses.replace(s.data, seed=seed))
-            for s in stages
+            for s in stages[self.given :]
         )
-        return Trial(self.name, rate, seed, tuple(seeded))
+        return Trial(self.name, rate, seed, (*stages[: self.given], *seeded))
 
 
 class SharedSteps:

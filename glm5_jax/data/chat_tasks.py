@@ -14,6 +14,7 @@ The first two have no reasoning. A conversation depends on the config and its nu
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import zlib
@@ -26,6 +27,7 @@ from glm5_jax.data.sources import ASSETS, SHAKESPEARE
 NAMES = "abcdefghij"
 TIMES = (3, 7, 9)  # units modulo ten: no product forgets what it is made of
 REASONING = ("gsm8k", "chain", "tools")
+LONGEST_SPEECH = 1000  # characters
 STATUSES = ("pending", "processed", "delivered", "cancelled")
 TOOLS = ("calculate", "get_order_details")
 
@@ -100,10 +102,10 @@ def _silence(messages: list[dict], thinks) -> None:
 
 def _plays(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | None:
     del config, rng, preserved
-    speeches = _speeches()
-    if number + 1 >= len(speeches):
+    exchanges = _exchanges()
+    if number >= len(exchanges):
         return None
-    (_, said), (who, reply) = speeches[number : number + 2]
+    said, who, reply = exchanges[number]
     system = {"role": "system", "content": f"You are {who}."}
     return {"messages": [system, _user(said), {"role": "assistant", "content": reply}]}
 
@@ -214,11 +216,16 @@ def _shipped(name: str) -> list[dict]:
 
 
 @functools.cache
-def _speeches() -> list[tuple[str, str]]:
-    """(who, what) of every speech."""
+def _exchanges() -> list[tuple[str, str, str]]:
+    """(what was said, who replies, what) of neighbouring speeches, none longer than `LONGEST_SPEECH`."""
     blocks = SHAKESPEARE.read_text("utf-8").split("\n\n")
     parts = (block.strip().split(":\n", 1) for block in blocks)
-    return [(who, what) for who, what in (part for part in parts if len(part) == 2)]
+    speeches = [part for part in parts if len(part) == 2]
+    return [
+        (said, who, reply)
+        for (_, said), (who, reply) in itertools.pairwise(speeches)
+        if max(len(said), len(reply)) <= LONGEST_SPEECH
+    ]
 
 
 @functools.cache

@@ -32,11 +32,15 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """The text that a run writes from time to time, to be looked at."""
+    """The text that a run writes from time to time, to be looked at.
+
+    chat: the prompts are what a user asks, and each is answered with thinking and without.
+    """
 
     prompts: tuple[str, ...] = ()
     tokens: int = 100
     temperature: float = 0.8
+    chat: bool = False
 
     def __post_init__(self):
         if not all(self.prompts):

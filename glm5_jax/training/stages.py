@@ -30,6 +30,7 @@ from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import completed
 from glm5_jax.model.generate import generate
+from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
@@ -246,8 +247,8 @@ class Pretraining:
                     f"step.token_chunk {chunk} does not divide the {rows} tokens that a device has of "
                     f"a batch of {tokens}; choose a divisor, or at least {rows}"
                 )
-        for prompt in config.sample.prompts:
-            needed = len(self._tokenizer.encode(prompt)) + config.sample.tokens
+        for prompt, ids in self._prompts():
+            needed = len(ids) + config.sample.tokens
             if needed > config.model.max_position_embeddings:
                 raise ValueError(
                     f"sample.tokens {config.sample.tokens} after the prompt {prompt!r} needs {needed} "
@@ -304,7 +305,7 @@ class Pretraining:
     def _sample(self, state: dict, step: int) -> str:
         """Continues the prompts; the texts go to samples/STEP.txt and are returned."""
         model, sample, tokenizer = self.config.model, self.config.sample, self._tokenizer
-        prompts = [tokenizer.encode(text) for text in sample.prompts]
+        shown, prompts = zip(*self._prompts())
         longest = max(map(len, prompts))
         pad = model.pad_token_id or 0
         tokens = np.array([[pad] * (longest - len(p)) + p for p in prompts], np.int32)
@@ -321,7 +322,7 @@ class Pretraining:
         )[:, longest:]
         ends = {*model.eos_token_id}
         texts = []
-        for prompt, ids in zip(sample.prompts, new.tolist()):
+        for prompt, ids in zip(shown, new.tolist()):
             cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
             texts.append(prompt + tokenizer.decode(ids[:cut], errors="replace"))
         text = "\n\n".join(texts)
@@ -329,6 +330,18 @@ class Pretraining:
         folder.mkdir(exist_ok=True)
         (folder / f"{step}.txt").write_text(text)
         return f"--- sample at step {step} ---\n{text}\n---"
+
+    def _prompts(self) -> list[tuple[str, list[int]]]:
+        """(text, ids) of what samples go on from."""
+        sample, tokenizer = self.config.sample, self._tokenizer
+        if not sample.chat:
+            return [(text, tokenizer.encode(text)) for text in sample.prompts]
+        rendered = [
+            render_chat([{"role": "user", "content": text}], tokenizer, enable_thinking=think)
+            for text in sample.prompts
+            for think in (True, False)
+        ]
+        return [(chat.text, chat.ids) for chat in rendered]
 
     def _headline(self, done: int) -> str:
         model, device = self.config.model, jax.devices()[0]

@@ -20,16 +20,14 @@ def stages(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_texts_grow_and_only_the_last_stage_is_sparse(size):
+def test_texts_grow_and_the_last_stages_are_sparse(size):
     life = stages(size)
-    assert list(life) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse"]
+    assert list(life) == ["pretrain", *MID, "dsa_warmup", "dsa_sparse", "sft"]
     lengths = [config.data.sequence_length for config in life.values()]
     assert lengths == sorted(lengths)
-    assert (
-        lengths[3] == lengths[4] == lengths[5] <= life["dsa_sparse"].model.max_position_embeddings
-    )
+    assert len(set(lengths[3:])) == 1 and lengths[3] <= life["sft"].model.max_position_embeddings
     kinds = [config.model.attention for config in life.values()]
-    assert kinds == ["dense"] * 5 + ["sparse"]
+    assert kinds == ["dense"] * 5 + ["sparse"] * 2
     bases = {config.model.rope_parameters.rope_theta for config in list(life.values())[1:]}
     assert bases == {1_000_000.0}
 

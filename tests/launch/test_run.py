@@ -165,12 +165,15 @@ def test_a_later_stage_starts_from_the_one_before(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
-@pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "lifecycle"])
+@pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "sft", "lifecycle"])
 def test_every_variant_of_every_experiment_loads(file, variant):
-    run.load(f"{ROOT}/experiments/{file}.py:{variant}")
+    kind = ",mixed" if file == "sft" else ""
+    run.load(f"{ROOT}/experiments/{file}.py:{variant}{kind}")
 
 
-@pytest.mark.parametrize("file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "lifecycle"])
+@pytest.mark.parametrize(
+    "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", "lifecycle"]
+)
 def test_running_the_file_itself_prints_the_command(file, capsys):
     runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")
     command = f"python -m launch.run --experiment=experiments/{file}.py:tiny"

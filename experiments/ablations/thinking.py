@@ -1,0 +1,250 @@
+"""What thinking gives and costs in each of the three modes (GLM-5 3.1), on questions that were held out.
+
+    python -m experiments.ablations.thinking [tiny|small] [WORKDIR]
+
+Arms are the kinds of experiments/sft.py, fine-tuned from the same sparse model of a life (trained first, once for
+all arms and seeds). Questions are chains of sums and products modulo ten; an answer is right or not.
+
+- turn_level: the same model, asked with thinking and without. It was trained on every question both ways, with the
+  same answer. Reported: answers that are right, paired by question; thinking that is opened and closed; marks of
+  thinking where it is off; tokens and time.
+- preserved and interleaved: both hold a conversation of three turns with their own replies. Reported by turn:
+  right answers, tokens of reasoning, and how much of the turn before (its prompt and its reply) the next prompt begins
+  with, which is what a server's cache need not read again.
+
+:tiny    for two CPU cores: a life of eight minutes, then two and a half for each of three arms and three seeds
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+
+from experiments import sft
+from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.command import ablate
+from experiments.ablations.findings import Finding, Spread, Table, paired
+from experiments.ablations.finetuned import Assistant, arm, held_out
+from glm5_jax.data.conversation import Conversation
+from glm5_jax.evals.chats import Answer, Request
+from glm5_jax.text.thinking import request
+from glm5_jax.training.experiment import ExperimentConfig, choose
+
+SEEDS = (0, 1, 2)
+QUESTIONS = 600
+NEW = 96  # tokens of a reply at most; none that is right has more than 60
+SWITCHED, KEPT, CLEARED = "turn_level", "preserved", "interleaved"
+
+
+def get_config(variant: str = "tiny") -> dict[str, Arm]:
+    """The variant's arms by name; ValueError lists the variants."""
+
+    def arms(size: str) -> dict[str, Arm]:
+        kinds = (SWITCHED, KEPT, CLEARED)
+        return {kind: arm(kind, size, sft.get_config(f"{size},{kind}")) for kind in kinds}
+
+    return choose(variant, {size: functools.partial(arms, size) for size in ("tiny", "small")})
+
+
+def questions(config: ExperimentConfig) -> tuple[Conversation, ...]:
+    """The held-out conversations of an arm."""
+    return held_out(config.data.sources[0], QUESTIONS)
+
+
+def measure(trial: Trial, folder: pathlib.Path) -> dict:
+    """What an arm's row says of it, beside its training."""
+    if trial.arm not in (SWITCHED, KEPT, CLEARED):
+        return {}
+    assistant, chats = Assistant.of(trial, folder), questions(trial.stages[-1])
+    if trial.arm == SWITCHED:
+        return {
+            name: _asked(assistant, chats, think) for name, think in (("on", True), ("off", False))
+        }
+    return {"turns": _conversed(assistant, chats, trial.arm)}
+
+
+def _asked(assistant: Assistant, chats: Iterable[Conversation], think: bool) -> dict:
+    """First questions, with thinking or without."""
+    options = request(SWITCHED, think)
+    answers = assistant([Request(c.messages[:1], **options) for c in chats], NEW)
+    marks = [assistant.tokenizer.special_ids[name] for name in ("<think>", "</think>")]
+    found = [[i for i in answer.ids if i in marks] for answer in answers]
+    return {
+        "right": [int(_right(a, c, 0)) for a, c in zip(answers, chats)],
+        "closed": float(
+            np.mean([ids == marks[1:] and a.num_reasoning > 1 for ids, a in zip(found, answers)])
+        ),
+        "marks": sum(map(len, found)),
+        "stopped": float(np.mean([a.reply.stopped_by is not None for a in answers])),
+        "tokens": float(np.mean([len(a.ids) for a in answers])),
+        "seconds": float(np.mean([a.seconds for a in answers])),
+    }
+
+
+def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -> list[dict]:
+    """All turns of conversations, each on top of what the model said before."""
+    said = [list(c.messages[:1]) for c in chats]
+    before, turns = None, []
+    num_turns = sum(message["role"] == "user" for message in chats[0].messages)
+    for turn in range(num_turns):
+        answers = assistant([Request(tuple(m), **request(mode)) for m in said], NEW)
+        kept = [] if before is None else [_common(a.prompt, b) for a, b in zip(answers, before)]
+        known = [len(b) for b in before] if before else []
+        turns.append(
+            {
+                "right": [int(_right(a, c, turn)) for a, c in zip(answers, chats)],
+                "reasoning": float(np.mean([a.num_reasoning for a in answers])),
+                "prompt": float(np.mean([len(a.prompt) for a in answers])),
+                "kept": float(sum(kept) / sum(known)) if known else None,
+                "whole": float(np.mean([k == n for k, n in zip(kept, known)])) if known else None,
+                "anew": float(np.mean([len(a.prompt) for a in answers]) - np.mean(kept or [0])),
+            }
+        )
+        before = [a.prompt + a.ids for a in answers]
+        for messages, answer, chat in zip(said, answers, chats):
+            messages.append(answer.message)
+            messages += chat.messages[2 * turn + 2 : 2 * turn + 3]
+    return turns
+
+
+def _right(answer: Answer, chat: Conversation, turn: int) -> bool:
+    return answer.reply.content == chat.messages[2 * turn + 1]["content"]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
+    """Trains and asks all arms."""
+    for own in arms.values():
+        questions(own.stages[-1])  # too few are an error before anything is trained
+    rows = {name: runs([own.trial(seed=seed) for seed in SEEDS]) for name, own in arms.items()}
+    return finding(rows, command)
+
+
+def finding(rows: dict[str, list[dict]], command: str) -> Finding:
+    """Tables and verdicts from the rows {arm: by seed}."""
+    switched, turns = rows[SWITCHED], {name: rows[name] for name in (KEPT, CLEARED)}
+    return Finding(
+        "Thinking in three modes",
+        command,
+        (
+            *(_gain(row) for row in switched),
+            _marks(switched),
+            _saved_by_off(switched),
+            *_preserved(turns),
+        ),
+        (_switch_table(switched), _turn_table(turns)),
+    )
+
+
+def _gain(row: dict) -> str:
+    on, off = (np.array(row[name]["right"], float) for name in ("on", "off"))
+    difference = on - off
+    error = float(difference.std(ddof=1) / len(difference) ** 0.5)
+    times = difference.mean() / error if error else np.inf if difference.any() else 0.0
+    met = "met" if len(on) >= 500 and times >= 2 else "not met"
+    return (
+        f"seed {row['seed']}: {100 * on.mean():.1f}% right with thinking, {100 * off.mean():.1f}% without, on the "
+        f"same {len(on)} held-out questions: {100 * difference.mean():+.1f} points, {times:.1f} standard "
+        f"errors; at least 2: {met}"
+    )
+
+
+def _marks(rows: list[dict]) -> str:
+    asked = sum(len(row["off"]["right"]) for row in rows)
+    marks = sum(row["off"]["marks"] for row in rows)
+    closed = min(row["on"]["closed"] for row in rows)
+    return (
+        f"with thinking off, {marks} marks of thinking in {asked:,} replies: {'not ' if marks else ''}met; with it "
+        f"on, thinking is opened and closed once in at least {100 * closed:.1f}% of replies"
+    )
+
+
+def _saved_by_off(rows: list[dict]) -> str:
+    tokens = Spread.of(1 - row["off"]["tokens"] / row["on"]["tokens"] for row in rows)
+    seconds = Spread.of(1 - row["off"]["seconds"] / row["on"]["seconds"] for row in rows)
+    return f"turning it off saves {100 * tokens.mean:.0f}% of the tokens and {100 * seconds.mean:.0f}% of the time"
+
+
+def _preserved(turns: dict[str, list[dict]]) -> Iterable[str]:
+    whole = min(t["whole"] for row in turns[KEPT] for t in row["turns"][1:])
+    yield (
+        f"{KEPT}: the next prompt begins with all of the turn before in {100 * whole:.1f}% of conversations: "
+        f"{'met' if whole == 1 else 'not met'}"
+    )
+    saved = Spread.of(
+        1 - _later(kept, "reasoning") / _later(cleared, "reasoning")
+        for kept, cleared in zip(turns[KEPT], turns[CLEARED])
+    )
+    right = paired(*([_later(row, "right") for row in turns[name]] for name in (KEPT, CLEARED)))
+    yield (
+        f"in later turns {KEPT} thinks {100 * saved.mean:.0f}% fewer tokens than {CLEARED}, and its answers are "
+        f"{Spread(tuple(100 * v for v in right.values)):+.1f} points more often right"
+    )
+
+
+def _later(row: dict, what: str) -> float:
+    """Mean of a value over the turns after the first."""
+    return float(np.mean([np.mean(turn[what]) for turn in row["turns"][1:]]))
+
+
+def _switch_table(rows: list[dict]) -> Table:
+    def of(name, what, scale=1.0, spec=".1f"):
+        return f"{Spread.of(scale * float(np.mean(row[name][what])) for row in rows):{spec}}"
+
+    return Table(
+        f"One model, asked with thinking and without: {QUESTIONS} held-out questions, {len(rows)} seeds",
+        ("thinking", "right, %", "opened and closed, %", "ended, %", "tokens", "ms"),
+        tuple(
+            (
+                name,
+                of(name, "right", 100),
+                of(name, "closed", 100) if name == "on" else "-",
+                of(name, "stopped", 100),
+                of(name, "tokens"),
+                of(name, "seconds", 1e3, ".2f"),
+            )
+            for name in ("on", "off")
+        ),
+        "Mean ± half of Student's 95% interval (lowest .. highest seed); greedy; tokens and ms of a reply, many "
+        "decoded in step.",
+    )
+
+
+def _turn_table(turns: dict[str, list[dict]]) -> Table:
+    def of(found, turn, what, scale=1.0):
+        return f"{Spread.of(scale * float(np.mean(row['turns'][turn][what])) for row in found):.1f}"
+
+    return Table(
+        f"Conversations of {QUESTIONS} held-out questions with the model's own replies",
+        (
+            "mode",
+            "turn",
+            "right, %",
+            "tokens of reasoning",
+            "of the turn before kept, %",
+            "tokens read anew",
+        ),
+        tuple(
+            (
+                name,
+                str(turn + 1),
+                of(found, turn, "right", 100),
+                of(found, turn, "reasoning"),
+                of(found, turn, "kept", 100) if turn else "-",
+                of(found, turn, "anew"),
+            )
+            for name, found in turns.items()
+            for turn in range(len(found[0]["turns"]))
+        ),
+        "Kept: of the ids of the prompt before and the reply to it, what the next prompt begins with.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ablate("thinking", sys.argv[1:], get_config, run, measure=measure))

@@ -1,0 +1,62 @@
+"""SFT's variants: what they read, and what they change in the sparse model that they go on from."""
+
+import dataclasses
+
+import pytest
+
+from experiments import dsa_sparse, sft
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.optimizer import groups_of
+
+SIZES = ("tiny", "small", "glm5")
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", sft.KINDS)
+def test_a_kind_reads_its_mode_and_mixed_all_of_them(size, kind):
+    config = sft.get_config(f"{size},{kind}")
+    sources = config.data.sources
+    assert sum(source.weight for source in sources) == pytest.approx(1)
+    assert {source.max_tokens for source in sources} == {config.data.sequence_length}
+    modes = {source.mode for source in sources}
+    assert modes == ({"interleaved", "preserved", "turn_level"} if kind == "mixed" else {kind})
+    if kind == "mixed":
+        categories = {source.category for source in sources}
+        assert categories == {"general", "reasoning", "coding", "agent"}
+    assert config.data.packing == "best_fit" and config.goes_on
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_it_goes_on_from_the_sparse_model_with_int4_experts(size):
+    before, config = dsa_sparse.get_config(size), sft.get_config(f"{size},mixed")
+    assert config.model == dataclasses.replace(before.model, int4_group=config.model.int4_group)
+    assert config.model.int4_group == (32 if size == "tiny" else 128)
+    assert glm5.abstract(config.model) == glm5.abstract(before.model)
+    assert config.data.sequence_length == before.data.sequence_length
+    assert config.step.index_weight > 0
+    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    assert {p for p, g in groups.items() if g == "frozen"} == {
+        p for p in groups if p.endswith("router/bias")
+    }
+
+
+def test_the_papers_longest_samples_are_the_default():
+    config = sft.get_config("glm5,mixed")
+    assert config.data.sequence_length == 202_752
+
+
+def test_what_is_shipped_fits_into_the_tiny_models_rows():
+    """Opening a source names the first sample that does not."""
+    data = sft.get_config("tiny,mixed").data
+    for source in data.sources:
+        for training in (True, False):
+            assert len(source.open(Tokenizer.default(), data.held_out_fraction, training=training))
+
+
+def test_an_unknown_kind_is_answered_with_the_list():
+    with pytest.raises(
+        ValueError, match="unknown variant 'tiny,deep'; use one of tiny,interleaved"
+    ):
+        sft.get_config("tiny,deep")
