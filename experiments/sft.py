@@ -56,15 +56,15 @@ def chats(kind: str, length: int) -> tuple[ChatSourceConfig, ...]:
 
     if kind != "mixed":
         return (
-            source(CHAIN, "reasoning", kind, 0.7),
-            source(GSM8K, "reasoning", kind, 0.1),
+            source(CHAIN, "reasoning", kind, 0.75),
+            source(GSM8K, "reasoning", kind, 0.05),
             source(TOOLS, "agent", kind, 0.2),
         )
     return (
         source(PLAYS, "general", "turn_level", 0.05),
         source(MBPP, "coding", "turn_level", 0.05),
-        source(GSM8K, "reasoning", "turn_level", 0.1),
-        source(CHAIN, "reasoning", "turn_level", 0.3),
+        source(GSM8K, "reasoning", "turn_level", 0.05),
+        source(CHAIN, "reasoning", "turn_level", 0.35),
         source(CHAIN, "reasoning", "preserved", 0.3),
         source(TOOLS, "agent", "interleaved", 0.2),
     )
@@ -93,15 +93,15 @@ def finetuned(
 def tiny(kind: str) -> ExperimentConfig:
     """At pre-training's rate, as all of it is new to the model."""
     base = dsa_sparse.tiny()
-    schedule = ScheduleConfig(kind="linear", peak=5e-3, end=2e-4, warmup_steps=10, total_steps=500)
+    schedule = ScheduleConfig(kind="linear", peak=5e-3, end=2e-4, warmup_steps=10, total_steps=600)
     config = finetuned(base, "sft:tiny", kind, schedule, 32)
     return dataclasses.replace(
         config,
         train=dataclasses.replace(
             config.train,
-            eval_interval=250,
-            sample_interval=250,
-            save_interval=250,
+            eval_interval=300,
+            sample_interval=300,
+            save_interval=300,
             baseline_tokens=2**18,
         ),
         sample=SampleConfig(

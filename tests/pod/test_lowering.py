@@ -52,7 +52,12 @@ def adaptation():
     return run.load("experiments/dsa_sparse.py:glm5")[1]
 
 
-@pytest.mark.parametrize("make", [pretraining, long_context, warm_up, adaptation])
+def fine_tuning():
+    """The same with experts as int4."""
+    return run.load("experiments/sft.py:glm5,mixed")[1]
+
+
+@pytest.mark.parametrize("make", [pretraining, long_context, warm_up, adaptation, fine_tuning])
 def test_the_step_lowers_for_a_thousand_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS
