@@ -31,7 +31,7 @@ evaluator = pretrain.evaluator
 KINDS = (*MODES, "mixed")
 TOKENS = 20e9  # ours
 PLAYS, MBPP, GSM8K = (ChatTaskConfig(kind, size=10_000) for kind in ("plays", "mbpp", "gsm8k"))
-CHAIN = ChatTaskConfig("chain", size=20_000, steps=5, turns=3)
+CHAIN = ChatTaskConfig("chain", size=30_000, steps=5, turns=3)
 TOOLS = ChatTaskConfig("tools", size=4_000, mistakes=0.2)
 
 
