@@ -84,6 +84,7 @@ def finetuned(
             chats(kind, length),
             sequence_length=length,
             packing="best_fit",
+            open_rows=8 if length > 100_000 else base.data.open_rows,  # see DataConfig
             num_threads=base.data.num_threads,
         ),
         schedule=schedule,

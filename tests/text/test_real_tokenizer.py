@@ -1,0 +1,112 @@
+"""A tokenizer of the wild: DeepSeek-R1's byte-level BPE of 128,815 tokens, alone and with GLM's markers behind it."""
+
+import gzip
+import json
+import pathlib
+import time
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Detokenizer, Tokenizer
+from glm5_jax.text.tool_calls import ReplyParser, parse_reply
+
+FOLDER = pathlib.Path(__file__).parents[1] / "goldens" / "deepseek_r1"
+DEFINITION = json.loads(gzip.decompress((FOLDER / "tokenizer.json.gz").read_bytes()))
+CHAT = [
+    {"role": "user", "content": "Wie groß ist 世界? <|user|> 👩‍👩‍👧"},
+    {
+        "role": "assistant",
+        "reasoning_content": "naïve <think> 👩‍👩‍👧",
+        "tool_calls": [{"name": "find", "arguments": {"text": "ß世", "limit": 3}}],
+    },
+    {"role": "tool", "content": "</tool_response> 12"},
+    {"role": "assistant", "content": "Zwölf."},
+]
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "tokenizer.json").write_text(json.dumps(DEFINITION))
+    config = (FOLDER / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(config)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """The same vocabulary with GLM-5's special tokens last, but for `<think>` and `</think>`, which it has."""
+    added = DEFINITION["added_tokens"]
+    first = 1 + max(token["id"] for token in added)
+    missing = [name for name in SPECIAL_TOKENS if name not in {token["content"] for token in added}]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    own = [
+        {"id": first + i, "content": name, "special": True} | flags
+        for i, name in enumerate(missing)
+    ]
+    folder = tmp_path_factory.mktemp("glm")
+    definition = DEFINITION | {"added_tokens": added + own}
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return Tokenizer.load(folder)
+
+
+def test_its_own_names_decide_where_texts_end(real):
+    assert real.vocab_size == 128_815
+    assert real.eos_id == real.special_ids["<｜end▁of▁sentence｜>"] and real.eos_ids == (1,)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back_whole_and_piece_by_piece(real, text):
+    ids = real.encode(text)
+    assert real.decode(ids) == text
+    detokenizer = Detokenizer(real)
+    pieces = [detokenizer.feed([token]) for token in ids]
+    assert "".join(pieces) + detokenizer.close() == text
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
+
+
+def test_chats_need_the_familys_markers(real):
+    with pytest.raises(ValueError, match=r"has no token '\[gMASK\]'; chats need one of the GLM"):
+        render_chat(CHAT, real)
+
+
+def test_markers_go_by_name_and_spelled_out_ones_are_text(glm):
+    assert glm.vocab_size == 128_815 + len(SPECIAL_TOKENS) - 2
+    rendered = render_chat(CHAT, glm, close=True)
+    assert glm.decode(rendered.ids) == rendered.text
+    by_id = {glm.special_ids[name]: name for name in SPECIAL_TOKENS}
+    names = [by_id[i] for i in rendered.ids if i in by_id]
+    # Of the two in the user's and the tool's text, and the one in the reasoning, there is none.
+    assert names.count("<|user|>") == 2 and names.count("<think>") == 1
+    assert names.count("</tool_response>") == 1
+    stops = [by_id[i] for i in rendered.ids if i in glm.eos_ids]
+    assert stops == ["<|user|>", "<|observation|>", "<|user|>"]
+
+
+def test_a_reply_is_read_as_it_was_written_however_it_is_cut(glm):
+    rendered = render_chat(CHAT[:2], glm, close=True)
+    ids = [i for i, learnt in zip(rendered.ids, rendered.loss_mask) if learnt]
+    whole = parse_reply(ids, tokenizer=glm)
+    assert whole.reasoning_content == CHAT[1]["reasoning_content"]
+    assert (whole.tool_calls[0].name, whole.tool_calls[0].arguments) == (
+        "find",
+        {"text": "ß世", "limit": 3},
+    )
+    assert whole.stopped_by == "<|observation|>"
+    for size in (1, 2, 3, 7):
+        parser = ReplyParser(tokenizer=glm)
+        for first in range(0, len(ids), size):
+            parser.feed(ids[first : first + size])
+        assert parser.close() == whole
+
+
+def test_two_megabytes_take_seconds(glm):
+    text = "The quick brown fox, 12 + 30 = 42; <|user|> 世界. " * 40_000
+    assert len(text.encode()) > 2e6
+    began = time.perf_counter()
+    rendered = render_chat([{"role": "user", "content": text}], glm)
+    assert time.perf_counter() - began < 30
+    assert len(rendered.ids) > 500_000
