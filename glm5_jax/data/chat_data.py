@@ -4,6 +4,7 @@ What is wrong with a line is said before training begins, and nothing is left ou
 experiments/check_chats.py) is what filters, and says what it drops.
 """
 
+import contextlib
 import dataclasses
 import glob
 import hashlib
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_tasks import ChatTaskConfig, lines
 from glm5_jax.data.conversation import Conversation, parse, record, trained
 from glm5_jax.data.record import TokenRecord
@@ -26,6 +28,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 LONGEST = 202_752  # tokens of SFT's longest samples (GLM-5 3.1)
 CATEGORIES = ("general", "reasoning", "coding", "agent")  # of SFT's data (GLM-5 3.1)
+QUIET_BYTES = 2**25  # a second or so of checking, before there is a progress bar
 BYTES_PER_TOKEN = 4  # a guess, for how many conversations are read ahead
 _COMMAND = "python -m experiments.check_chats"
 
@@ -161,9 +164,18 @@ class Chats:
         if self._lines is not None:
             for number, line in enumerate(self._lines):
                 yield _Place(0, number + 1, number, len(line), 0), line
-        for number, path in enumerate(self._paths):
-            for line, offset, content in numbered_lines(path):
-                yield _Place(number, line, offset, len(content), 0), content
+        sizes = [path.stat().st_size for path in self._paths]
+        before = shown = 0
+        total = sum(sizes)
+        bar = ProgressBar(total, unit="byte") if total > QUIET_BYTES else contextlib.nullcontext()
+        with bar:
+            for number, path in enumerate(self._paths):
+                for line, offset, content in numbered_lines(path):
+                    yield _Place(number, line, offset, len(content), 0), content
+                    if before + offset > shown + QUIET_BYTES:
+                        shown = before + offset
+                        bar.update(shown, f"checking {path.name}")
+                before += sizes[number]
 
     def _read(self, place: _Place) -> bytes:
         if self._lines is not None:

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from glm5_jax.data import chat_data
 from glm5_jax.data.chat_data import ChatSourceConfig, asked
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.conversation import parse, records
@@ -120,6 +121,15 @@ def test_wrong_lines_are_told_before_anything_is_read(tmp_path):
         opened(ChatSourceConfig(f"{tmp_path}/none*.jsonl"))
     with pytest.raises(ValueError, match="has no held-out conversation among 1"):
         opened(source(tmp_path, good), 0.0, training=False)
+
+
+def test_checking_much_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
+    config = source(tmp_path, *(chat((f"{i}?", "1")) for i in range(50)))
+    opened(config)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(chat_data, "QUIET_BYTES", 1000)
+    opened(config)
+    assert capsys.readouterr().out.startswith("byte 1")
 
 
 def test_the_longest_sample_is_the_longest_and_no_longer(tmp_path):
