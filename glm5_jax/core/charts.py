@@ -13,13 +13,15 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+NUM_COLOURS = 10  # of lines; further ones begin again
+
 # Matplotlib needs colours; each stands for the variable that replaces it in the SVG.
 _VARIABLES = {
     "#010101": "--ink",
     "#020202": "--muted",
     "#030303": "--line",
     "#040404": "--paper",
-    **{f"#0a0a{i:02x}": f"--series-{i}" for i in range(1, 7)},
+    **{f"#0a0a{i:02x}": f"--series-{i}" for i in range(1, NUM_COLOURS + 1)},
 }
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#e8ecf7", "#7f94e3", "#3b4cc0", "#7d1d6f"])
@@ -49,7 +51,7 @@ def line_chart(
         figure, axes = _axes(size)
         ends = []
         for i, (label, x, y) in enumerate(series):
-            colour = _COLOUR[f"--series-{i % 6 + 1}"]
+            colour = _COLOUR[f"--series-{i % NUM_COLOURS + 1}"]
             if i < len(bands):
                 low, high = (_thin(x, edge)[1] for edge in bands[i])
                 axes.fill_between(_thin(x, y)[0], low, high, color=colour, alpha=0.18, linewidth=0)

@@ -253,13 +253,15 @@ _PAGE = """<!doctype html>
   color-scheme: light dark;
   --page: #f6f7f9; --paper: #ffffff; --ink: #171a21; --muted: #667085; --line: #e4e7ec;
   --series-1: #3b5bdb; --series-2: #d9480f; --series-3: #2b8a3e; --series-4: #9c36b5;
-  --series-5: #0b7285; --series-6: #a61e4d;
+  --series-5: #0b7285; --series-6: #a61e4d; --series-7: #846300; --series-8: #495057;
+  --series-9: #087f5b; --series-10: #5f3dc4;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #0f1115; --paper: #171a21; --ink: #eceef2; --muted: #98a2b3; --line: #2a2f3a;
     --series-1: #91a7ff; --series-2: #ffa94d; --series-3: #69db7c; --series-4: #e599f7;
-    --series-5: #66d9e8; --series-6: #faa2c1;
+    --series-5: #66d9e8; --series-6: #faa2c1; --series-7: #ffd43b; --series-8: #ced4da;
+    --series-9: #38d9a9; --series-10: #b197fc;
   }
 }
 * { box-sizing: border-box; }

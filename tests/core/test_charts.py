@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.core import charts
+from glm5_jax.training import report
 
 X = list(range(1, 101))
 Y = [5.0 / x + 1 for x in X]
@@ -29,12 +30,14 @@ def test_a_line_chart_is_svg_with_its_labels(options):
 
 
 def test_every_colour_is_a_variable_of_the_page():
-    svg = charts.line_chart([(str(i), X, Y) for i in range(7)], smooth=True, levels=(("a", 1.0),))
+    lines = [(str(i), X, Y) for i in range(charts.NUM_COLOURS + 1)]
+    svg = charts.line_chart(lines, smooth=True, levels=(("a", 1.0),))
     assert not re.search(r"(fill|stroke): #", svg)
     used = set(re.findall(r"var\((--[a-z0-9-]+)\)", svg))
-    assert used == {"--ink", "--muted", "--line", *(f"--series-{i}" for i in range(1, 7))} - {
-        "--ink"
-    }
+    series = {f"--series-{i + 1}" for i in range(charts.NUM_COLOURS)}
+    assert used == {"--muted", "--line"} | series
+    page = report.page("title", [])
+    assert all(page.count(f"{name}:") == 2 for name in series), "light and dark"
 
 
 def test_charts_of_one_page_do_not_share_ids_and_are_the_same_every_time():
