@@ -16,10 +16,11 @@ import contextlib
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
+from glm5_jax.text.chat import VARIANTS, render_chat
 from glm5_jax.text.thinking import MODES
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -33,7 +34,12 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"no file {missing[0]}; give jsonl files")
         if options.write and options.write.exists():
             raise ValueError(f"{options.write} exists; give --write a new name, or remove it")
-        tokenizer = Tokenizer.load(options.tokenizer) if options.tokenizer else Tokenizer.default()
+        if options.write and not options.write.parent.is_dir():
+            raise ValueError(f"no folder {options.write.parent} for --write; make it first")
+        path = options.tokenizer
+        tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
+        # Markers that it lacks are its own fault, not every line's.
+        render_chat([{"role": "user", "content": ""}], tokenizer, variant=options.variant)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -47,6 +53,8 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
         bar = stack.enter_context(ProgressBar(total, unit="byte"))
         new = options.write and options.write.with_name(f"{options.write.name}.new")
         out = new and stack.enter_context(new.open("wb"))
+        if new:
+            stack.callback(new.unlink, missing_ok=True)
 
         def drop(place: str, reason: str) -> None:
             nonlocal dropped
@@ -68,11 +76,14 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
             tokenizer,
             drop,
             mode=options.mode,
+            variant=options.variant,
             max_tokens=options.max_tokens,
             verifiers=[VERIFIERS[name] for name in options.verify],
         ):
             for i, mistake in sorted(found.conversation.mistakes.items()):
                 bar.print(f"{found.place}: message {i} is not learnt: {mistake}")
+            if unread := _behind_the_last_reply(found.conversation.messages):
+                bar.print(f"{found.place}: {unread} messages behind the last reply train nothing")
             kept, mistakes = kept + 1, mistakes + len(found.conversation.mistakes)
             samples += len(found.records)
             tokens += sum(map(len, found.records))
@@ -80,8 +91,9 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
             if out:
                 out.write(found.line.rstrip(b"\r\n") + b"\n")
         bar.update(total, "read")
-    if out:
-        os.replace(new, options.write)
+        if out:
+            out.close()
+            os.replace(new, options.write)
     print(
         f"{lines:,} lines, {dropped:,} of them left out; {samples:,} samples of {tokens:,} tokens, "
         f"{learnt / max(1, tokens):.0%} of them learnt; {mistakes:,} mistakes that are not learnt"
@@ -89,6 +101,11 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
     if out:
         print(f"{kept:,} lines written to {options.write}")
     return 1 if dropped else 0
+
+
+def _behind_the_last_reply(messages: Sequence[Mapping]) -> int:
+    roles = [message["role"] for message in reversed(messages)]
+    return roles.index("assistant")
 
 
 def _lines(
@@ -124,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max_tokens", type=int, default=LONGEST, help="of a sample")
     parser.add_argument("--verify", nargs="+", default=(), choices=VERIFIERS, help="what to reject")
     parser.add_argument("--mode", default="interleaved", choices=MODES, help="of lines without one")
+    parser.add_argument("--variant", default="glm5", choices=VARIANTS, help="of the layout")
     parser.add_argument("--tokenizer", help="a tokenizer.json or its folder; default: the shipped")
     return parser
 

@@ -48,25 +48,21 @@ def get_config(variant: str = "tiny,mixed") -> ExperimentConfig:
     )
 
 
-def chats(kind: str, length: int) -> tuple[ChatSourceConfig, ...]:
-    """The sources of a kind, with samples of up to so many tokens."""
-
-    def source(what: ChatTaskConfig, category: str, mode: str, weight: float) -> ChatSourceConfig:
-        return ChatSourceConfig(what, category, mode=mode, weight=weight, max_tokens=length)
-
+def chats(kind: str) -> tuple[ChatSourceConfig, ...]:
+    """The sources of a kind."""
     if kind != "mixed":
         return (
-            source(CHAIN, "reasoning", kind, 0.75),
-            source(GSM8K, "reasoning", kind, 0.05),
-            source(TOOLS, "agent", kind, 0.2),
+            ChatSourceConfig(CHAIN, "reasoning", kind, 0.75),
+            ChatSourceConfig(GSM8K, "reasoning", kind, 0.05),
+            ChatSourceConfig(TOOLS, "agent", kind, 0.2),
         )
     return (
-        source(PLAYS, "general", "turn_level", 0.05),
-        source(MBPP, "coding", "turn_level", 0.05),
-        source(GSM8K, "reasoning", "turn_level", 0.05),
-        source(CHAIN, "reasoning", "turn_level", 0.35),
-        source(CHAIN, "reasoning", "preserved", 0.3),
-        source(TOOLS, "agent", "interleaved", 0.2),
+        ChatSourceConfig(PLAYS, "general", "turn_level", 0.05),
+        ChatSourceConfig(MBPP, "coding", "turn_level", 0.05),
+        ChatSourceConfig(GSM8K, "reasoning", "turn_level", 0.05),
+        ChatSourceConfig(CHAIN, "reasoning", "turn_level", 0.35),
+        ChatSourceConfig(CHAIN, "reasoning", "preserved", 0.3),
+        ChatSourceConfig(TOOLS, "agent", "interleaved", 0.2),
     )
 
 
@@ -81,7 +77,7 @@ def finetuned(
         name=f"{name},{kind}",
         model=dataclasses.replace(base.model, int4_group=group),
         data=DataConfig(
-            chats(kind, length),
+            chats(kind),
             sequence_length=length,
             packing="best_fit",
             open_rows=8 if length > 100_000 else base.data.open_rows,  # see DataConfig

@@ -48,11 +48,7 @@ def get_config(variant: str = "tiny") -> dict[str, Arm]:
 
 def _arms(size: str) -> dict[str, Arm]:
     base = sft.get_config(f"{size},interleaved")
-    chats = ChatSourceConfig(
-        ChatTaskConfig("tools", size=12_000, mistakes=SHARE),
-        "agent",
-        max_tokens=base.data.sequence_length,
-    )
+    chats = ChatSourceConfig(ChatTaskConfig("tools", size=12_000, mistakes=SHARE), "agent")
     schedule = dataclasses.replace(base.schedule, total_steps=STEPS)
     arms = {}
     for name in (MASKED, UNMASKED):

@@ -85,14 +85,15 @@ def finding(rows: dict[str, list[dict]], losses: dict[str, list], command: str) 
         np.mean([np.abs(a / b - 1) for own in smooth.values() for a, b in zip(own, own[1:])])
     )
     end = paired(*([row["loss"] for row in rows[name]] for name in (SPARSE, DENSE)))
-    close = abs(mean.mean) <= seeds
+    distance = 100 * float(np.mean([np.abs(a) for a in apart]))
+    close = distance <= seeds
     return Finding(
         "Fine-tuning from a dense and from a sparse model",
         command,
         (
             f"training loss of sparse over dense on identical data, running mean of {WINDOW} steps: {mean:+.2f}% on "
-            f"average, at most {most:.2f}% at any step; two seeds of one arm differ by {seeds:.2f}%; that the curves "
-            f"lie on each other is {'met' if close else 'not met'}",
+            f"average, {distance:.2f}% apart, at most {most:.2f}% at any step; two seeds of one arm are "
+            f"{seeds:.2f}% apart; that the curves lie on each other is {'met' if close else 'not met'}",
             f"held-out loss of sparse minus dense at the end: {end:+.4f} nats",
         ),
         (

@@ -4,14 +4,17 @@ What is wrong with a line is said before training begins, and nothing is left ou
 experiments/check_chats.py) is what filters, and says what it drops.
 """
 
+import collections
 import contextlib
 import dataclasses
+import decimal
 import glob
 import hashlib
 import json
 import os
 import pathlib
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -23,13 +26,14 @@ from glm5_jax.data.conversation import Conversation, parse, record, trained
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import held_out
 from glm5_jax.text.chat import VARIANTS, ChatError
-from glm5_jax.text.thinking import MODES
+from glm5_jax.text.thinking import MODES, Sample
 from glm5_jax.text.tokenizer import Tokenizer
 
 LONGEST = 202_752  # tokens of SFT's longest samples (GLM-5 3.1)
 CATEGORIES = ("general", "reasoning", "coding", "agent")  # of SFT's data (GLM-5 3.1)
 QUIET_BYTES = 2**25  # a second or so of checking, before there is a progress bar
 BYTES_PER_TOKEN = 4  # a guess, for how many conversations are read ahead
+_AROUND_TOOLS = 1000  # bytes
 _COMMAND = "python -m experiments.check_chats"
 
 
@@ -42,7 +46,7 @@ class ChatSourceConfig:
       category: one of `CATEGORIES`; a name for metrics and messages.
       mode: of thinking, for lines that name none.
       weight: the source's share of the rows, relative to the other sources; the paper prints none.
-      max_tokens: that a sample may have; rows must hold it whole.
+      max_tokens: that a sample may have; rows must hold it whole. None: a row's.
       variant: of the layout (text/chat.py).
       mask_errors: whether the assistant's mistakes are left out of the loss.
     """
@@ -51,7 +55,7 @@ class ChatSourceConfig:
     category: str = "general"
     mode: str = "interleaved"
     weight: float = 1.0
-    max_tokens: int = LONGEST
+    max_tokens: int | None = None
     variant: str = "glm5"
     mask_errors: bool = True
 
@@ -66,8 +70,10 @@ class ChatSourceConfig:
             raise ValueError(
                 f"the weight of source {self.name!r} is {self.weight}; make it positive"
             )
-        if self.max_tokens < 2:
-            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2")
+        if self.mode == "preserved" and not VARIANTS[self.variant].keeps:
+            raise ValueError(f"mode is 'preserved'; {self.variant} cannot keep earlier reasoning")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2, or None")
 
     @property
     def name(self) -> str:
@@ -77,13 +83,16 @@ class ChatSourceConfig:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest sample."""
-        return self.max_tokens
+        """Tokens that a row must have."""
+        return self.max_tokens or 0
 
-    def open(self, tokenizer: Tokenizer, fraction: float, *, training: bool) -> "Chats":
-        """The samples of one side; ValueError names the first lines that are wrong, or says that there
-        is none."""
-        return Chats(self, tokenizer, fraction, training=training)
+    def open(
+        self, tokenizer: Tokenizer, fraction: float, *, training: bool, row: int = LONGEST
+    ) -> "Chats":
+        """The samples of one side, for rows of so many tokens; ValueError names the first line that is wrong,
+        or says that there is none."""
+        most = self.max_tokens or row
+        return Chats(self, tokenizer, fraction, most, training=training)
 
 
 class _Place(NamedTuple):
@@ -101,7 +110,13 @@ class Chats:
     lays out those that may be too long."""
 
     def __init__(
-        self, config: ChatSourceConfig, tokenizer: Tokenizer, fraction: float, *, training: bool
+        self,
+        config: ChatSourceConfig,
+        tokenizer: Tokenizer,
+        fraction: float,
+        max_tokens: int,
+        *,
+        training: bool,
     ):
         self._config, self._tokenizer = config, tokenizer
         self._lines, self._paths = None, []
@@ -114,11 +129,11 @@ class Chats:
             try:
                 seen += 1
                 conversation = parse(line)
-                samples = trained(conversation, config.mode, config.mask_errors)
+                samples = trained(conversation, config.mode, config.mask_errors, config.variant)
                 if not samples:
                     raise ChatError("no token of it is learnt; remove it, or correct a reply")
-                if len(line) > config.max_tokens:  # a token is a byte at least
-                    self._check_lengths(samples, conversation)
+                if _bytes_at_most(line, conversation) > max_tokens:
+                    check_length(max(map(self._tokens(conversation), samples)), max_tokens)
             except ValueError as error:
                 wrong.append(f"{self._where(place)}: {error}")
                 continue
@@ -146,7 +161,8 @@ class Chats:
     def __getitem__(self, index: int) -> TokenRecord:
         config, place = self._config, _Place(*self._places[index].tolist())
         conversation = parse(self._read(place))
-        sample = trained(conversation, config.mode, config.mask_errors)[place.sample]
+        samples = trained(conversation, config.mode, config.mask_errors, config.variant)
+        sample = samples[place.sample]
         return record(
             sample,
             conversation,
@@ -187,12 +203,18 @@ class Chats:
     def _where(self, place: _Place) -> str:
         return f"{self._paths[place.file] if self._paths else 'conversation'}, line {place.line}"
 
-    def _check_lengths(self, samples, conversation: Conversation) -> None:
-        longest = max(
-            len(sample.render(self._tokenizer, conversation.tools, self._config.variant).ids)
-            for sample in samples
-        )
-        check_length(longest, self._config.max_tokens)
+    def _tokens(self, conversation: Conversation) -> Callable[[Sample], int]:
+        tools, variant = conversation.tools, self._config.variant
+        return lambda sample: len(sample.render(self._tokenizer, tools, variant).ids)
+
+
+def _bytes_at_most(line: bytes, conversation: Conversation) -> int:
+    """At least as many as the bytes, so the tokens, of a conversation that is laid out."""
+    calls = any(message.get("tool_calls") for message in conversation.messages)
+    if conversation.tools is None and not calls:
+        return len(line)
+    # Around tools stands a text of its own, and JSON within is written with blanks.
+    return _AROUND_TOOLS + 2 * len(line)
 
 
 def numbered_lines(path: pathlib.Path) -> Iterator[tuple[int, int, bytes]]:
@@ -209,7 +231,7 @@ def asked(conversation: Conversation) -> str:
     """What a user asks first: several answers to it stand on one side of the held-out split."""
     messages = conversation.messages
     first = next((m for m in messages if m["role"] == "user"), messages[0])
-    return json.dumps(first.get("content"), sort_keys=True)
+    return unicodedata.normalize("NFC", first["content"]).strip()
 
 
 def check_length(tokens: int, most: int) -> None:
@@ -238,6 +260,7 @@ def select(
     drop: Callable[[str, str], None],
     *,
     mode: str = "interleaved",
+    variant: str = "glm5",
     max_tokens: int = LONGEST,
     verifiers: Sequence[Verifier] = (),
 ) -> Iterator[Selected]:
@@ -252,15 +275,13 @@ def select(
     for place, line in source:
         try:
             conversation = parse(line)
-            content = json.dumps([conversation.messages, conversation.tools], sort_keys=True)
-            key = hashlib.blake2b(content.encode(), digest_size=16).digest()
+            key = hashlib.blake2b(conversation.key.encode(), digest_size=16).digest()
             if key in seen:
                 raise ChatError(f"the same conversation stands in {seen[key]}; remove one")
-            seen[key] = place
-            samples = trained(conversation, mode)
+            samples = trained(conversation, mode, variant=variant)
             if not samples:
                 raise ChatError("no token of it is learnt; remove it, or correct a reply")
-            found = [record(sample, conversation, tokenizer) for sample in samples]
+            found = [record(s, conversation, tokenizer, variant=variant) for s in samples]
             check_length(max(map(len, found)), max_tokens)
             for verifier in verifiers:
                 if reason := verifier(json.loads(line), conversation):
@@ -268,15 +289,16 @@ def select(
         except ValueError as error:
             drop(place, str(error))
             continue
+        seen[key] = place
         yield Selected(place, line, conversation, found)
 
 
 def answers_rightly(line: Mapping, conversation: Conversation) -> str | None:
     """Verifier: the last number of the last reply is the line's `answer`, or its whole text is."""
-    if "answer" not in line:
+    if line.get("answer") is None:
         return "it has no answer to hold its reply against; add one, or leave this verifier out"
-    given = str(conversation.messages[-1].get("content") or "").strip()
-    wanted = str(line["answer"]).strip()
+    replies = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
+    given, wanted = replies[-1].strip(), str(line["answer"]).strip()
     numbers = _NUMBER.findall(given)
     if given == wanted or (numbers and _value(numbers[-1]) == _value(wanted)):
         return None
@@ -286,31 +308,36 @@ def answers_rightly(line: Mapping, conversation: Conversation) -> str | None:
 
 
 def repeats_nothing(line: Mapping, conversation: Conversation) -> str | None:
-    """Verifier: no reply has a stretch of `_STRETCH` words more than `_TIMES` times (numbers ours)."""
+    """Verifier: no reply says the same `_STRETCH` characters, blanks left out, more than `_TIMES` times
+    (numbers ours)."""
     del line
     for i, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             continue
-        parts = (message.get(name) for name in ("reasoning_content", "content"))
-        words = " ".join(part for part in parts if isinstance(part, str)).split()
-        counts: dict[tuple, int] = {}
-        for first in range(len(words) - _STRETCH + 1):
-            stretch = tuple(words[first : first + _STRETCH])
-            counts[stretch] = counts.get(stretch, 0) + 1
-            if counts[stretch] > _TIMES:
-                return f"message {i} says {' '.join(stretch)[:80]!r} more than {_TIMES} times"
+        parts = [message.get("reasoning_content", ""), message["content"]]
+        parts += [
+            json.dumps(c["arguments"], ensure_ascii=False) for c in message.get("tool_calls", ())
+        ]
+        for text in ("".join(part.split()) for part in parts):
+            counts = collections.Counter(
+                text[first : first + _STRETCH] for first in range(len(text) - _STRETCH + 1)
+            )
+            stretch, times = max(counts.items(), key=lambda x: x[1], default=("", 0))
+            # What repeats a shorter piece, as a row of dashes does, counts once for each of its length.
+            if times > _TIMES and len(set(stretch)) > 2:
+                return f"message {i} says {stretch!r} {times} times"
     return None
 
 
 VERIFIERS: dict[str, Verifier] = {"answer": answers_rightly, "repetition": repeats_nothing}
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_STRETCH, _TIMES = 8, 4
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
+_STRETCH, _TIMES = 30, 4
 
 
-def _value(text: str) -> float | str:
+def _value(text: str) -> decimal.Decimal | str:
     try:
-        return float(text.replace(",", ""))
-    except ValueError:
+        return decimal.Decimal(text.replace(",", ""))
+    except decimal.InvalidOperation:
         return text
 
 

@@ -9,6 +9,7 @@ follows from the seed alone.
 
 import contextlib
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -79,6 +80,11 @@ class DataConfig:
         for name, least in minima.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        variants = {s.variant for s in self.sources if isinstance(s, ChatSourceConfig)}
+        if len(variants) > 1:
+            raise ValueError(
+                f"the chats have layouts {sorted(variants)}; a model learns one of them"
+            )
         for source in self.sources:
             if isinstance(source, SourceConfig):
                 continue
@@ -88,6 +94,11 @@ class DataConfig:
                     f"cut what source {source.name!r} asks, up to {source.length} tokens long, from its "
                     "answers; use best_fit, and rows of that length, or shorter ones in the source"
                 )
+
+    @property
+    def chat_variant(self) -> str | None:
+        """The layout of the chats, None without any."""
+        return next((s.variant for s in self.sources if isinstance(s, ChatSourceConfig)), None)
 
 
 def open_training_sources(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Items]:
@@ -165,7 +176,10 @@ def _open(
 ) -> Items:
     """Opens a source and makes sure that the split has a document: an endless filter would hang."""
     fraction = config.held_out_fraction
-    if not isinstance(source_config, SourceConfig):
+    if isinstance(source_config, ChatSourceConfig):
+        length = config.sequence_length
+        return source_config.open(tokenizer, fraction, training=training, row=length)
+    if isinstance(source_config, TaskSourceConfig):
         return source_config.open(tokenizer, fraction, training=training)
     documents = open_documents(source_config)
     for index in range(len(documents)):
@@ -232,4 +246,15 @@ def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.Iter
 def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:
     # Tasks have one length: a second open row would only make more of them before the first is read.
     open_rows = 1 if isinstance(source_config, TaskSourceConfig) else config.open_rows
+    if not isinstance(source_config, SourceConfig):
+        records = records.map(functools.partial(_whole, config.sequence_length))
     return pack(records, config.sequence_length, packing=config.packing, open_rows=open_rows)
+
+
+def _whole(length: int, record: TokenRecord) -> TokenRecord:
+    """The record; ValueError if a row would cut it."""
+    if len(record) > length:
+        raise ValueError(
+            f"a record of {len(record)} tokens exceeds a row of {length}; leave it out"
+        )
+    return record

@@ -227,6 +227,10 @@ class Tokenizer:
         )
         return cls(inner.to_str())
 
+    def with_chat_template(self, template: str) -> "Tokenizer":
+        """The same tokenizer with another chat template to save."""
+        return Tokenizer(self._definition, self._config, template)
+
     def save(self, folder: str | pathlib.Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja, as `load` and transformers
         read them. The template is the tokenizer's own, or that of GLM-5 if it has GLM's markers."""

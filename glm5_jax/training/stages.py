@@ -30,7 +30,7 @@ from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import completed
 from glm5_jax.model.generate import generate
-from glm5_jax.text.chat import render_chat
+from glm5_jax.text import chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
@@ -90,6 +90,9 @@ class Pretraining:
             Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
         )
         self.config = config = _ending_like(self._tokenizer, config)
+        if config.data.chat_variant:
+            learnt = chat.template(config.data.chat_variant)
+            self._tokenizer = self._tokenizer.with_chat_template(learnt)
         if store.latest_step(workdir) is not None:
             check_resume(workdir, config)
         mesh = make_mesh(dataclasses.asdict(config.mesh))
@@ -337,11 +340,16 @@ class Pretraining:
         if not sample.chat:
             return [(text, tokenizer.encode(text)) for text in sample.prompts]
         rendered = [
-            render_chat([{"role": "user", "content": text}], tokenizer, enable_thinking=think)
+            chat.render_chat(
+                [{"role": "user", "content": text}],
+                tokenizer,
+                enable_thinking=think,
+                variant=self.config.data.chat_variant or "glm5",
+            )
             for text in sample.prompts
             for think in (True, False)
         ]
-        return [(chat.text, chat.ids) for chat in rendered]
+        return [(found.text, found.ids) for found in rendered]
 
     def _headline(self, done: int) -> str:
         model, device = self.config.model, jax.devices()[0]

@@ -1,5 +1,6 @@
 """Conversations as a source: every sample a record, rows that hold them whole, both sides of the split."""
 
+import dataclasses
 import itertools
 import json
 
@@ -72,7 +73,7 @@ def test_empty_lines_and_several_files_are_read(tmp_path):
     source(tmp_path, "", chat(("One?", "1")), "  ", chat(("Two?", "2")), name="a")
     source(tmp_path, chat(("Three?", "3")), name="b")
     found = opened(ChatSourceConfig(f"{tmp_path}/*.jsonl", max_tokens=64))
-    assert [asked(found.conversation(i)) for i in range(3)] == ['"One?"', '"Two?"', '"Three?"']
+    assert [asked(found.conversation(i)) for i in range(3)] == ["One?", "Two?", "Three?"]
 
 
 def test_mistakes_are_masked_unless_told(tmp_path):
@@ -146,6 +147,52 @@ def test_marker_strings_count_as_the_text_they_are(tmp_path):
     [record] = records(parse(chat(("Q", text))), TOKENIZER)
     line = json.dumps(chat(("Q", text)))
     assert 100 < len(record) <= len(line)
+
+
+def test_text_around_tools_counts_too(tmp_path):
+    """It stands in no line: text that is a token for each byte fills rows with it."""
+    tools = [{"name": "f"}]
+    line = chat(("鱻" * 30, "鱻"), tools=tools)
+    tokens = max(map(len, records(parse(line), TOKENIZER)))
+    assert tokens > len(json.dumps(line, ensure_ascii=False).encode())
+    config = source(tmp_path, json.dumps(line, ensure_ascii=False), max_tokens=tokens)
+    assert len(opened(config)) == 1
+    with pytest.raises(ValueError, match=f"has {tokens} tokens, more than {tokens - 1}"):
+        opened(dataclasses.replace(config, max_tokens=tokens - 1))
+
+
+def test_two_spellings_of_a_question_stand_on_one_side(tmp_path):
+    """As text or in parts, composed or not, with blanks behind it."""
+    chats = []
+    for i in range(100):
+        for content in (f"é{i}", [{"type": "text", "text": f"é{i}"}], f"e\u0301{i}  "):
+            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "A"}]
+            chats.append({"messages": messages})
+    config = source(tmp_path, *chats)
+    sides = [opened(config, 0.3, training) for training in (True, False)]
+    assert all(len(side) % 3 == 0 for side in sides)
+
+
+def test_samples_are_as_long_as_rows_unless_told(tmp_path):
+    config = source(tmp_path, chat(("One?", "word " * 60)), max_tokens=None)
+    data = DataConfig((config,), sequence_length=64, packing="best_fit", held_out_fraction=0.0)
+    with pytest.raises(ValueError, match="tokens, more than 64; shorten it"):
+        Loader(data, TOKENIZER)
+    batch = Loader(dataclasses.replace(data, sequence_length=128), TOKENIZER).next(1)
+    assert batch["loss_mask"].sum() > 60
+
+
+def test_layouts_that_cannot_keep_reasoning_and_several_layouts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="mode is 'preserved'; glm4.5 cannot keep"):
+        ChatSourceConfig("x.jsonl", mode="preserved", variant="glm4.5")
+    config = source(tmp_path, chat(("One?", "1"), mode="preserved"), variant="glm4.5")
+    with pytest.raises(ValueError, match="line 1: mode is 'preserved'; glm4.5 cannot keep"):
+        opened(config)
+    other = dataclasses.replace(CHAIN, variant="glm5.2")
+    with pytest.raises(ValueError, match=r"layouts \['glm5', 'glm5.2'\]; a model learns one"):
+        mixture(CHAIN, dataclasses.replace(other, mode="interleaved"))
+    assert mixture(other).chat_variant == "glm5.2"
+    assert DataConfig((SourceConfig("shakespeare"),)).chat_variant is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Lines of conversations: what is learnt of them, what stays in the context unlearnt, what is refused."""
 
 import json
+import socketserver
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_a_sample_with_nothing_to_learn_is_no_record():
     assert len(records(conversation, TOKENIZER, mask_errors=False)) == 1
 
 
-ASKED = {"role": "user", "content": "Q"}
+ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 
 
 @pytest.mark.parametrize(
@@ -135,10 +136,58 @@ ASKED = {"role": "user", "content": "Q"}
             "message 1 calls a function",
         ),
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": ["f"]}]}, "must name a function"),
-        ({"messages": [ASKED, {"role": "assistant", "weight": 0.5}]}, "message 1 has weight 0.5"),
-        ({"messages": [ASKED, {"role": "assistant", "error": 1}]}, "message 1 has error 1"),
+        ({"messages": [ASKED, ANSWER | {"weight": 0.5}]}, "message 1 has weight 0.5"),
+        ({"messages": [ASKED, ANSWER | {"error": 1}]}, "message 1 has error 1"),
         ({"messages": [ASKED], "tools": [{"function": {}}]}, "tool 0 has no name"),
-        ({"messages": [ASKED], "tools": "find"}, "tool 0 has no name"),
+        ({"messages": [ASKED], "tools": "find"}, "tools is of type str; give a list"),
+        ({"messages": [ASKED], "tools": TOOL}, "tools is of type dict; give a list"),
+        ({"messages": [ASKED], "tools": [TOOL, TOOL]}, "two tools are named 'find'"),
+        (
+            {"messages": [ASKED], "functions": [TOOL["function"]]},
+            "an older form; give them as tools",
+        ),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "message 1, an assistant's, says nothing"),
+        (
+            {"messages": [ASKED, ANSWER | {"content": " "}]},
+            "message 1, an assistant's, says nothing",
+        ),
+        (
+            {"messages": [ASKED, ANSWER | {"function_call": {"name": "f"}}]},
+            "message 1 has function_call, which would be lost; give it as tool_calls",
+        ),
+        (
+            {"messages": [ASKED, ANSWER | {"reasoning": "R"}]},
+            "message 1 has reasoning, which would be lost; call it reasoning_content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
+            "message 0 has a part that is no text ('image_url')",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
+                    ANSWER,
+                ]
+            },
+            "message 0 has a part that is no text ('input_text')",
+        ),
+        (
+            {"messages": [ASKED, ANSWER | {"content": "<think>a</think>b</think>c"}]},
+            "message 1 has several </think>",
+        ),
+        ('{"messages": [], "messages": []}', "has the field 'messages' twice"),
+        ('{"messages": [NaN]}', "NaN is no number of JSON"),
+        (r'{"messages": [{"role": "user", "content": "x\ud800y"}]}', "half of a surrogate pair"),
+        (b'{"messages": "\xed\xa0\x80"}', "the line is not JSON in UTF-8"),
+        (
+            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"$ref": "#/$defs/No"}}]},
+            "the parameters of tool 'f' refer to what is not in them",
+        ),
+        (
+            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"$ref": "#"}}]},
+            "the parameters of tool 'f' refer to what is not in them",
+        ),
         (
             {"messages": [ASKED], "tools": [{"name": "f", "parameters": {"type": "thing"}}]},
             "tool 0, 'f', has parameters that are no JSON schema",
@@ -154,3 +203,89 @@ def test_a_useless_line_is_refused_in_words(bad, said):
 def test_a_conversation_without_a_reply_trains_nothing():
     with pytest.raises(ChatError, match="without a reply trains nothing"):
         records(parse({"messages": [ASKED]}), TOKENIZER)
+
+
+def test_nothing_is_fetched_for_a_schema():
+    """A reference is an error of the line, whether or not somebody answers there."""
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        server.timeout = 0.2
+        asked = []
+        server.process_request = lambda *request: asked.append(request)
+        url = f"http://127.0.0.1:{server.server_address[1]}/schema.json"
+        tools = [{"name": "f", "parameters": {"$ref": url}}]
+        with pytest.raises(ChatError, match="refer to what is not in them"):
+            parse({"messages": [ASKED, ANSWER], "tools": tools})
+        server.handle_request()
+    assert not asked
+
+
+def test_older_schemas_are_read_by_their_own_rules():
+    schema = {
+        "$schema": "http://json-schema.org/draft-04/schema#",
+        "properties": {"limit": {"type": "integer", "minimum": 0, "exclusiveMinimum": True}},
+    }
+    tools = [{"name": "f", "parameters": schema}]
+    for limit, wrong in ((1, []), (0, [1])):
+        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"limit": limit}}]}
+        assert list(parse({"messages": [ASKED, call], "tools": tools}).mistakes) == wrong
+
+
+def test_deep_arguments_are_a_mistake():
+    call = {"name": "f", "arguments": '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"}
+    found = parse({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]})
+    assert list(found.mistakes) == [1]
+
+
+def two_calls(*results, then=True):
+    calls = [{"id": i, "function": {"name": "f", "arguments": {"x": i}}} for i in ("a", "b")]
+    messages = [ASKED, {"role": "assistant", "tool_calls": calls}]
+    messages += [
+        {"role": "tool", "content": text} | ({"tool_call_id": i} if i else {})
+        for i, text in results
+    ]
+    return {"messages": [*messages, ANSWER] if then else messages}
+
+
+def test_results_follow_the_order_of_their_calls():
+    found = parse(two_calls(("b", "TWO"), ("a", "ONE")))
+    assert [m["content"] for m in found.messages[2:4]] == ["ONE", "TWO"]
+    # Without ids of all, they stand as they came.
+    found = parse(two_calls((None, "TWO"), ("a", "ONE")))
+    assert [m["content"] for m in found.messages[2:4]] == ["TWO", "ONE"]
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ([("a", "1")], "message 1 makes 2 calls, 1 of which have a result before the next turn"),
+        ([], "message 1 makes 2 calls, 0 of which"),
+        ([("a", "1"), ("z", "2")], "message 3 is the result of no call 'z'"),
+        ([("a", "1"), ("a", "2")], "message 3 is a second result of call 'a'"),
+    ],
+)
+def test_results_that_fit_no_call_are_refused(results, said):
+    with pytest.raises(ChatError) as error:
+        parse(two_calls(*results))
+    assert said in str(error.value)
+
+
+def test_a_conversation_may_end_with_its_calls():
+    [record] = records(parse(two_calls(("a", "1"), then=False)), TOKENIZER)
+    assert learnt(record).endswith("</tool_call><|observation|>")
+
+
+def test_what_teaches_the_same_has_the_same_key():
+    same = [
+        {"messages": [ASKED, ANSWER]},
+        {"messages": [ASKED, ANSWER | {"tool_calls": None, "name": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q "}]}, ANSWER]},
+        {"messages": [ASKED, ANSWER | {"content": ["A"]}], "id": 7},
+    ]
+    other = [
+        {"messages": [ASKED, ANSWER], "mode": "preserved"},
+        {"messages": [ASKED, ANSWER | {"weight": 0}]},
+        {"messages": [ASKED, ANSWER | {"reasoning_content": "R"}]},
+        {"messages": [ASKED, ANSWER], "tools": [TOOL]},
+    ]
+    assert len({parse(line).key for line in same}) == 1
+    assert len({parse(line).key for line in same + other}) == 1 + len(other)

@@ -80,6 +80,10 @@ def test_samples_that_are_too_long_are_left_out(run):
         ("It is 1,072.", 1072, True),
         ("From 3 to 72.0", "72", True),
         ("Paris", "Paris", True),
+        ("The score was 5-3", 3, True),
+        ("It fell by -3", -3, True),
+        ("12345678901234567891", 12345678901234567890, False),
+        ("<think>maybe 42</think>I do not know", 42, False),
         ("72 or 73", "72", False),
         ("I do not know.", "72", False),
         ("Rome", "Paris", False),
@@ -91,6 +95,31 @@ def test_rejection_sampling_keeps_right_answers(run, reply, answer, kept):
     assert kept or f"its answer is '{answer}'" in out[0]
 
 
+def test_the_answer_is_the_assistants(run):
+    asked = chat(says("I do not know"), {"role": "user", "content": "is it 42"}, answer=42)
+    code, out = run([asked], "--verify", "answer")
+    assert code == 1 and "its reply ends in 'I do not know'" in out[0]
+
+
+def test_a_right_answer_is_kept_where_the_same_reply_was_rejected_before(run):
+    """Only what was kept makes a second one the same."""
+    code, out = run(
+        [chat(says("42"), answer=41), chat(says("42"), answer=42)], "--verify", "answer"
+    )
+    assert code == 1 and out[-1].startswith("2 lines, 1 of them left out; 1 samples")
+
+
+def test_messages_behind_the_last_reply_are_told(run):
+    code, out = run([chat(says("A"), ASKED)])
+    assert code == 0 and out[0] == "line 1: 1 messages behind the last reply train nothing"
+
+
+def test_lengths_are_those_of_the_layout(run):
+    """GLM-4.5's has line ends of its own."""
+    assert run([GOOD], "--max_tokens=8")[0] == 0
+    assert run([GOOD], "--max_tokens=8", "--variant=glm4.5")[0] == 1
+
+
 def test_a_line_without_an_answer_is_told(run):
     code, out = run([GOOD], "--verify", "answer")
     assert code == 1 and "it has no answer to hold its reply against" in out[0]
@@ -100,7 +129,7 @@ def test_replies_in_circles_are_rejected(run):
     circle = chat(says("A", reasoning_content="and then we go round the same block again " * 5))
     assert run([circle])[0] == 0
     code, out = run([circle], "--verify", "repetition", "answer")
-    assert code == 1 and "message 1 says 'and then we go" in out[0]
+    assert code == 1 and "message 1 says 'andthenwegoroundthesameblockag' 5 times" in out[0]
 
 
 def test_wrong_arguments_are_one_line(run, capsys, tmp_path):
@@ -108,6 +137,8 @@ def test_wrong_arguments_are_one_line(run, capsys, tmp_path):
         ([str(tmp_path / "no.jsonl")], "error: no file"),
         ([], "required: FILE.jsonl"),
         (["--verify", "truth", "--", "x"], "invalid choice: 'truth'"),
+        ([__file__, f"--write={tmp_path}/no/new"], f"no folder {tmp_path}/no for --write"),
+        ([__file__, f"--tokenizer={tmp_path}/no"], "no tokenizer at"),
     ):
         assert check_chats.main(arguments) == 2
         err = capsys.readouterr().err

@@ -253,10 +253,15 @@ def test_the_verdict_on_curves_that_lie_on_each_other():
 
     rows = {name: [{"loss": 1.0}, {"loss": 1.1}] for name in ("sparse", "dense")}
     near = sft_attention.finding(rows, {"sparse": losses(1.01), "dense": losses(1.0)}, "c")
-    assert "+1.00" in near.verdicts[0] and "seeds of one arm differ by 4.76%" in near.verdicts[0]
+    assert "+1.00 " in near.verdicts[0] and " 1.00% apart" in near.verdicts[0]
+    assert "seeds of one arm are 4.76% apart" in near.verdicts[0]
     assert near.verdicts[0].endswith("is met") and "+0.0000" in near.verdicts[1]
     far = sft_attention.finding(rows, {"sparse": losses(1.2), "dense": losses(1.0)}, "c")
     assert far.verdicts[0].endswith("is not met")
+    # Curves that cross are apart, though their mean is not.
+    swing = [(steps, list(wave * np.repeat([1.2, 0.8], 50)))] * 2
+    across = sft_attention.finding(rows, {"sparse": swing, "dense": losses(1.0)}, "c")
+    assert across.verdicts[0].endswith("is not met")
 
 
 def test_running_means():
