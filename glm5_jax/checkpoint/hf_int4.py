@@ -102,6 +102,9 @@ def problem_of(config) -> str | None:
                 value, values = given.get(name), known.get(name, (None, {}))
                 if values and value not in values:
                     wrong.append(f"quantization_config.{part}{name} is {reprlib.repr(value)}")
+        size = weights.get("group_size")
+        if not isinstance(size, int) or size < 1:
+            wrong.append(f"quantization_config.config_groups.weights.group_size is {size!r}")
     return f"{', '.join(wrong)}; {_FIX}" if wrong else None
 
 

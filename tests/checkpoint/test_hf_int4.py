@@ -176,6 +176,8 @@ def test_training_as_int4_starts_from_plain_weights(tmp_path):
 @pytest.mark.parametrize(
     ("part", "field", "value"),
     [
+        ("config_groups.weights.", "group_size", -1),
+        ("config_groups.weights.", "group_size", "x"),
         ("", "format", "int-quantized"),
         ("", "quant_method", "gptq"),
         ("", "quantization_status", "frozen"),
