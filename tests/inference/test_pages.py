@@ -1,0 +1,170 @@
+"""Pages and the prefixes kept in them, against plain dictionaries under random programs."""
+
+import random
+
+import pytest
+
+from glm5_jax.inference.pages import OutOfPages, PagePool
+from glm5_jax.inference.radix import PrefixCache
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pool_under_a_random_program(seed):
+    r, pool, holders = random.Random(seed), PagePool(17), {}
+    for _ in range(500):
+        held = [page for page, count in holders.items() for _ in range(count)]
+        do = r.choice(["take", "take", "hold", "drop", "drop"])
+        if do == "take":
+            count = r.randrange(5)
+            if count > 17 - len(holders):
+                with pytest.raises(OutOfPages, match=f"{count} pages are needed"):
+                    pool.take(count)
+            else:
+                taken = pool.take(count)
+                assert len(set(taken)) == count and not set(taken) & set(holders)
+                holders |= dict.fromkeys(taken, 1)
+        elif held and do == "hold":
+            pages = r.choices(held, k=r.randrange(4))
+            pool.hold(pages)
+            for page in pages:
+                holders[page] += 1
+        elif held:
+            pages = r.sample(held, r.randrange(min(5, len(held)) + 1))
+            pool.drop(pages)
+            for page in pages:
+                holders[page] -= 1
+            holders = {page: count for page, count in holders.items() if count}
+        assert pool.num_free == 17 - len(holders)
+        assert {page: pool.holders(page) for page in range(17) if pool.holders(page)} == holders
+
+
+def test_wrong_use_of_a_pool_is_named():
+    with pytest.raises(ValueError, match="num_pages is 0"):
+        PagePool(0)
+    pool = PagePool(2)
+    with pytest.raises(ValueError, match="count is -1"):
+        pool.take(-1)
+    [page] = pool.take(1)
+    for wrong in (page + 1, -1, 7):
+        for use in (pool.hold, pool.drop):
+            with pytest.raises(ValueError, match=f"page {wrong} is not held"):
+                use([wrong])
+    with pytest.raises(ValueError, match="dropped more often than it is held"):
+        pool.drop([page, page])
+
+
+class Oracle:
+    """Prefixes as keys of a dictionary: {(space, ids): [page, when last used]}."""
+
+    def __init__(self, size):
+        self.size, self.known, self.clock = size, {}, 0
+
+    def prefixes(self, ids):
+        return [tuple(ids[:end]) for end in range(self.size, len(ids) + 1, self.size)]
+
+    def match(self, ids, space):
+        self.clock += 1
+        pages = []
+        for prefix in self.prefixes(ids):
+            if (space, prefix) not in self.known:
+                break
+            self.known[space, prefix][1] = self.clock
+            pages.append(self.known[space, prefix][0])
+        return pages
+
+    def insert(self, ids, pages, space):
+        self.clock += 1
+        for prefix, page in zip(self.prefixes(ids), pages):
+            self.known.setdefault((space, prefix), [page, 0])[1] = self.clock
+        return [self.known[space, prefix][0] for prefix in self.prefixes(ids)]
+
+    def evict(self, count, holders):
+        freed = []
+        while len(freed) < count:
+            leaves = [
+                (used, key, page)
+                for key, (page, used) in self.known.items()
+                if holders(page) == 1
+                and not any(
+                    s == key[0] and len(p) > len(key[1]) and p[: len(key[1])] == key[1]
+                    for s, p in self.known
+                )
+            ]
+            if not leaves:
+                break
+            _, key, page = min(leaves)
+            del self.known[key]
+            freed.append(page)
+        return freed
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prefixes_under_a_random_program(seed):
+    r, size = random.Random(seed), 2
+    pool, oracle = PagePool(40), Oracle(size)
+    cache = PrefixCache(pool, size)
+    running = []  # pages that requests hold
+    for _ in range(300):
+        ids = [r.randrange(3) for _ in range(r.randrange(12))]
+        space = r.choice("ab")
+        do = r.choice(
+            ["request", "request", "end", "evict", "clear"]
+            if r.random() < 0.1
+            else ["request", "end", "evict"]
+        )
+        if do == "request":
+            pages = cache.match(ids, space)
+            assert pages == oracle.match(ids, space)
+            more = len(ids) // size - len(pages)
+            if more > pool.num_free:
+                pool.drop(pages)
+                continue
+            pages += pool.take(more)
+            stand = cache.insert(ids, pages, space)
+            assert stand == oracle.insert(ids, pages, space) == pages
+            running.append(pages)
+        elif do == "end" and running:
+            pool.drop(running.pop(r.randrange(len(running))))
+        elif do == "evict":
+            before, count = pool.num_free, r.randrange(4)
+            gone = oracle.evict(count, pool.holders)
+            assert cache.evict(count) == len(gone) == pool.num_free - before
+            assert all(not pool.holders(page) for page in gone)
+        elif do == "clear":
+            cache.clear(space)
+            oracle.known = {k: v for k, v in oracle.known.items() if k[0] != space}
+        assert len(cache) == len(oracle.known)
+        held = [page for pages in running for page in pages]
+        for page, _ in oracle.known.values():
+            assert pool.holders(page) == 1 + held.count(page)
+    for pages in running:
+        pool.drop(pages)
+    cache.evict(40)
+    assert pool.num_free == 40 and len(cache) == 0
+
+
+def test_what_is_known_already_stands_for_what_is_given():
+    """Two requests computed the same prefix at the same time."""
+    pool = PagePool(4)
+    cache = PrefixCache(pool, 2)
+    one, other = pool.take(1), pool.take(2)
+    assert cache.insert([1, 2], one) == one
+    assert cache.insert([1, 2, 3, 4], other) == [one[0], other[1]]
+    pool.drop(one + other)
+    assert pool.num_free == 2, "the second copy of the first page"
+
+
+def test_a_prefix_that_is_used_all_the_time_takes_no_memory():
+    pool = PagePool(4)
+    cache = PrefixCache(pool, 2)
+    cache.insert([1, 2], pool.take(1))
+    for _ in range(1000):
+        pool.drop(cache.match([1, 2]))
+    assert len(cache._leaves) < 100
+
+
+def test_wrong_use_of_prefixes_is_named():
+    with pytest.raises(ValueError, match="page_size is 0"):
+        PrefixCache(PagePool(1), 0)
+    with pytest.raises(ValueError, match="2 pages of tokens came with 1 pages"):
+        PrefixCache(PagePool(1), 2).insert([1, 2, 3, 4, 5], [0])
