@@ -1,4 +1,4 @@
-"""One run from a dense model without indexers to a sparse one: each stage takes up what the one before left."""
+"""One run from a dense model without indexers to an assistant: each stage takes up what the one before left."""
 
 import dataclasses
 import json
@@ -11,11 +11,14 @@ import pytest
 from experiments import dsa_sparse, dsa_warmup, pretrain
 from glm5_jax.checkpoint import store
 from glm5_jax.core import tree
+from glm5_jax.data.chat_data import ChatSourceConfig
+from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.model import glm5
+from glm5_jax.text import chat
 from glm5_jax.training import report
-from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
@@ -24,7 +27,10 @@ from launch import run
 from tests.model.small import one_layer
 
 STEPS = 2
-STAGES = ("dense", "warm_up", "sparse")
+STAGES = ("dense", "warm_up", "sparse", "sft")
+CHATS = ChatSourceConfig(
+    ChatTaskConfig("chain", size=200, steps=2), "reasoning", mode="preserved", variant="glm5.2"
+)
 
 
 def life():
@@ -40,7 +46,15 @@ def life():
     )
     indexed = dataclasses.replace(base, model=dataclasses.replace(base.model, index_topk=16))
     warm = dsa_warmup.warm(indexed, "warm-up", schedule=dsa_warmup.falling(STEPS))
-    stages = (base, warm, dsa_sparse.sparse(indexed, "sparse", 1e-3, STEPS))
+    sparse = dsa_sparse.sparse(indexed, "sparse", 1e-3, STEPS)
+    tuned = dataclasses.replace(
+        sparse,
+        name="sft",
+        data=DataConfig((CHATS,), 64, packing="best_fit", num_threads=0),
+        train=TrainConfig(eval_interval=0, sample_interval=STEPS),
+        sample=SampleConfig(("a=3+4 a?",), tokens=2, temperature=0.0, chat=True),
+    )
+    stages = (base, warm, sparse, tuned)
     return dataclasses.make_dataclass("Life", STAGES)(*stages)
 
 
@@ -50,22 +64,38 @@ def weights(config, folder):
 
 
 @pytest.mark.slow
-def test_a_dense_model_gets_indexers_that_learn_alone_and_then_with_the_rest(
+def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_then_from_chats(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     config = life()
     assert run._run(types.SimpleNamespace(), config, tmp_path) == 0
-    dense, warm, sparse = (weights(getattr(config, name), tmp_path / name) for name in STAGES)
+    dense, warm, sparse, tuned = (
+        weights(getattr(config, name), tmp_path / name) for name in STAGES
+    )
     assert {path for path in warm if path not in dense} == {p for p in warm if "indexer/" in p}
     for path, before in dense.items():
         np.testing.assert_array_equal(warm[path], before, err_msg=path)
     # Of one layer with no experts everything learns.
     assert all((sparse[path] != before).any() for path, before in warm.items())
+    assert all((tuned[path] != before).any() for path, before in sparse.items())
+    # What the last one learnt is the layout that its tokenizer brings along, and that it is asked in.
+    template = (tmp_path / "sft" / "tokenizer" / "chat_template.jinja").read_text()
+    assert template == chat.template("glm5.2") != chat.template("glm5")
+    assert (tmp_path / "sparse" / "tokenizer" / "chat_template.jinja").read_text() != template
+    said = (tmp_path / "sft" / "samples" / f"{STEPS}.txt").read_text()
+    asked = "<|user|>a=3+4 a?<|assistant|><think>"
+    assert said.startswith(f"[gMASK]<sop><|system|>Reasoning Effort: Max{asked}")
+    assert f"\n\n[gMASK]<sop>{asked}</think>" in said
     page = (tmp_path / "report" / "index.html").read_text()
     assert page.index(">dense<") < page.index(">warm_up<") < page.index(">sparse<")
     assert "random weights" in page and capsys.readouterr().out.count("all stages") == len(STAGES)
     started = [json.loads((tmp_path / name / "config.json").read_text()) for name in STAGES]
-    before = [None, str(tmp_path / "dense"), str(tmp_path / "warm_up")]
+    before = [None, *(str(tmp_path / name) for name in STAGES[:-1])]
     assert [stage["checkpoint"] for stage in started] == before
-    assert [stage["model"]["attention"] for stage in started] == ["dense", "dense", "sparse"]
+    assert [stage["model"]["attention"] for stage in started] == [
+        "dense",
+        "dense",
+        "sparse",
+        "sparse",
+    ]
