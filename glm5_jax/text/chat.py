@@ -2,98 +2,33 @@
 
 There is no end-of-turn token. A turn ends where the next role's marker stands, and that marker is what
 the model writes to stop: `<|user|>` behind an answer, `<|observation|>` behind a tool call. Markers come
-from the layout alone: text that spells one out stays text, whoever wrote it.
-
-Layouts by name (`VARIANTS`): "glm5" (and GLM-4.7), "glm4.5", "glm5.1", "glm5.2"; from the published
-templates of GLM-4.7 and 5.2 and the renderers of PrimeIntellect-ai/renderers.
+from the layout alone: text that spells one out stays text, whoever wrote it. Layouts by name: text/layouts.py.
 """
 
-import dataclasses
 import itertools
 import json
-import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from glm5_jax.text.layouts import BEFORE_TOOLS, VARIANTS, Variant, layout_of
 from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("high", "max")
 
-_TEMPLATE = pathlib.Path(__file__).with_name("chat_template.jinja")
 _MARKER = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
-_TOOLS = """
-# Tools
-
-You may call one or more functions to assist with the user query.
-
-You are provided with function signatures within <tools></tools> XML tags:
-<tools>
-"""
-_CALLS = """</tools>
-
-For each function call, output the function name and arguments within the following XML format:
-"""
-_CALL = (
-    "<tool_call>{function-name}",
-    "<arg_key>{arg-key-1}</arg_key>",
-    "<arg_value>{arg-value-1}</arg_value>",
-    "<arg_key>{arg-key-2}</arg_key>",
-    "<arg_value>{arg-value-2}</arg_value>",
-    "...",
-    "</tool_call>",
-)
 
 
 class ChatError(ValueError):
-    """A message that no chat can hold; says which one and how to mend it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """What the layouts of the family differ in.
-
-    Attributes:
-      line: what stands behind a role marker and between parts: a line end in GLM-4.5, nothing since.
-      keeps: whether the reasoning of earlier turns can be kept (`clear_thinking=False`).
-      unwraps: whether a tool is shown as its inner `function`, without `strict` and `defer_loading`, and
-        deferred ones not at all.
-      empty: where a turn without reasoning has an empty `<think></think>`: "never", behind the last
-        user ("last"), or "always"; elsewhere it has a lone `</think>`.
-      strips: whether reasoning is stripped.
-      effort: whether a line behind the prefix says the reasoning effort.
-      off: what the prompt for an answer without thinking ends in.
-      nothink: whether user messages then end in `/nothink`.
-    """
-
-    line: str = ""
-    keeps: bool = True
-    unwraps: bool = False
-    empty: str = "never"
-    strips: bool = True
-    effort: bool = False
-    off: str = "</think>"
-    nothink: bool = False
-
-
-VARIANTS = {
-    "glm5": Variant(),
-    "glm4.5": Variant(
-        line="\n", keeps=False, empty="always", off="\n<think></think>", nothink=True
-    ),
-    "glm5.1": Variant(unwraps=True, empty="last"),
-    "glm5.2": Variant(
-        unwraps=True, empty="always", strips=False, effort=True, off="<think></think>"
-    ),
-}
+    """A message or a tool that no chat can hold; says which one and how to mend it."""
 
 
 class Span(NamedTuple):
     """A part of a message: "text" of system and user, "result" of a tool; of an assistant "reasoning"
-    (with its closing marker, where the model writes that), "content", "call" (one each) and "stop" (the
+    (with the markers around it that the model writes), "content", "call" (one each) and "stop" (the
     marker that opens the next turn). Characters start..end of the text, tokens first..last of the ids, both
     ends exclusive; without a tokenizer the latter are -1."""
 
@@ -156,12 +91,12 @@ def render_chat(
 
     What is learnt (loss_mask): of every assistant message that shows its own reasoning (behind the last user
     message; all of them if clear_thinking is false) what the model writes: reasoning and its end, content,
-    calls, and the marker of the next turn. `<|assistant|>` and the `<think>` or `</think>` of the prompt are
-    not written by the model.
+    calls, and the marker of the next turn. `<|assistant|>` and what the prompt with this enable_thinking has
+    behind it, such as `<think>`, are not written by the model.
 
-    Raises ChatError (ValueError) naming the message.
+    Raises ChatError (ValueError) naming the message or the tool.
     """
-    layout = _layout(variant)
+    layout = layout_of(variant)
     if reasoning_effort is not None and not (layout.effort and reasoning_effort in EFFORTS):
         known = (
             " or ".join(map(repr, EFFORTS))
@@ -170,7 +105,10 @@ def render_chat(
         )
         raise ValueError(f"reasoning_effort is {reasoning_effort!r}; use {known}")
     if not (clear_thinking or layout.keeps):
-        raise ValueError(f"clear_thinking is false; {variant} cannot keep earlier reasoning")
+        others = ", ".join(name for name, other in VARIANTS.items() if other.keeps)
+        raise ValueError(
+            f"clear_thinking is false; {variant} cannot keep earlier reasoning, {others} can"
+        )
     check(messages)
     if close and messages[-1]["role"] != "assistant":
         raise ChatError(
@@ -184,21 +122,8 @@ def render_chat(
         marker = "<|observation|>" if reply_of(messages[-1]).calls else "<|user|>"
         pieces += _template(marker, learnt=True, part=(len(messages) - 1, "stop", 0))
     elif add_generation_prompt:
-        pieces += _template("<|assistant|>" + _prompt(layout, enable_thinking))
+        pieces += _template("<|assistant|>" + layout.prompt(enable_thinking))
     return _rendered(pieces, tokenizer)
-
-
-def template(variant: str = "glm5") -> str:
-    """The layout as a Jinja template: chat_template.jinja of a checkpoint, with which transformers renders
-    the same text. It checks nothing, and the arguments of calls must be objects."""
-    layout = _layout(variant)
-    values = dataclasses.asdict(layout) | {
-        "on": _prompt(layout, enable_thinking=True),
-        "before_tools": _TOOLS,
-        "behind_tools": _CALLS + layout.line.join(_CALL),
-    }
-    head = (f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in values.items())
-    return "".join(head) + _TEMPLATE.read_text("utf-8")
 
 
 def check(messages: Sequence[Mapping]) -> None:
@@ -211,7 +136,7 @@ def check(messages: Sequence[Mapping]) -> None:
             raise ChatError(f"message {i} is {_shown(message)}; it must be an object with a role")
         role = message.get("role")
         if role not in ROLES:
-            raise ChatError(f"message {i} has role {role!r}; use one of {', '.join(ROLES)}")
+            raise ChatError(f"message {i} has role {_shown(role)}; use one of {', '.join(ROLES)}")
         _text_of(message, i)
         if role == "tool":
             if not calls:
@@ -225,24 +150,67 @@ def check(messages: Sequence[Mapping]) -> None:
             continue
         calls = None
         if role == "assistant":
-            calls = len(reply_of(message, i).calls) or None
+            written = [_written(name, given, i) for name, given in reply_of(message, i).calls]
+            calls = len(written) or None
         elif message.get("tool_calls"):
             raise ChatError(f"message {i} of role {role!r} has tool_calls; only an assistant calls")
 
 
 def reply_of(message: Mapping, i: int = 0) -> Parts:
     """The parts of an assistant's message. Reasoning stands in `reasoning_content`, or in the content
-    before `</think>`. ChatError if a call has no name, or arguments that are no object."""
+    before `</think>`; `lost_text` is what of that is neither. ChatError if a call has no name, or arguments
+    that are no object."""
     content, reasoning = _text_of(message, i), message.get("reasoning_content")
     if reasoning is not None and not isinstance(reasoning, str):
         raise ChatError(f"message {i} has reasoning_content {_shown(reasoning)}; it must be text")
     if reasoning is None and "</think>" in content:
-        reasoning = content.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
-        content = content.split("</think>")[-1].lstrip("\n")
+        (_, reasoning), (_, content) = _split(content)
     calls = message.get("tool_calls") or ()
     if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
         raise ChatError(f"message {i} has tool_calls {_shown(calls)}; it must be a list")
     return Parts(reasoning, content, tuple(_call(call, i) for call in calls))
+
+
+def lost_text(message: Mapping, i: int = 0) -> str:
+    """What no chat shows of an assistant's message, as in the published templates: of content that holds
+    reasoning, the text before its `<think>` and between its first and last `</think>`. Such a message is
+    whole with reasoning_content, which may be ""."""
+    content = _text_of(message, i)
+    if message.get("reasoning_content") is not None or "</think>" not in content:
+        return ""
+    (before, _), (between, _) = _split(content)
+    return before.strip() + between.strip()
+
+
+def _split(content: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """Lost text and reasoning, lost text and content."""
+    head, _, tail = content.partition("</think>")
+    before, _, reasoning = head.rstrip("\n").rpartition("<think>")
+    between, _, content = tail.rpartition("</think>")
+    return (before, reasoning.lstrip("\n")), (between, content.lstrip("\n"))
+
+
+def tool_function(tool: Mapping, i: int = 0) -> Mapping:
+    """The function of a tool in OpenAI's form, with its envelope or without: it has a name, and its
+    `parameters` and their `properties` are objects or missing. ChatError naming tool i and the fix."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
+    if not isinstance(function, Mapping):
+        raise ChatError(f"tool {i} is {_shown(tool)}; it must be an object with a function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ChatError(
+            f"tool {i} has no name; give functions in OpenAI's form, not {_shown(tool)}"
+        )
+    schema = function.get("parameters") or {}
+    if not isinstance(schema, Mapping):
+        raise ChatError(
+            f"tool {i}, {name!r}, has parameters {_shown(schema)}; they must be the schema of an object"
+        )
+    if not isinstance(schema.get("properties") or {}, Mapping):
+        raise ChatError(
+            f"tool {i}, {name!r}, has properties {_shown(schema['properties'])}; they must be an object"
+        )
+    return function
 
 
 def _call(call, i: int) -> tuple[str, dict]:
@@ -255,7 +223,7 @@ def _call(call, i: int) -> tuple[str, dict]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ChatError(
                 f"message {i} calls {name!r} with arguments that are no JSON: {error}"
             ) from None
@@ -265,6 +233,23 @@ def _call(call, i: int) -> tuple[str, dict]:
             f"message {i} calls {name!r} with {_shown(arguments)}; it must be an object"
         )
     return name, dict(arguments)
+
+
+def _written(name: str, arguments: Mapping, i: int) -> list[tuple[str, str]]:
+    """Arguments as a call shows them: text as it is, other values as JSON."""
+    return [
+        (key, value)
+        if isinstance(value, str)
+        else (key, _json(value, f"message {i} calls {name!r} with {key!r}"))
+        for key, value in arguments.items()
+    ]
+
+
+def _json(value, what: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ChatError(f"{what} that is no JSON: {error}") from None
 
 
 def _text_of(message: Mapping, i: int) -> str:
@@ -293,14 +278,11 @@ def _text_of(message: Mapping, i: int) -> str:
 
 
 def _shown(value) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _layout(variant: str) -> Variant:
-    if variant not in VARIANTS:
-        raise ValueError(f"unknown variant {variant!r}; use one of {', '.join(VARIANTS)}")
-    return VARIANTS[variant]
 
 
 def _pieces(
@@ -316,9 +298,9 @@ def _pieces(
     if layout.effort and enable_thinking:
         yield from _template(f"<|system|>Reasoning Effort: {(effort or 'max').capitalize()}")
     if tools:
-        yield from _template("<|system|>" + _TOOLS)
-        yield from (_text(f"{_tool(tool, layout)}\n") for tool in _offered(tools, layout))
-        yield from _template(_CALLS + layout.line.join(_CALL))
+        yield from _template("<|system|>" + BEFORE_TOOLS)
+        yield from (_text(f"{shown}\n") for shown in _offered(tools, layout))
+        yield from _template(layout.behind_tools)
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     last_user = users[-1] if users else -1
     learnt = False  # whether the message before is
@@ -353,18 +335,17 @@ def _assistant(
 ) -> Iterator[_Piece]:
     """A reply, behind its marker. own: whether it shows the reasoning that it was written with."""
     reply, line = reply_of(message, i), layout.line
-    reasoning, thinks = (i, "reasoning", 0), {"learnt": own, "part": (i, "reasoning", 0)}
-    if own and reply.reasoning:
-        text = reply.reasoning.strip() if layout.strips else reply.reasoning
-        yield from _template(f"{line}<think>")
-        yield _text(text, own, reasoning)
-        yield from _template("</think>", **thinks)
-    elif layout.empty == "always" or (
-        layout.empty == "last" and behind_last_user and enable_thinking
-    ):
-        yield from _template(f"{line}<think>")
-        # Behind a prompt that opens the thinking the model closes it itself.
-        yield from _template("</think>", **(thinks if enable_thinking else {}))
+    thinks = {"learnt": own, "part": (i, "reasoning", 0)}
+    shown = own and reply.reasoning or ""
+    text = shown.strip() if layout.strips else shown
+    empty = layout.empty == "last" and behind_last_user and enable_thinking
+    if shown or empty or layout.empty == "always":
+        # Behind a bare prompt the model opens its thinking itself, and a prompt without thinking closes it.
+        bare = not layout.prompt(enable_thinking)
+        yield from _template(f"{line}<think>", **(thinks if bare else {}))
+        if text:
+            yield _text(text, **thinks)
+        yield from _template("</think>", **(thinks if text or enable_thinking else {}))
     else:
         yield from _template("</think>")
     if content := reply.content.strip():
@@ -373,8 +354,7 @@ def _assistant(
         call = {"learnt": own, "part": (i, "call", number)}
         yield from _template(f"{line}<tool_call>", **call)
         yield _text(name + line, **call)
-        for key, value in arguments.items():
-            value = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in _written(name, arguments, i):
             for marker, text in (("arg_key", key), ("arg_value", value)):
                 yield from _template(f"<{marker}>", **call)
                 yield _text(text, **call)
@@ -382,27 +362,17 @@ def _assistant(
         yield from _template("</tool_call>", **call)
 
 
-def _prompt(layout: Variant, enable_thinking: bool) -> str:
-    """What the layout writes behind `<|assistant|>` for the model to go on from."""
-    if not enable_thinking:
-        return layout.off
-    return "" if layout.nothink else "<think>"
-
-
-def _offered(tools, layout: Variant) -> list[Mapping]:
-    """Tools that are shown; ValueError for what is no tool."""
+def _offered(tools, layout: Variant) -> Iterator[str]:
+    """Tools as they are shown."""
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ChatError(f"tools is {_shown(tools)}; it must be a list")
     for i, tool in enumerate(tools):
-        if not isinstance(tool, Mapping):
-            raise ValueError(f"tool {i} is {_shown(tool)}; it must be an object")
-    inner = [tool.get("function", tool) for tool in tools]
-    return [t for t, f in zip(tools, inner) if not (layout.unwraps and f.get("defer_loading"))]
-
-
-def _tool(tool: Mapping, layout: Variant) -> str:
-    if layout.unwraps:
-        function = tool.get("function", tool)
-        tool = {k: v for k, v in function.items() if k not in ("defer_loading", "strict")}
-    return json.dumps(tool, ensure_ascii=False)
+        function = tool_function(tool, i)
+        if layout.unwraps:
+            if function.get("defer_loading"):
+                continue
+            tool = {k: v for k, v in function.items() if k not in ("defer_loading", "strict")}
+        yield _json(tool, f"tool {i}, {function['name']!r}, has a definition")
 
 
 def _template(text: str, learnt: bool = False, part=None) -> Iterator[_Piece]:

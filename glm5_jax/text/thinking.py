@@ -1,8 +1,14 @@
 """Three ways to think in a conversation (GLM-5 3.1), as what a request asks for and what is trained.
 
 - interleaved: before every reply and every call; kept within a user's turn, gone in the next;
-- preserved: likewise, and kept for good: a conversation's tokens only grow;
+- preserved: likewise, and kept for good: with the same options, tokens once laid out stay as they are
+  and what follows goes behind them;
 - turn_level: each turn with or without, as its request says.
+
+Exceptions to preserved: in glm5.1 the `<think></think>` of a reply without reasoning (missing or "") becomes
+`</think>` with the next user. And a reply is laid out as its prompt and what the model wrote behind it, but
+for blanks around content and reasoning (of the latter glm5.2 keeps those that a message has), the spelling of
+JSON, and thinking that was closed at once (reasoning missing or ""), which glm5 lays out as `</think>`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,8 +60,10 @@ def request(mode: str, think: bool = True) -> dict[str, bool]:
 
 def samples(messages: Sequence[Mapping], mode: str) -> list[Sample]:
     """What a conversation trains. Of preserved thinking it is one sample; otherwise one for every user's
-    turn that is answered, as the model saw it then: with its own reasoning and none before. A turn of
-    turn_level is one with thinking if any of its replies thinks.
+    turn that is answered, as the model saw it then: with its own reasoning and none before. In every mode a
+    sample is one with thinking if any reply that it learns shows reasoning, else one without, as if asked so:
+    the prompt of the variant then begins it. Among replies that do, one without reasoning is laid out as the
+    variant does it.
 
     ChatError for what `render_chat` refuses, or if nothing is answered.
     """
@@ -66,16 +74,14 @@ def samples(messages: Sequence[Mapping], mode: str) -> list[Sample]:
         raise ChatError(
             "no message is an assistant's; a conversation without a reply trains nothing"
         )
-    if mode == "preserved":
-        return [Sample(tuple(messages[: replies[-1] + 1]), True, False)]
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
-    bounds = [0, *users, len(messages)]
+    bounds = [0, len(messages)] if mode == "preserved" else [0, *users, len(messages)]
     found = []
     for start, end in zip(bounds, bounds[1:]):
         own = [i for i in replies if start <= i < end]
         if own:
-            thinks = mode != "turn_level" or any(reply_of(messages[i], i).reasoning for i in own)
-            found.append(Sample(tuple(messages[: own[-1] + 1]), thinks, True))
+            thinks = any(reply_of(messages[i], i).reasoning for i in own)
+            found.append(Sample(tuple(messages[: own[-1] + 1]), thinks, mode != "preserved"))
     return found
 
 

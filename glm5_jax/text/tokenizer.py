@@ -15,6 +15,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from glm5_jax.text import layouts
+
 # In the order of their ids, the last ids of the vocabulary (154820... in the released models).
 SPECIAL_TOKENS = (
     "<|endoftext|>",
@@ -75,6 +77,8 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_BYTES = 256
+# Texts that a normalizer, or a blank put before a word, would change.
+_PROBES = ("A.\u00e9e\u0301\ufb01\u200b  \t\x01\r\n1", " a ")
 _TEMPLATE = "chat_template.jinja"
 DEFAULT_PATH = pathlib.Path(__file__).parents[1] / "data" / "assets" / "tokenizer.json"
 
@@ -99,7 +103,8 @@ class Tokenizer:
         tokenizer_config.json and the text of its chat_template.jinja.
 
         Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`,
-        or numbers its special tokens in a way that `tokenizers` would not keep.
+        changes texts (normalizer, add_prefix_space), or numbers its special tokens in a way that
+        `tokenizers` would not keep.
         """
         self._definition, self.chat_template = definition, chat_template
         try:
@@ -143,6 +148,13 @@ class Tokenizer:
                 self._bytes[token_id] = token.encode()
             else:
                 self._bytes[token_id] = bytes(byte_of[letter] for letter in token)
+        for probe in _PROBES:
+            ids = self._plain.encode(probe, add_special_tokens=False).ids
+            if (read := self.decode(ids)) != probe:
+                raise ValueError(
+                    f"the tokenizer reads {probe!a} as {read!a}; only one that keeps every text as it is can "
+                    "be used: take the normalizer and add_prefix_space out of its definition"
+                )
 
         eos, pad = (_token_name(self._config, kind) for kind in ("eos_token", "pad_token"))
         stops = STOP_TOKENS if END_OF_DOCUMENT in self.special_ids else (eos,)
@@ -241,9 +253,7 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(config, "utf-8")
         template = self.chat_template
         if template is None and set(SPECIAL_TOKENS) <= set(self.special_ids):
-            from glm5_jax.text import chat  # which needs this module
-
-            template = chat.template()
+            template = layouts.template()
         if template is not None:
             (folder / _TEMPLATE).write_text(template, "utf-8")
 
@@ -272,21 +282,14 @@ class Tokenizer:
         model's vocabulary, raises ValueError, or becomes U+FFFD too with errors="replace".
         """
         special = set(self.special_ids.values()) if skip_special else ()
-        pieces = []
-        for token_id in map(int, ids):
-            if token_id in special:
-                continue
-            try:
-                pieces.append(self.bytes_of(token_id))
-            except ValueError:
-                if errors == "strict":
-                    raise
-                pieces.append("\ufffd".encode())
+        pieces = [self.bytes_of(i, errors=errors) for i in map(int, ids) if i not in special]
         return b"".join(pieces).decode("utf-8", errors="replace")
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """What a token stands for; a special one for its name. ValueError for an id without a token."""
+    def bytes_of(self, token_id: int, *, errors: str = "strict") -> bytes:
+        """What a token stands for; a special one for its name. An id without a token is as in `decode`."""
         if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
+            if errors == "replace":
+                return "\ufffd".encode()
             raise ValueError(f"id {token_id} is no token; the ids are 0..{self.vocab_size - 1}")
         return self._bytes[token_id]
 
@@ -300,13 +303,14 @@ class Tokenizer:
 class Detokenizer:
     """Text of ids as they come, of whole characters alone: what `Tokenizer.decode` gives for all of them."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, errors: str = "strict"):
+        self._tokenizer, self._errors = tokenizer, errors
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The characters that are whole with these ids. ValueError for an id without a token."""
-        return "".join(self._decoder.decode(self._tokenizer.bytes_of(token)) for token in ids)
+        """The characters that are whole with these ids. An id without a token is as in `Tokenizer.decode`."""
+        found = (self._tokenizer.bytes_of(token, errors=self._errors) for token in ids)
+        return "".join(map(self._decoder.decode, found))
 
     def close(self) -> str:
         """What is left, U+FFFD for a character cut in two; the next ids begin anew."""

@@ -9,8 +9,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import glm5_jax as glm
-from glm5_jax.text import chat
-from glm5_jax.text.chat import VARIANTS, ChatError, render_chat
+from glm5_jax.text import layouts
+from glm5_jax.text.chat import ChatError, lost_text, render_chat, reply_of, tool_function
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.contracts.source_tree import ROOT
 
@@ -151,6 +152,50 @@ def test_a_lone_end_of_thinking_belongs_to_the_prompt():
         assert learnt(reply) == own
 
 
+REPLIES = [
+    {"content": "Yo"},
+    {"content": "Yo", "reasoning_content": ""},
+    {"content": "Yo", "reasoning_content": " \n"},
+    {"content": " Yo\n", "reasoning_content": " so "},
+    {"content": "<think>so</think>Yo"},
+    {"reasoning_content": "so", "tool_calls": [call(city="Köln")] * 2},
+    {"tool_calls": [call()]},
+]
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_model_learns_what_stands_behind_its_prompt(variant, thinking):
+    """Of each reply of the turn that ids of, and of nothing else, wherever its prompt begins the sample."""
+    options = {"variant": variant, "enable_thinking": thinking}
+    replies = [{"role": "assistant"} | reply for reply in REPLIES]
+    chats = [[*before, ASKED, reply] for before in ([], CHAT[:-1]) for reply in replies]
+    chats += [[ASKED, first, RESULT, reply] for first in replies[-2:] for reply in replies]
+    seen = 0
+    for messages in chats:
+        whole = render_chat(messages, TOKENIZER, close=True, **options)
+        last_user = max(i for i, m in enumerate(messages) if m["role"] == "user")
+        mask, begins = [False] * len(whole.ids), True
+        for i in range(last_user + 1, len(messages)):
+            if messages[i]["role"] == "assistant":
+                prompt = render_chat(messages[:i], TOKENIZER, **options).ids
+                so_far = render_chat(messages[: i + 1], TOKENIZER, close=True, **options).ids
+                begins = begins and whole.ids[: len(prompt)] == prompt
+                mask[len(prompt) : len(so_far)] = [True] * (len(so_far) - len(prompt))
+        if begins:
+            seen += 1
+            assert whole.loss_mask == mask, messages
+    assert seen >= 8
+
+
+def test_behind_a_bare_prompt_the_model_learns_to_begin_its_thinking():
+    told = render_chat([ASKED, TOLD], TOKENIZER, variant="glm4.5", close=True)
+    assert learnt(told) == "\n<think>Rain it is.</think>\nIt rains.<|user|>"
+    # All of that belongs to the message, so that a mistake can be taken out of the loss.
+    inside = [i for s in told.spans if s.message == 1 for i in range(s.first, s.last)]
+    assert inside == [i for i, m in enumerate(told.loss_mask) if m]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parts_of_messages_are_found_in_text_and_ids(variant):
     rendered = render_chat(CHAT, TOKENIZER, tools=[WEATHER], variant=variant)
@@ -230,6 +275,8 @@ class Chats:
             message["reasoning_content"] = self.text()
         elif self.random.random() < 0.3:
             message["content"] = f"<think>{self.text()}</think>{self.text()}"
+            if self.random.random() < 0.3:
+                message["content"] = f"{self.text()}{message['content']}</think>{self.text()}"
         count = self.random.randrange(3)
         if count:
             message["tool_calls"] = [self.call(i) for i in range(count)]
@@ -243,7 +290,9 @@ class Chats:
 
     def tools(self):
         deferred = {"function": {"name": "g", "defer_loading": True}}
-        return self.random.choice([None, [WEATHER], [WEATHER, deferred, {"name": self.text()}]])
+        return self.random.choice(
+            [None, [WEATHER], [WEATHER, deferred, {"name": "n" + self.text()}]]
+        )
 
 
 def as_transformers_compiles(text) -> jinja2.Template:
@@ -257,7 +306,7 @@ def as_transformers_compiles(text) -> jinja2.Template:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_exported_template_renders_the_same_text(variant):
-    compiled, chats = as_transformers_compiles(chat.template(variant)), Chats(seed=variant)
+    compiled, chats = as_transformers_compiles(layouts.template(variant)), Chats(seed=variant)
     for _ in range(1000):
         messages, tools = chats.messages(), chats.tools()
         options = {
@@ -272,7 +321,7 @@ def test_the_exported_template_renders_the_same_text(variant):
 def test_a_saved_tokenizer_has_the_template(tmp_path):
     TOKENIZER.save(tmp_path / "new")
     saved = (tmp_path / "new" / "chat_template.jinja").read_text("utf-8")
-    assert saved == chat.template("glm5")
+    assert saved == layouts.template("glm5")
     # One that came with its own keeps it.
     (tmp_path / "new" / "chat_template.jinja").write_text("mine", "utf-8")
     Tokenizer.load(tmp_path / "new").save(tmp_path / "kept")
@@ -280,7 +329,7 @@ def test_a_saved_tokenizer_has_the_template(tmp_path):
 
 
 def test_the_template_has_defaults():
-    text = as_transformers_compiles(chat.template()).render(
+    text = as_transformers_compiles(layouts.template()).render(
         messages=CHAT, add_generation_prompt=True
     )
     assert text == render_chat(CHAT).text
@@ -296,6 +345,12 @@ def test_ids_are_those_of_the_text(variant):
         messages, tools = json.loads(made.replace("<", "("))
         rendered = render_chat(messages, TOKENIZER, tools=tools, variant=variant)
         assert rendered.ids == TOKENIZER.encode(rendered.text, parse_special=True)
+
+
+DEEP = "[" * 100_000
+NESTED: list = []
+for _ in range(5000):
+    NESTED = [NESTED]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +376,20 @@ def test_ids_are_those_of_the_text(variant):
             "message 0 calls 'f' with arguments that are no JSON",
         ),
         (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": ' + DEEP}]}],
+            "message 0 calls 'f' with arguments that are no JSON: maximum recursion depth",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": NESTED}}]}],
+            "message 0 calls 'f' with 'a' that is no JSON: maximum recursion depth",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": {1}}}]}],
+            "message 0 calls 'f' with 'a' that is no JSON: Object of type set",
+        ),
+        ([{"role": "user", "content": {"a": NESTED}}], "content a deeply nested dict; it must be"),
+        ([{"role": NESTED}], "message 0 has role a deeply nested list"),
+        (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}],
             "message 0 calls 'f' with [1]; it must be an object",
         ),
@@ -339,12 +408,63 @@ def test_wrong_options_are_named():
         render_chat(CHAT, reasoning_effort="high")
     with pytest.raises(ValueError, match="reasoning_effort is 'low'; use 'high' or 'max'"):
         render_chat(CHAT, reasoning_effort="low", variant="glm5.2")
-    with pytest.raises(ValueError, match="clear_thinking is false; glm4.5 cannot keep"):
+    with pytest.raises(ValueError, match="glm4.5 cannot keep .* glm5, glm5.1, glm5.2 can"):
         render_chat(CHAT, clear_thinking=False, variant="glm4.5")
     with pytest.raises(ValueError, match="tool 0 is 'f'; it must be an object"):
         render_chat(CHAT, tools=["f"])
     with pytest.raises(ValueError, match="lone surrogate"):
         render_chat([{"role": "user", "content": "\ud800"}], TOKENIZER)
+
+
+@pytest.mark.parametrize("variant", ["glm5", "glm5.2"])
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ({"type": "function", "function": None}, "tool 1 is {'type': 'function', 'function': None}"),
+        ({"type": "function", "function": {}}, "tool 1 has no name; give functions in OpenAI's form"),
+        ({"type": "web_search"}, "tool 1 has no name; .* not {'type': 'web_search'}"),
+        ({"name": ["f"]}, "tool 1 has no name"),
+        ({"name": "f", "parameters": True}, "tool 1, 'f', has parameters True; they must be the schema"),
+        ({"name": "f", "parameters": {"properties": ["a"]}}, r"has properties \['a'\]; they must be an"),
+        ({"name": "f", "parameters": {"a": NESTED}}, "tool 1, 'f', has a definition that is no JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tool_is_named(tool, said, variant):
+    with pytest.raises(ChatError, match=said):
+        render_chat(CHAT, tools=[WEATHER, tool], variant=variant)
+    if "definition" not in said:
+        with pytest.raises(ChatError, match=said):
+            tool_function(tool, 1)
+
+
+def test_a_tool_is_its_function():
+    assert tool_function(WEATHER) == tool_function(WEATHER["function"]) == WEATHER["function"]
+    loose = {"name": "f", "parameters": {"properties": {"a": True}}}
+    assert tool_function(loose) == loose and tool_function({"name": "f", "parameters": None})
+    for tools in (WEATHER, "f", 7):
+        with pytest.raises(ChatError, match="tools is .*; it must be a list"):
+            render_chat(CHAT, tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts", "lost"),
+    [
+        ("<think>so</think>Yo", ("so", "Yo"), ""),
+        ("\n<think>\nso\n</think>\n\nYo", ("so", "Yo"), ""),
+        ("so</think>Yo", ("so", "Yo"), ""),
+        ("Well. <think>so</think>Yo", ("so", "Yo"), "Well."),
+        ("<think>a</think>b</think>c", ("a", "c"), "b"),
+        ("a<think>b</think>c<think>d</think>e", ("b", "e"), "ac<think>d"),
+        ("<think>no end", (None, "<think>no end"), ""),
+    ],
+)
+def test_text_that_the_templates_leave_out_is_found(content, parts, lost):
+    message = {"role": "assistant", "content": content}
+    assert reply_of(message)[:2] == parts and lost_text(message) == lost
+    # Where the reasoning is said, whatever the content holds is content.
+    said = message | {"reasoning_content": ""}
+    assert reply_of(said)[:2] == ("", content) and lost_text(said) == ""
+    assert render_chat([said], add_generation_prompt=False).text.endswith(content.strip())
 
 
 def test_arguments_may_be_json_or_missing():
@@ -365,9 +485,9 @@ def test_two_megabytes_take_a_moment():
     assert len(rendered.text) > 2_000_000 and time.perf_counter() - began < 30
 
 
-@pytest.mark.parametrize("variant", ["glm5", "glm5.1", "glm4.5"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_an_independent_renderer_gives_the_same(variant):
-    """tests/goldens/make_chats.py: the package `renderers`."""
+    """tests/goldens/make_chats.py: the package `renderers`; what it has not is said there."""
     cases = json.loads((ROOT / "tests" / "goldens" / "chats.json").read_text("utf-8"))
     cases = [case for case in cases if case["variant"] == variant]
     assert len(cases) >= 20

@@ -3,6 +3,7 @@
 import pytest
 
 from glm5_jax.text.chat import ChatError, render_chat
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES, request, samples
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -75,21 +76,37 @@ def test_a_sample_that_ends_with_a_call_stops_for_its_result():
     assert learnt(sample.render(TOKENIZER)).endswith("</tool_call><|observation|>")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sample_begins_with_the_prompt_that_the_model_saw(mode):
+@pytest.mark.parametrize(
+    ("mode", "variant"),
+    [(m, v) for m in MODES for v in VARIANTS if m != "preserved" or VARIANTS[v].keeps],
+)
+def test_a_sample_begins_with_the_prompt_that_the_model_saw(mode, variant):
     """Up to its last reply; what it then wrote is all that is learnt behind it."""
-    for sample in samples(CHAT, mode):
-        options = {
-            "enable_thinking": sample.enable_thinking,
-            "clear_thinking": sample.clear_thinking,
-        }
-        thinks = sample.messages[-1]["reasoning_content"] is not None
-        prompt = render_chat(
-            sample.messages[:-1], TOKENIZER, **options | {"enable_thinking": thinks}
-        )
-        whole = sample.render(TOKENIZER)
-        assert whole.ids[: len(prompt.ids)] == prompt.ids
-        assert all(whole.loss_mask[len(prompt.ids) :])
+    silent = [user("One?"), reply("a1"), user("Two?"), reply("", None, "look"), RESULT, reply("a2")]
+    empty = [user("One?"), reply("a1", "")]
+    inline = [user("One?"), reply("<think>r1</think>a1")]
+    for chat in (CHAT, silent, empty, inline, [user("One?"), reply("a1", " \n")]):
+        for sample in samples(chat, mode):
+            options = {
+                "enable_thinking": sample.enable_thinking,
+                "clear_thinking": sample.clear_thinking,
+                "variant": variant,
+            }
+            prompt = render_chat(sample.messages[:-1], TOKENIZER, **options)
+            whole = sample.render(TOKENIZER, variant=variant)
+            assert whole.ids[: len(prompt.ids)] == prompt.ids
+            assert all(whole.loss_mask[len(prompt.ids) :])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_reasoning_a_sample_is_one_without_thinking(mode):
+    """So no model learns to close thinking that it was asked for."""
+    [sample] = samples([user("One?"), reply("a1", "")], mode)
+    assert not sample.enable_thinking
+    for variant in ("glm5", "glm5.1", "glm5.2"):
+        assert learnt(sample.render(TOKENIZER, variant=variant)) == "a1<|user|>"
+    asked = [s.enable_thinking for s in samples(CHAT, mode)]
+    assert asked == ([True] if mode == "preserved" else [True, False, True])
 
 
 def test_only_preserved_thinking_leaves_earlier_tokens_as_they_are():
@@ -108,6 +125,44 @@ def test_only_preserved_thinking_leaves_earlier_tokens_as_they_are():
     assert (one, two) == (whole, longer) and two > one
     (one, whole), _ = shared("interleaved")
     assert one < whole
+
+
+SAID = [
+    user("One?"),
+    reply("a1"),
+    user("Two?"),
+    reply(" a2 ", " \n"),
+    user("Three?"),
+    reply("", " r3 ", "look"),
+    RESULT,
+    reply("a3", ""),
+    user("Four?"),
+    reply("a4", "r4"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "rewritten", "closed_at_once"),
+    [("glm5", [], [1, 7]), ("glm5.1", [2, 8], []), ("glm5.2", [], [])],
+)
+def test_where_preserved_tokens_do_not_only_grow(variant, rewritten, closed_at_once):
+    """By message: those that change what stood before them, and replies that their prompt does not begin."""
+
+    def ids(end, prompt=False):
+        options = {"clear_thinking": False, "add_generation_prompt": prompt, "variant": variant}
+        return render_chat(SAID[:end], TOKENIZER, **options).ids
+
+    def begins(a, b):
+        return b[: len(a)] == a
+
+    later = range(1, len(SAID))
+    assert [i for i in later if not begins(ids(i), ids(i + 1))] == rewritten
+    replies = [i for i in later if SAID[i]["role"] == "assistant"]
+    assert [i for i in replies if not begins(ids(i, True), ids(i + 1))] == closed_at_once
+    # Blanks of a message's reasoning stay in glm5.2 alone; those around content in none.
+    text = TOKENIZER.decode(ids(len(SAID)))
+    kept = variant == "glm5.2"
+    assert ("<think> \n</think>a2<|user|>" in text, "<think> r3 </think>" in text) == (kept, kept)
 
 
 def test_modes_mix_in_one_conversation():

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given, strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from glm5_jax.text.tokenizer import CONFIG, SPECIAL_TOKENS, Tokenizer
+from glm5_jax.text.tokenizer import CONFIG, DEFAULT_PATH, SPECIAL_TOKENS, Tokenizer
 
 DEFAULT = Tokenizer.default()
 TEXTS = ["the cat sat on the mat", "the dog and the cat", "mit der Katze, ä 你好"] * 3
@@ -62,6 +62,36 @@ def test_a_lone_surrogate_is_refused_with_its_place():
 def test_a_character_cut_in_two_decodes_to_the_replacement_character():
     ids = DEFAULT.encode("你")
     assert len(ids) == 3 and DEFAULT.decode(ids[:2]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def _changed(**parts) -> str:
+    """The shipped definition with other parts."""
+    content = json.loads(DEFAULT_PATH.read_text())
+    for name, part in parts.items():
+        content[name] = part
+    return json.dumps(content)
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SPACES = {"type": "WhitespaceSplit"}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": BYTES | {"add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [SPACES, BYTES]}},
+        {"normalizer": {"type": "Prepend", "prepend": "_"}},
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}},
+        *({"normalizer": {"type": t}} for t in ("NFC", "NFD", "NFKC", "Lowercase", "StripAccents")),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_changes_texts_is_refused(parts):
+    """Its ids would stand for other bytes than the text has, and what of a chat is learnt is told by bytes."""
+    with pytest.raises(ValueError, match="the tokenizer reads '.*' as '.*'; only one that keeps"):
+        Tokenizer(_changed(**parts))
+    Tokenizer(_changed(pre_tokenizer=BYTES))
 
 
 @pytest.mark.parametrize("token_id", [-1, 2048])
