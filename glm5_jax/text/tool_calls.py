@@ -6,15 +6,23 @@ whatever spells one.
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jsonschema
+
+from glm5_jax.text.chat import tool_function
 from glm5_jax.text.tokenizer import STOP_TOKENS, Detokenizer, Tokenizer
 
 _CALL_MARKERS = ("tool_call", "arg_key", "arg_value")
 MARKERS = ("<think>", "</think>", *(f"<{e}{m}>" for m in _CALL_MARKERS for e in ("", "/")))
 _KNOWN = re.compile("|".join(map(re.escape, (*MARKERS, *STOP_TOKENS))))
+# A pattern can take for ever on what a model wrote, and no text depends on one. The registry is that of
+# the schemas' own drafts: what else a `$ref` names is not fetched.
+_Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": None})
+_REGISTRY = jsonschema.validators.SPECIFICATIONS
 
 
 class ToolCall(NamedTuple):
@@ -61,9 +69,10 @@ def parse_reply(
 class ReplyParser:
     """Takes a reply apart while it comes: `feed` what is new, `close` at the end.
 
-    tools: function definitions in OpenAI's form. A value is JSON unless its schema says string; what is no
-    JSON stays text. With tools, a call of another name has a problem. thinking: whether the prompt opened
-    the thinking.
+    tools: function definitions in OpenAI's form. A value is text if its schema says string, or allows one and
+    not what the text is as JSON; otherwise JSON, and what is no JSON stays text. With tools, a call of another
+    name has a problem. thinking: whether the prompt opened the thinking. An id without a token is U+FFFD.
+    ChatError for what is no tool.
     """
 
     def __init__(
@@ -73,17 +82,19 @@ class ReplyParser:
         tokenizer: Tokenizer | None = None,
         thinking: bool = True,
     ):
-        self._schemas = None if tools is None else dict(map(_schema_of, tools))
+        functions = [tool_function(tool, i) for i, tool in enumerate(tools or ())]
+        self._schemas = {f["name"]: f.get("parameters") or {} for f in functions}
+        self._any_name = tools is None
         self._tokenizer = tokenizer
         self._names = {}
         if tokenizer is not None:
             known = {*MARKERS, *STOP_TOKENS}
             self._names = {i: name for name, i in tokenizer.special_ids.items() if name in known}
-            self._bytes = Detokenizer(tokenizer)
+            self._bytes = Detokenizer(tokenizer, errors="replace")
         self._held = ""  # text that may be the beginning of a marker
         self._state = "reasoning" if thinking else "content"
         self._text = {"reasoning": [], "content": []}
-        self._blank = {"reasoning": "", "content": ""}  # behind it, if more follows
+        self._blank = {"reasoning": [], "content": []}  # behind it, if more follows
         self._calls: list[ToolCall] = []
         self._call: _Call | None = None
         self._stopped_by: str | None = None
@@ -169,15 +180,17 @@ class ReplyParser:
         part = self._state
         if not self._text[part]:
             text = text.lstrip()
-        text = self._blank[part] + text
         kept = text.rstrip()
-        self._blank[part] = text[len(kept) :]
-        if kept:
-            self._text[part].append(kept)
-            self._deltas.append(Delta(part, kept))
+        if not kept:
+            self._blank[part].append(text)
+            return
+        shown = "".join((*self._blank[part], kept))
+        self._blank[part] = [text[len(kept) :]]
+        self._text[part].append(shown)
+        self._deltas.append(Delta(part, shown))
 
     def _end_call(self) -> None:
-        call = self._call.read(self._schemas)
+        call = self._call.read(self._schemas, self._any_name)
         self._call = None
         self._calls.append(call)
         self._deltas.append(Delta("call", call=call))
@@ -188,18 +201,18 @@ class _Call:
     """A call that is being written. place: "name", "key", "value", or behind one of the latter."""
 
     place: str = "name"
-    name: str = ""
-    key: str = ""
-    value: str = ""
+    written: dict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: {"name": [], "key": [], "value": []}
+    )
     values: dict[str, str] = dataclasses.field(default_factory=dict)
     problem: str | None = None
-    text: str = ""
+    text: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, problem: str) -> None:
         self.problem = self.problem or problem
 
     def marker(self, name: str) -> None:
-        self.text += name
+        self.text.append(name)
         moves = {
             ("name", "<arg_key>"): "key",
             ("behind a value", "<arg_key>"): "key",
@@ -210,60 +223,71 @@ class _Call:
         to = moves.get((self.place, name))
         if to is None:
             if self.place in ("key", "value"):
-                self._add(name)
+                self.written[self.place].append(name)
             else:
                 self.fail(f"{name} stands {_where(self.place)}")
             return
-        if to == "key":
-            self.key = ""
-        elif to == "value":
-            self.value = ""
+        if to in self.written:
+            self.written[to] = []
         elif to == "behind a value":
-            key = self.key.strip()
+            key = self._of("key").strip()
             if key in self.values:
                 self.fail(f"the argument {key!r} is given twice")
-            self.values[key] = self.value
+            self.values[key] = self._of("value")
         self.place = to
 
     def plain(self, text: str) -> None:
-        self.text += text
-        if self.place == "name":
-            self.name += text
-        elif self.place in ("key", "value"):
-            self._add(text)
+        self.text.append(text)
+        if self.place in self.written:
+            self.written[self.place].append(text)
         elif text.strip():
             self.fail(f"text stands {_where(self.place)}")
 
-    def _add(self, text: str) -> None:
-        setattr(self, self.place, getattr(self, self.place) + text)
+    def _of(self, place: str) -> str:
+        return "".join(self.written[place])
 
-    def read(self, schemas: Mapping[str, Mapping] | None) -> ToolCall:
-        name = self.name.strip()
+    def read(self, schemas: Mapping[str, Mapping], any_name: bool) -> ToolCall:
+        name = self._of("name").strip()
         if not name:
             self.fail("the call names no function")
         if self.place not in ("name", "behind a value"):
             self.fail(f"the call ends {_where(self.place)}")
-        if schemas is not None and name and name not in schemas:
+        if name and not (any_name or name in schemas):
             self.fail(f"no tool is named {name!r}; there are {', '.join(schemas) or 'none'}")
-        properties = ((schemas or {}).get(name) or {}).get("properties") or {}
-        arguments = {k: _value(text, properties.get(k)) for k, text in self.values.items()}
-        return ToolCall(name, arguments, self.problem, self.text)
+        schema = schemas.get(name, {})
+        arguments = {key: _value(text, key, schema) for key, text in self.values.items()}
+        return ToolCall(name, arguments, self.problem, "".join(self.text))
 
 
 def _where(place: str) -> str:
     return place if place.startswith("behind") else f"inside the {place}"
 
 
-def _schema_of(tool: Mapping) -> tuple[str, Mapping]:
-    function = tool.get("function", tool)
-    return function["name"], function.get("parameters") or {}
-
-
-def _value(text: str, schema: Mapping | None):
-    """What was written: text if the schema says so, otherwise JSON if it is any."""
-    if schema is not None and schema.get("type") == "string":
+def _value(text: str, key: str, parameters: Mapping):
+    """What was written as an argument of a function with these parameters."""
+    schema = (parameters.get("properties") or {}).get(key)
+    named = schema.get("type") if isinstance(schema, Mapping) else None
+    if named == "string":
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
         return text
+    if schema is None:
+        return value
+    try:
+        allows = _Validator(parameters, registry=_REGISTRY).evolve(schema=schema).is_valid
+        # A string is written as it is, so JSON of one is its text where that may stand.
+        if allows(value) and not (isinstance(value, str) and allows(text)):
+            return value
+        return text if isinstance(named, list) and "string" in named or allows(text) else value
+    except Exception:  # a schema can be broken in as many ways as it has words
+        return value
+
+
+def _finite(text: str) -> float:
+    """A number of JSON, which has no NaN and no infinity."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no JSON")
+    return value

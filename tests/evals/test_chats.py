@@ -6,9 +6,12 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.core.tree import flatten, unflatten
-from glm5_jax.evals.chats import Request, ask
+from glm5_jax.evals.chats import Answer, Request, ask
 from glm5_jax.model import glm5
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tool_calls import parse_reply
 
 TOKENIZER = Tokenizer.default()
 CFG = presets.tiny()
@@ -65,7 +68,8 @@ def test_replies_come_apart_and_in_order(params):
         "content": "z",
         "reasoning_content": "xy",
     }
-    assert answers[1].message == {"role": "assistant", "content": "z"}
+    silent = {"role": "assistant", "content": "z", "reasoning_content": ""}
+    assert answers[1].message == silent
 
 
 def test_a_reply_that_is_cut_off_is_reasoning_so_far(params):
@@ -81,6 +85,36 @@ def test_what_the_model_said_goes_into_the_next_prompt(params):
     prompt = Request(messages, clear_thinking=False).prompt(TOKENIZER)
     told = answer.prompt + answer.ids
     assert prompt[: len(told)] == told
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "names"),
+    [
+        ("Close it with </think> so.", "Close it with </think> so.", []),
+        ("<think>a</think>b</think>c", "b</think>c", []),
+        ("So <tool_call></tool_call>", "So<tool_call></tool_call>", []),
+        (
+            "So<tool_call><arg_key>a</arg_key><arg_value>1",
+            "So<tool_call><arg_key>a</arg_key><arg_value>1</tool_call>",
+            [],
+        ),
+        (
+            "<tool_call>f<arg_key>a</arg_key><arg_value>NaN</arg_value></tool_call><tool_call></tool_call>",
+            "<tool_call></tool_call>",
+            ["f"],
+        ),
+    ],
+)
+def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
+    reply = parse_reply(written, thinking=False)
+    message = Answer([], [], 0, reply, 0.0).message
+    assert [call["name"] for call in message.get("tool_calls", [])] == names
+    asked = {"role": "user", "content": "q"}
+    for variant in VARIANTS:
+        rendered = render_chat([asked, message, asked], TOKENIZER, variant=variant)
+        [span] = [s for s in rendered.spans if (s.message, s.part) == (1, "content")]
+        assert rendered.text[span.start : span.end].strip() == content
+        assert rendered.ids.count(TOKENIZER.special_ids["<tool_call>"]) == len(names)
 
 
 def test_too_long_a_prompt_is_named(params):

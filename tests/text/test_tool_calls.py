@@ -1,12 +1,14 @@
 """Replies taken apart: the same parts however the stream is cut, and a problem named for every call that is broken."""
 
+import http.server
 import random
+import threading
 import time
 
 import pytest
 
 import glm5_jax as glm
-from glm5_jax.text.chat import render_chat
+from glm5_jax.text.chat import ChatError, render_chat
 from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
 from glm5_jax.text.tool_calls import Reply, ReplyParser, ToolCall, parse_reply
 
@@ -103,6 +105,130 @@ def test_a_value_may_hold_what_looks_like_a_marker():
     }
 
 
+def argument(text, schema=None, parameters=None):
+    """What `text` is read as for an argument of this schema."""
+    own = {"type": "object", "properties": {} if schema is None else {"a": schema}}
+    tools = [{"name": "f", "parameters": own | (parameters or {})}]
+    written = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+    [call] = parse_reply(written, tools, thinking=False).tool_calls
+    assert call.problem is None
+    return call.arguments["a"]
+
+
+OR_NULL = {"type": ["string", "null"]}
+ANY_OF = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFINED = {"$defs": {"Choice": {"enum": ["1", "2"]}, "Loop": {"$ref": "#/$defs/Loop"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "null", "null"),
+        ({"type": "string"}, '"x"', '"x"'),
+        ({"type": "string", "enum": ["1"]}, "3", "3"),
+        (OR_NULL, "123", "123"),
+        (OR_NULL, '"x"', '"x"'),
+        (OR_NULL, "null", None),
+        (OR_NULL | {"minLength": 5}, "123", "123"),
+        (ANY_OF, "123", "123"),
+        (ANY_OF, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": ["1", "2"]}, '"1"', "1"),
+        ({"enum": ["1", None]}, "null", None),
+        ({"enum": ["1", 1]}, "1", 1),
+        ({"const": "1"}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}, '["b"]', ["b"]),
+        ({"anyOf": [{"$ref": "#/$defs/Choice"}, {"type": "null"}]}, "2", "2"),
+        ({"anyOf": [{"$ref": "#/$defs/Choice"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "integer"]}, "123", 123),
+        ({"type": "integer"}, "abc", "abc"),
+        ({"type": "integer"}, "1.5", 1.5),
+        (True, "5", 5),
+        ({"description": "anything"}, "[1]", [1]),
+        (None, "5", 5),
+        (None, '"x"', "x"),
+        (None, "NaN", "NaN"),
+        (None, "[-Infinity]", "[-Infinity]"),
+        (None, "1e400", "1e400"),
+        (None, "[" * 100_000, "[" * 100_000),
+        (None, "9" * 5000, "9" * 5000),
+    ],
+)  # fmt: skip
+def test_a_value_is_what_its_schema_allows(schema, text, value):
+    read = argument(text, schema, DEFINED)
+    assert read == value and type(read) is type(value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "dict"},
+        {"type": 5},
+        {"anyOf": 7},
+        {"$ref": "#/$defs/Missing"},
+        {"$ref": "#/$defs/Loop"},
+        {"$ref": "other.json"},
+        {"type": ["integer", "null"], "minimum": "x"},
+        5,
+        ["string"],
+    ],
+)
+def test_a_broken_schema_breaks_nothing(schema):
+    assert argument("5", schema, DEFINED) == 5
+    assert argument("five", schema, DEFINED | {"$id": "http://["}) == "five"
+    assert argument("5", schema, {"$id": "http://["}) == 5
+
+
+def test_a_schema_elsewhere_is_not_fetched():
+    """There is a server that would say: an integer."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        schema = {"$ref": f"http://127.0.0.1:{server.server_port}/schema.json"}
+        assert argument("5", schema) == 5
+        server.shutdown()
+    assert not asked
+
+
+def test_a_pattern_does_not_hang():
+    began = time.perf_counter()
+    assert argument("1" * 40, {"type": ["string", "null"], "pattern": "^(1+)+$"}) == "1" * 40
+    argument("a" * 40 + "b", {"anyOf": [{"type": "string", "pattern": "^(a+)+$"}]})
+    argument('"' + "a" * 40 + 'b"', {"anyOf": [{"type": "string", "pattern": "^(a+)+$"}]})
+    assert time.perf_counter() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        ({"type": "function", "function": None}, "tool 1 is"),
+        ({"type": "function", "function": {}}, "tool 1 has no name"),
+        ({"type": "web_search"}, "tool 1 has no name"),
+        ({"name": "f", "parameters": True}, "tool 1, 'f', has parameters True"),
+        ({"name": "f", "parameters": {"properties": ["a"]}}, "tool 1, 'f', has properties"),
+    ],
+)
+def test_what_is_no_tool_is_named_before_anything_is_read(tool, said):
+    with pytest.raises(ChatError, match=said):
+        ReplyParser([*TOOLS, tool])
+
+
+def test_an_id_without_a_token_is_a_replacement_character():
+    """A model has more rows than its tokenizer has tokens."""
+    a, beyond = TOKENIZER.encode("a"), TOKENIZER.vocab_size + 3
+    parser = ReplyParser(tokenizer=TOKENIZER, thinking=False)
+    cut = TOKENIZER.encode("🙂")[:1]
+    told = "".join(d.text for d in parser.feed([*a, beyond, *a, *cut, -1, *a]))
+    assert told == parser.close().content == "a\ufffda\ufffd\ufffda"
+
+
 REPLIES = [
     f"Ä naïve 日本 🙂 thought.\n</think>\n\nSome content 🙂 <b>x</b> {CALL} {CALL}\n<|observation|>",
     "so <x </think> a </tool_call> < <arg_key>x</arg_key> <|use",
@@ -140,7 +266,16 @@ def test_every_way_of_cutting_the_stream_gives_the_same(text, thinking, as_ids):
         ]
 
 
-@pytest.mark.parametrize("text", ["<" * 2_000_000, "<think" * 400_000, "word " * 400_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<" * 2_000_000,
+        "<think" * 400_000,
+        "word " * 400_000,
+        "a" + " " * 2_000_000 + "b",
+        "\n" * 2_000_000 + "b",
+    ],
+)
 def test_two_megabytes_take_a_moment(text):
     began = time.perf_counter()
     assert parse_reply(text).reasoning_content == text.strip()
@@ -149,6 +284,17 @@ def test_two_megabytes_take_a_moment(text):
         parser.feed(text[at : at + 20])
     assert parser.close().reasoning_content == text.strip()
     assert time.perf_counter() - began < 30
+
+
+def test_a_long_argument_takes_a_moment():
+    began = time.perf_counter()
+    parser = ReplyParser(thinking=False)
+    parser.feed("<tool_call>f<arg_key>a</arg_key><arg_value>")
+    for _ in range(400_000):
+        parser.feed("word ")
+    parser.feed("</arg_value></tool_call>")
+    assert parser.close().tool_calls[0].arguments == {"a": "word " * 400_000}
+    assert time.perf_counter() - began < 20
 
 
 def test_ids_that_spell_a_marker_as_text_are_text():
