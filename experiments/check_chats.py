@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
-from glm5_jax.text.chat import VARIANTS, render_chat
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES
 from glm5_jax.text.tokenizer import Tokenizer
 

@@ -25,7 +25,8 @@ from glm5_jax.data.chat_tasks import ChatTaskConfig, lines
 from glm5_jax.data.conversation import Conversation, parse, record, trained
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import held_out
-from glm5_jax.text.chat import VARIANTS, ChatError
+from glm5_jax.text.chat import ChatError
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES, Sample
 from glm5_jax.text.tokenizer import Tokenizer
 

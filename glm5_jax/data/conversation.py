@@ -26,7 +26,8 @@ import referencing
 import referencing.exceptions
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.text.chat import VARIANTS, ChatError, check, reply_of
+from glm5_jax.text.chat import ChatError, check, lost_text, reply_of, tool_function
+from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES, Sample, samples
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -178,10 +179,8 @@ def _schemas(tools: str) -> dict[str, jsonschema.protocols.Validator]:
     """A validator of each tool's arguments, by name."""
     found = {}
     for i, tool in enumerate(json.loads(tools)):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise ChatError(f"tool {i} has no name; give tools in OpenAI's form")
+        function = tool_function(tool, i)
+        name = function["name"]
         if name in found:
             raise ChatError(f"two tools are named {name!r}; rename or remove one")
         schema = function.get("parameters") or {}
@@ -249,10 +248,10 @@ def _check_text(message: Mapping, i: int) -> None:
             raise ChatError(
                 f"message {i} has a part that is no text ({kind!r}); write it as text or drop the line"
             )
-    unsplit = message.get("role") == "assistant" and message.get("reasoning_content") is None
-    if unsplit and isinstance(content, str) and content.count("</think>") > 1:
+    if message.get("role") == "assistant" and (lost := lost_text(message, i)):
         raise ChatError(
-            f"message {i} has several </think> in its content; give the reasoning as reasoning_content"
+            f"message {i} would lose {lost[:_SHOWN]!r} of its content, which stands between marks of thinking; "
+            "give the reasoning as reasoning_content"
         )
 
 

@@ -30,7 +30,8 @@ from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import completed
 from glm5_jax.model.generate import generate
-from glm5_jax.text import chat
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.layouts import template
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import ExperimentConfig, check_resume, write_config
@@ -91,7 +92,7 @@ class Pretraining:
         )
         self.config = config = _ending_like(self._tokenizer, config)
         if config.data.chat_variant:
-            learnt = chat.template(config.data.chat_variant)
+            learnt = template(config.data.chat_variant)
             self._tokenizer = self._tokenizer.with_chat_template(learnt)
         if store.latest_step(workdir) is not None:
             check_resume(workdir, config)
@@ -340,7 +341,7 @@ class Pretraining:
         if not sample.chat:
             return [(text, tokenizer.encode(text)) for text in sample.prompts]
         rendered = [
-            chat.render_chat(
+            render_chat(
                 [{"role": "user", "content": text}],
                 tokenizer,
                 enable_thinking=think,

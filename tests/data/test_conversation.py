@@ -174,7 +174,7 @@ ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content
         ),
         (
             {"messages": [ASKED, ANSWER | {"content": "<think>a</think>b</think>c"}]},
-            "message 1 has several </think>",
+            "message 1 would lose",
         ),
         ('{"messages": [], "messages": []}', "has the field 'messages' twice"),
         ('{"messages": [NaN]}', "NaN is no number of JSON"),

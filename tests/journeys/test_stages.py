@@ -16,7 +16,7 @@ from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.model import glm5
-from glm5_jax.text import chat
+from glm5_jax.text import layouts
 from glm5_jax.training import report
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
 from glm5_jax.training.loop import TrainConfig
@@ -81,7 +81,7 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
     assert all((tuned[path] != before).any() for path, before in sparse.items())
     # What the last one learnt is the layout that its tokenizer brings along, and that it is asked in.
     template = (tmp_path / "sft" / "tokenizer" / "chat_template.jinja").read_text()
-    assert template == chat.template("glm5.2") != chat.template("glm5")
+    assert template == layouts.template("glm5.2") != layouts.template("glm5")
     assert (tmp_path / "sparse" / "tokenizer" / "chat_template.jinja").read_text() != template
     said = (tmp_path / "sft" / "samples" / f"{STEPS}.txt").read_text()
     asked = "<|user|>a=3+4 a?<|assistant|><think>"
