@@ -36,5 +36,5 @@ def ablate(
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     found.print()
-    print(f"page: {found.write(workdir)}")
+    print(f"page: {found.write(workdir, name)}")
     return 0

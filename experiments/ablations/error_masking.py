@@ -10,7 +10,8 @@ Reported, on questions that were held out and calls that are drawn at temperatur
 calls are mistakes, by the rule that masks them in training; and how many calls are right after a mistake that
 stands in the context, which both arms learn from the same corrections.
 
-:tiny    for two CPU cores: a life of eight minutes, then a minute and a half for each of two arms and three seeds
+:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then a minute and a half
+         for each of two arms and three seeds
 """
 
 import dataclasses

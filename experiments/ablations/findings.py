@@ -1,6 +1,6 @@
 """What an ablation found: spreads over seeds, tables, and one page with them and the plots.
 
-A `Finding` is the whole of it: printed as plain text, and written as `report/index.html` of the
+A `Finding` is the whole of it: printed as plain text, and written as `report/NAME.html` of the
 ablation's workdir, self-contained and in the look of a training's report.
 """
 
@@ -139,9 +139,9 @@ class Finding:
             console.print(Text(f"- {verdict}"), soft_wrap=True)
         console.print(Text(f"command: {self.command}"), soft_wrap=True)
 
-    def write(self, workdir) -> pathlib.Path:
-        """Writes the page and returns its path."""
-        path = pathlib.Path(workdir) / report.PAGE
+    def write(self, workdir, name: str) -> pathlib.Path:
+        """Writes the page, `report/NAME.html`, and returns its path: ablations may share a workdir."""
+        path = pathlib.Path(workdir) / "report" / f"{name}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         verdicts = "".join(f"<li>{html.escape(text)}</li>" for text in self.verdicts)
         body = [

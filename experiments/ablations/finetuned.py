@@ -1,4 +1,7 @@
-"""What ablations of SFT share: the base models of a life, questions that were held out, and a trained arm's model."""
+"""What ablations of SFT share: the base models of a life, questions that were held out, and a trained arm's model.
+
+In one WORKDIR they train that life once for all of them.
+"""
 
 import dataclasses
 import functools

@@ -7,8 +7,8 @@ sparse stage, the other trains dense on the same batches as the sparse stage; th
 sparse, on the same conversations in the same order (experiments/sft.py, mixed). Reported: the training losses, and
 held-out loss at the end; all seeds, of which each has conversations of its own.
 
-:tiny    for two CPU cores: a life of eight minutes and the dense stage, then two and a half for each of two arms
-         and three seeds
+:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, the dense stage, then
+         four minutes for each of two arms and three seeds
 """
 
 import dataclasses

@@ -23,7 +23,7 @@ def test_it_prints_the_finding_and_writes_the_page(tmp_path, capsys):
     code, [(workdir, name, command)] = run(["small", str(tmp_path)])
     assert (code, workdir, name) == (0, tmp_path, "muon_split:small")
     assert command == f"python -m experiments.ablations.muon_split small {tmp_path}"
-    page = tmp_path / "report" / "index.html"
+    page = tmp_path / "report" / "muon_split.html"
     assert "A title" in page.read_text()
     out = capsys.readouterr().out
     assert f"command: {command}" in out and f"page: {page}" in out

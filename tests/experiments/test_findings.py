@@ -81,8 +81,8 @@ def test_it_prints_everything_as_plain_text():
 
 
 def test_the_page_is_whole_and_escaped(tmp_path):
-    path = finding().write(tmp_path)
-    assert path == tmp_path / "report" / "index.html"
+    path = finding().write(tmp_path, "toy")
+    assert path == tmp_path / "report" / "toy.html"
     page = path.read_text()
     assert "<script>" not in page
     assert page.count("&lt;script&gt;") == 6
