@@ -80,12 +80,12 @@ def _calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **op
     answers = assistant([Request(c.messages[:first], tools=c.tools) for c in chats], NEW, **options)
     mistakes, right = [], []
     for chat, answer in zip(chats, answers):
+        calls = answer.message.get("tool_calls", [])
         line = {"messages": [*chat.messages[:1], answer.message], "tools": list(chat.tools)}
         broken = any(call.problem for call in answer.reply.tool_calls)
-        mistakes.append(int(broken or bool(parse(line).mistakes)))
-        wanted = chat.messages[-3]["tool_calls"][0]
-        calls = answer.message.get("tool_calls", [])
-        right.append(int(not mistakes[-1] and calls == [wanted]))
+        mistakes.append(int(broken or bool(calls and parse(line).mistakes)))
+        wanted = chat.messages[-3]["tool_calls"]
+        right.append(int(not mistakes[-1] and calls == wanted))
     return {"mistakes": mistakes, "right": right}
 
 

@@ -76,12 +76,14 @@ def ask(
     batch_size: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
+    variant: str = "glm5",
 ) -> list[Answer]:
-    """The answers of a model, of at most num_new tokens each, in the order of the requests.
+    """The answers of a model, of at most num_new tokens each, in the order of the requests; variant: of the
+    layout that it has learnt.
 
     ValueError if there is no request, or a prompt and num_new exceed the model's positions.
     """
-    prompts = [request.prompt(tokenizer) for request in requests]
+    prompts = [request.prompt(tokenizer, variant) for request in requests]
     longest, pad = max(map(len, prompts), default=0), tokenizer.pad_id
     if longest + num_new > cfg.max_position_embeddings:
         raise ValueError(

@@ -240,7 +240,7 @@ def test_calls_are_judged_by_the_rule_that_masks_them():
     unknown = written(names[1]["arguments"], "lookup")
     judged = error_masking._calls(Caller(other, unknown), chats, 1)
     assert judged == {"mistakes": [1, 1], "right": [0, 0]}
-    judged = error_masking._calls(Caller("so </think> 5 <|user|>", "so"), chats, 1)
+    judged = error_masking._calls(Caller("so </think> <|user|>", "so"), chats, 1)
     assert judged == {"mistakes": [0, 0], "right": [0, 0]}
 
 
