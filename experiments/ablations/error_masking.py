@@ -10,7 +10,7 @@ Reported, on questions that were held out and calls that are drawn at temperatur
 calls are mistakes, by the rule that masks them in training; and how many calls are right after a mistake that
 stands in the context, which both arms learn from the same corrections.
 
-:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then a minute and a half
+:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then three minutes
          for each of two arms and three seeds
 """
 
@@ -38,7 +38,7 @@ QUESTIONS = 500
 NEW = 64  # tokens of a call at most; none that is right has more than 40
 MASKED, UNMASKED = "masked", "unmasked"
 SHARE = 0.5  # of the conversations begin with a mistake
-STEPS = 150
+STEPS = 400
 ASKED = ("drawn", "greedy", "corrected")
 
 
