@@ -1,0 +1,174 @@
+"""The next token of every row: temperature, top-k, top-p, min-p, bias, and a seed of its own.
+
+A row's token follows from its logits, its `Sampling`, its seed and its position alone, never from the batch
+that it is in. Log-probs are log_softmax(logits / temperature), before anything is cut off; greedy rows
+(temperature 0) report those of temperature 1.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MOST_TOP_LOGPROBS = 20  # as OpenAI's API allows
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a request draws its tokens. Construction refuses values out of range (ValueError).
+
+    Attributes:
+      max_tokens: new tokens at most; None: as many as the model's positions hold.
+      temperature: 0 is greedy.
+      top_p: the most likely tokens that together reach this probability stay, after top_k.
+      top_k: so many of the most likely tokens stay; 0: all. Of equal ones the lower ids.
+      min_p: tokens of at least this share of the likeliest one's probability stay.
+      stop: texts behind which it ends; they are not part of the reply.
+      stop_ids: tokens that end it, beside the model's own.
+      ignore_eos: whether the model's own end nothing.
+      seed: of the draws; None: one is drawn.
+      logit_bias: added to the logits of tokens by id.
+      top_logprobs: how many of the likeliest tokens' log-probs are told for every token.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    top_logprobs: int = 0
+
+    def __post_init__(self):
+        ranges = {
+            "max_tokens": (1, None),
+            "temperature": (0, None),
+            "top_p": (0, 1),
+            "top_k": (0, None),
+            "min_p": (0, 1),
+            "seed": (0, 2**63 - 1),
+            "top_logprobs": (0, MOST_TOP_LOGPROBS),
+        }
+        for name, (least, most) in ranges.items():
+            value = getattr(self, name)
+            if value is None and name in ("max_tokens", "seed"):
+                continue
+            low = not value >= least  # NaN is below everything
+            if low or (most is not None and value > most) or not np.isfinite(value):
+                upper = "" if most is None else f" to {most}"
+                raise ValueError(f"{name} is {value}; it must be from {least}{upper}")
+        if self.top_p == 0:
+            raise ValueError("top_p is 0, which leaves no token; use top_k=1 or temperature=0")
+        if not all(self.stop):
+            raise ValueError(f"stop is {self.stop!r}; a text to stop at must not be empty")
+
+
+class Row(NamedTuple):
+    """The `Sampling`s of a batch as arrays: temperature, top_p, min_p float32[b], top_k int32[b], seed
+    uint32[b 2] (key data), position int32[b] of the token that is drawn, bias_ids int32[b m] (-1: none)
+    and bias float32[b m]."""
+
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    top_k: jax.Array
+    seed: jax.Array
+    position: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+
+
+class Drawn(NamedTuple):
+    """tokens int32[b], their logprobs float32[b] in nats, and of the k likeliest tokens top_ids int32[b k]
+    and top_logprobs float32[b k]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def rows(
+    samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int], num_bias: int = 0
+) -> Row:
+    """The arrays of a batch, as NumPy's. num_bias: room for logit biases; ValueError if one has more."""
+    count = len(samplings)
+    ids, bias = np.full((count, num_bias), -1, np.int32), np.zeros((count, num_bias), np.float32)
+    for i, sampling in enumerate(samplings):
+        if len(sampling.logit_bias) > num_bias:
+            raise ValueError(
+                f"logit_bias has {len(sampling.logit_bias)} tokens, room is {num_bias}"
+            )
+        for k, (token, value) in enumerate(sampling.logit_bias.items()):
+            ids[i, k], bias[i, k] = token, value
+    seeds = np.asarray(seeds, np.uint64)
+
+    def field(name, dtype):
+        return np.array([getattr(sampling, name) for sampling in samplings], dtype)
+
+    return Row(
+        field("temperature", np.float32),
+        field("top_p", np.float32),
+        field("min_p", np.float32),
+        field("top_k", np.int32),
+        np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32),
+        np.asarray(positions, np.int32),
+        ids,
+        bias,
+    )
+
+
+def cuts(samplings: Sequence[Sampling]) -> bool:
+    """Whether any of them cuts tokens off, which takes a sort of all logits."""
+    return any(s.temperature and (s.top_k or s.top_p < 1 or s.min_p) for s in samplings)
+
+
+@functools.partial(jax.jit, static_argnames=("cut", "num_top"))
+def draw(logits, row: Row, *, cut: bool = True, num_top: int = 0) -> Drawn:
+    """One token for each row of logits float32[b v]. cut: whether some row cuts tokens off (`cuts`)."""
+    logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
+    greedy = row.temperature == 0
+    scaled = logits / jnp.where(greedy, 1, row.temperature)[:, None]
+    logprobs = jax.nn.log_softmax(scaled, axis=-1)
+    kept = jax.vmap(_cut)(logprobs, row.top_k, row.top_p, row.min_p) if cut else logprobs
+    noise = jax.vmap(functools.partial(_gumbel, logits.shape[-1]))(row.seed, row.position)
+    drawn = jnp.where(greedy[:, None], logits, kept + noise)
+    tokens = jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+    own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+    top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
+    return Drawn(tokens, own, top_ids.astype(jnp.int32), top_logprobs)
+
+
+def _biased(logits, ids, bias):
+    # An id of -1 is none: it goes behind the last token, where it is dropped.
+    return logits.at[jnp.where(ids < 0, logits.shape[0], ids)].add(bias, mode="drop")
+
+
+def _cut(logprobs, top_k, top_p, min_p):
+    """logprobs [v] with -inf for what top_k, then top_p of what is left, and min_p cut off."""
+    v = logprobs.shape[0]
+    order = jnp.argsort(-logprobs, stable=True)
+    ranked = logprobs[order]
+    rank = jnp.arange(v)
+    keep = (top_k == 0) | (rank < top_k)
+    left = jnp.where(keep, jnp.exp(ranked), 0)
+    left = left / jnp.sum(left)
+    # The token that reaches top_p stays; of the likeliest one nothing is before it.
+    before = jnp.cumsum(left) - left
+    keep &= (before < top_p) | (top_p >= 1)
+    keep &= ranked >= ranked[0] + jnp.log(min_p)
+    keep |= rank == 0
+    return jnp.full(v, -jnp.inf).at[order].set(jnp.where(keep, ranked, -jnp.inf))
+
+
+def _gumbel(v: int, seed, position):
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (v,), jnp.float32)
