@@ -15,7 +15,7 @@ from glm5_jax.core.mesh import Region
 from glm5_jax.model.ablations.gdn import Gdn
 from glm5_jax.model.ablations.gqa import Gqa
 from glm5_jax.model.ablations.layer import grouped, linear
-from glm5_jax.model.cache import LayerCache, write
+from glm5_jax.model.cache import LayerCache, Paging, write
 from glm5_jax.model.dispatch import routed_experts
 from glm5_jax.model.experts import Experts
 from glm5_jax.model.indexer import (
@@ -26,12 +26,13 @@ from glm5_jax.model.indexer import (
     index_loss,
     index_queries,
 )
-from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla
+from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla, paged_mla
 from glm5_jax.model.mlp import Mlp, mlp
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import Router, expert_load, route, sequence_balance
-from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from pallas_kernels.mla_prologue import mla_prologue
+from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import rms_norm
 
 
@@ -67,7 +68,8 @@ class Context:
 
     cos, sin [b t r/2]; start: key index of query 0 (int where known); segments int[b t] of the
     queries and key_segments int[b s], or None for one document per row. index_weight [b t]: of each query in
-    the indexers' loss, or None if they do not learn.
+    the indexers' loss, or None if they do not learn. paging: of a paged cache, in which a row's queries have
+    a place of their own and start is not used.
     """
 
     cfg: Any
@@ -80,6 +82,7 @@ class Context:
     segments: jax.Array | None
     key_segments: jax.Array | None
     index_weight: jax.Array | None = None
+    paging: Paging | None = None
 
     @property
     def selects(self) -> bool:
@@ -173,6 +176,9 @@ def attention(
     )
     # The trunk takes no gradient from selection, nor the indexer one from the trunk.
     still, c_q_still = lax.stop_gradient((x, c_q))
+    if context.paging is not None:
+        new = (still, c_q_still, q, latent)
+        return _paged(w, indexer, *new, selection, cache, context)
     idx_k = None
     if cache is not None:
         idx_cache = cache.idx_k
@@ -218,6 +224,33 @@ def attention(
         loss = _index_loss(w, queries, keys, attended, topk, selection.index, context, share)
         stats = stats._replace(index_loss=loss)
     return attended.y, selection, cache, stats
+
+
+def _paged(
+    w, indexer, x, c_q, q, latent, selection: Selection, cache: LayerCache, context: Context
+):
+    """`attention` over the pages of a cache, each row's queries behind its own tokens."""
+    cfg, paging, turn = context.cfg, context.paging, (context.cos, context.sin, context.cfg)
+    cache = cache._replace(latent=paging.write(cache.latent, latent))
+    if cache.idx_k is not None:
+        keys = index_keys(indexer, x, *turn)
+        cache = cache._replace(idx_k=paging.write(cache.idx_k, keys))
+    if not context.selects:
+        topk = paging.visible(context.num_keys)
+    elif cache.idx_k is not None:
+        topk = paged_lightning_indexer(
+            *index_queries(indexer, x, c_q, *turn),
+            cache.idx_k,
+            paging.tables,
+            paging.positions[:, -1] + 1,
+            cfg.index_topk,
+            implementation=context.plan.kernels,
+        )
+        selection = Selection(topk, None)
+    else:
+        topk = selection.topk
+    y = paged_mla(w, q, cache.latent, paging.tables, topk, cfg, context.plan)
+    return y, selection, cache, LayerStats(jnp.zeros((), wide(x.dtype)))
 
 
 def _index_loss(w, queries, keys, attended, topk, index, context: Context, share):

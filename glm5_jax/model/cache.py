@@ -43,6 +43,55 @@ class Cache(NamedTuple):
     segments: jax.Array
     length: jax.Array
 
+    def positions(self, t: int) -> jax.Array:
+        """int32[t] of the next tokens."""
+        return self.length + jnp.arange(t, dtype=jnp.int32)
+
+    def behind(self, layers, segments) -> "Cache":
+        """The cache after new tokens, whose segments are [b t]."""
+        return self._replace(layers=tuple(layers), length=self.length + segments.shape[1])
+
+
+class PagedCache(NamedTuple):
+    """Sequences of any length in pages that they may share. layers: latent [p z c+r] and idx_k [p z j] of p
+    pages with z slots, as `init_cache(cfg, p, z)` makes them; tables int32[b n]: the pages of each row, of
+    which those behind its tokens may be anything; lengths int32[b]: tokens of each row."""
+
+    layers: tuple[LayerCache, ...]
+    tables: jax.Array
+    lengths: jax.Array
+
+    def positions(self, t: int) -> jax.Array:
+        """int32[b t] of the next tokens."""
+        return self.lengths[:, None] + jnp.arange(t, dtype=jnp.int32)
+
+    def behind(self, layers, segments) -> "PagedCache":
+        """The cache after new tokens: those of a row's segments [b t] that are not 0, which come first."""
+        new = jnp.sum(segments != 0, axis=1, dtype=jnp.int32)
+        return self._replace(layers=tuple(layers), lengths=self.lengths + new)
+
+
+class Paging(NamedTuple):
+    """Where the new tokens of a forward go: tables int32[b n] as of the cache, positions int32[b t], and
+    real bool[b t], false for padding, which is not written."""
+
+    tables: jax.Array
+    positions: jax.Array
+    real: jax.Array
+
+    def write(self, pages, new):
+        """pages [p z ...] with new [b t ...] in their slots."""
+        slots = pages.shape[1]
+        page = jnp.take_along_axis(self.tables, self.positions // slots, axis=1, mode="clip")
+        page = jnp.where(self.real, page, pages.shape[0])
+        written = pages.at[page, self.positions % slots].set(new.astype(pages.dtype), mode="drop")
+        return lax.optimization_barrier(written)  # as in `write`
+
+    def visible(self, num_keys: int):
+        """topk int32[b t num_keys]: every key up to a query's own, -1 behind."""
+        keys = jnp.arange(num_keys, dtype=jnp.int32)
+        return jnp.where(keys <= self.positions[:, :, None], keys, -1)
+
 
 def init_cache(cfg, batch: int, capacity: int, dtype=None, num_layers: int | None = None) -> Cache:
     """An empty cache for `capacity` tokens; dtype defaults to the config's compute dtype.

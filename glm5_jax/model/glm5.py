@@ -28,7 +28,7 @@ from glm5_jax.core.params import (
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model import quant
 from glm5_jax.model.block import Block, Context, LayerStats, Switch, block
-from glm5_jax.model.cache import Cache, write
+from glm5_jax.model.cache import Cache, PagedCache, Paging, write
 from glm5_jax.model.indexer import Index, Selection, index_shares
 from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
@@ -270,7 +270,7 @@ def trunk(
             stats.append(s)
     norm = weights("final_norm", params["final_norm"])
     if cache is not None:
-        cache = cache._replace(layers=tuple(layer_caches), length=cache.length + tokens.shape[1])
+        cache = cache.behind(layer_caches, context.segments)
     parts = [[p for p in column if p is not None] for column in zip(*stats)]
     stats = LayerStats(*(jnp.concatenate(p) if p else None for p in parts))
     return Trunk(rms_norm(x, norm, cfg.rms_norm_eps), cache, stats, context)
@@ -334,8 +334,14 @@ def begin(positions, segments, cache, cfg, plan, region):
     cos, sin = rope_table(
         cfg.rope_parameters, cfg.qk_rope_head_dim, positions, jnp.dtype(cfg.dtype)
     )
-    if cache is not None:
-        segments = jnp.ones((b, t), jnp.int32) if segments is None else segments
+    paging, start = None, 0
+    if cache is not None and segments is None:
+        segments = jnp.ones((b, t), jnp.int32)
+    if isinstance(cache, PagedCache):
+        paging = Paging(cache.tables, cache.positions(t), segments != 0)
+        num_keys = cache.tables.shape[1] * cache.layers[0].latent.shape[1]
+        key_segments = None
+    elif cache is not None:
         key_segments = write(cache.segments, segments, cache.length)
         cache = cache._replace(segments=key_segments)
         start, num_keys = cache.length, key_segments.shape[1]
@@ -344,8 +350,8 @@ def begin(positions, segments, cache, cfg, plan, region):
         start = region.index(axes_) * t if axes_ else 0
         num_keys = t * region.size(axes_)
         key_segments = None if segments is None else region.whole_sequence(segments)
-    context = Context(cfg, plan, region, cos, sin, start, num_keys, segments, key_segments)
-    return context, cache
+    queries = (cos, sin, start, num_keys, segments, key_segments)
+    return Context(cfg, plan, region, *queries, paging=paging), cache
 
 
 def embed(params, weights: Weights, tokens):
@@ -376,15 +382,16 @@ def forward(
     *,
     positions=None,
     segment_ids=None,
-    cache: Cache | None = None,
+    cache: Cache | PagedCache | None = None,
     mesh=None,
     plan: Plan = Plan(),
 ) -> Output:
     """Logits of tokens int[b t], each predicting the token after it.
 
     positions int[b t] (default: counting on from the cache), segment_ids int[b t] (0 is padding;
-    default: one document per row), cache: written behind its `length` and returned. On a mesh b must
-    divide by data * fsdp * expert, and without a cache t by context * tensor. ValueError otherwise.
+    default: one document per row), cache: written behind its `length`, or each row's of a `PagedCache`, whose
+    rows begin with their tokens, and returned. On a mesh b, and the pages, must divide by data * fsdp *
+    expert, and without a cache t by context * tensor. ValueError otherwise.
     """
 
     def local(region, params, tokens, positions, segment_ids, cache):
@@ -403,7 +410,7 @@ def forward_mtp(
     *,
     positions=None,
     segment_ids=None,
-    cache: Cache | None = None,
+    cache: Cache | PagedCache | None = None,
     mesh=None,
     plan: Plan = Plan(),
 ) -> Output:
@@ -423,7 +430,7 @@ def forward_mtp(
         embedded = embed(params, weights, following)
         hidden, own, stats = mtp_step(w, hidden, embedded, own, context)
         if cache is not None:
-            cache = cache._replace(layers=(own,), length=cache.length + following.shape[1])
+            cache = cache.behind((own,), context.segments)
         stats = reduce_stats(jax.tree.map(lambda a: a[None], stats), region)
         return Output(_logits(params, hidden, weights), hidden, cache, stats)
 
@@ -440,10 +447,12 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
     """local(region, params, *inputs [b t ...], positions, segment_ids, cache) on one device or as one
     manual region over the mesh."""
     b, t = inputs[0].shape[:2]
-    check_length(cfg, t if cache is None else cache.segments.shape[1])
+    # Pages are known full only at run time; whoever fills them counts.
+    if not isinstance(cache, PagedCache):
+        check_length(cfg, t if cache is None else cache.segments.shape[1])
     if positions is None:
-        first = 0 if cache is None else cache.length
-        positions = jnp.broadcast_to(first + jnp.arange(t, dtype=jnp.int32), (b, t))
+        positions = jnp.arange(t, dtype=jnp.int32) if cache is None else cache.positions(t)
+        positions = jnp.broadcast_to(positions, (b, t))
     args = (params, *inputs, positions, segment_ids, cache)
     if mesh is None:
         return local(Region(), *args)
@@ -451,7 +460,7 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
     check_batch(b, t, mesh, region.shard_sequence)
     rows = batch_spec(region)
     params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh))
-    cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim > 1 else P(), cache)
+    cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim else P(), cache)
     segments_spec = None if segment_ids is None else rows
     run = jax.shard_map(
         functools.partial(local, region),

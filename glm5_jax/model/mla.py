@@ -19,7 +19,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_mla import flash_mla
-from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+from pallas_kernels.sparse_flash_attention import paged_sparse_attention, sparse_flash_attention
 
 
 class Mla(nnx.Module):
@@ -108,8 +108,28 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None, window=None) -> A
         out = jnp.einsum("btnc,cnu->btnu", out, w["v_b"])
     else:
         raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
+    return Attended(_output(w, out), top, lse, q, k)
+
+
+def paged_mla(w, q, pages, tables, topk, cfg, plan):
+    """The gathered form over a paged cache, y [b t d]: q [b t n h+r], pages [p z c+r], tables int32[b n], topk
+    int32[b t k] of positions (-1: none)."""
+    out, _ = paged_sparse_attention(
+        absorbed_queries(w, q, cfg),
+        pages,
+        tables,
+        topk,
+        scale=cfg.softmax_scale,
+        value_dim=cfg.kv_lora_rank,
+        implementation=plan.kernels,
+    )
+    return _output(w, jnp.einsum("btnc,cnu->btnu", out, w["v_b"]))
+
+
+def _output(w, out):
+    """y [b t d] of the heads' values [b t n u]."""
     y = jnp.einsum("btnu,nud->btd", out, w["o"])
-    return Attended(y + w["o_bias"] if "o_bias" in w else y, top, lse, q, k)
+    return y + w["o_bias"] if "o_bias" in w else y
 
 
 def dense_attention(queries: Queries, key_segments, cfg, plan, topk=None, window=None):
