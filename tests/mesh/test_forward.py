@@ -9,7 +9,7 @@ import pytest
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import init_cache
+from glm5_jax.model.cache import PagedCache, init_cache
 from glm5_jax.model.plan import Plan
 from tests.mesh import cases
 from tests.mesh.test_gradients import assert_shards, close
@@ -91,3 +91,33 @@ def test_a_batch_that_cannot_be_cut_is_refused(rows, length, message):
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
     with pytest.raises(ValueError, match=message):
         glm5.forward(cases.params(CFG), np.ones((rows, length), np.int32), CFG, mesh=mesh)
+
+
+def test_rows_in_pages_of_their_own_devices_equal_the_full_forward_on_one_device():
+    """Pages are cut like rows: a table's numbers count the pages of the devices that hold its row."""
+    mesh, size, width = make_mesh(fsdp=2, expert=2, tensor=2), 4, cases.LENGTH // 4
+    shards, rows = 4, cases.ROWS // 4
+    own = rows * width + 3
+    draw = np.random.default_rng(5)
+    tables = [draw.permutation(own)[: rows * width].reshape(rows, width) for _ in range(shards)]
+    cache = PagedCache(
+        init_cache(CFG, shards * own, size).layers,
+        np.concatenate(tables).astype(np.int32),
+        np.zeros(cases.ROWS, np.int32),
+    )
+    tokens, params = cases.batch()["token_ids"], on(mesh)
+    want = jax.device_get(forward(cases.params(CFG), tokens, None)).logits
+    # Rows are of different lengths, and a chunk of a row may be shorter than that of others.
+    lengths, got = np.arange(cases.ROWS) % 3 + 13, [[] for _ in want]
+    for _ in range(2):
+        first = np.asarray(cache.lengths)
+        at = first[:, None] + np.arange(8)
+        real = at < lengths[:, None]
+        new = np.take_along_axis(tokens, at, 1)
+        out = forward(params, new, real.astype(np.int32), cache, mesh)
+        cache = out.cache
+        for row, mask in enumerate(real):
+            got[row] += list(np.asarray(out.logits)[row, mask])
+    for row, logits in enumerate(got):
+        assert len(logits) == lengths[row]
+        same(np.array(logits), want[row, : lengths[row]])
