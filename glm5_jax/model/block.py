@@ -68,8 +68,8 @@ class Context:
 
     cos, sin [b t r/2]; start: key index of query 0 (int where known); segments int[b t] of the
     queries and key_segments int[b s], or None for one document per row. index_weight [b t]: of each query in
-    the indexers' loss, or None if they do not learn. paging: of a paged cache, in which a row's queries have
-    a place of their own and start is not used.
+    the indexers' loss, or None if they do not learn. paging: of a paged cache, where start is that of its
+    one row, if there is but one.
     """
 
     cfg: Any
@@ -176,19 +176,21 @@ def attention(
     )
     # The trunk takes no gradient from selection, nor the indexer one from the trunk.
     still, c_q_still = lax.stop_gradient((x, c_q))
-    if context.paging is not None:
-        new = (still, c_q_still, q, latent)
-        return _paged(w, indexer, *new, selection, cache, context)
-    idx_k = None
-    if cache is not None:
-        idx_cache = cache.idx_k
-        if idx_cache is not None:
-            new = index_keys(indexer, still, context.cos, context.sin, cfg)
-            idx_k = idx_cache = write(idx_cache, new, context.start)
-        latent = write(cache.latent, latent, context.start)
-        cache = LayerCache(latent, idx_cache)
-    else:
+    idx_k, paging = None, context.paging
+    if cache is None:
         latent = region.whole_sequence(latent)
+    else:
+        put = functools.partial(write, length=context.start) if paging is None else paging.write
+        new = LayerCache(latent, None)
+        if cache.idx_k is not None:
+            new = LayerCache(latent, index_keys(indexer, still, context.cos, context.sin, cfg))
+        cache = jax.tree.map(put, cache, new)
+        if paging is None:
+            latent, idx_k = cache
+        elif paging.one_row:
+            latent, idx_k = jax.tree.map(paging.row, cache)
+        else:
+            return _paged(w, indexer, still, c_q_still, q, selection, cache, context)
     if (context.selects or learns) and indexer is not None:
 
         def fresh():
@@ -226,20 +228,14 @@ def attention(
     return attended.y, selection, cache, stats
 
 
-def _paged(
-    w, indexer, x, c_q, q, latent, selection: Selection, cache: LayerCache, context: Context
-):
-    """`attention` over the pages of a cache, each row's queries behind its own tokens."""
-    cfg, paging, turn = context.cfg, context.paging, (context.cos, context.sin, context.cfg)
-    cache = cache._replace(latent=paging.write(cache.latent, latent))
-    if cache.idx_k is not None:
-        keys = index_keys(indexer, x, *turn)
-        cache = cache._replace(idx_k=paging.write(cache.idx_k, keys))
+def _paged(w, indexer, x, c_q, q, selection: Selection, cache: LayerCache, context: Context):
+    """`attention` of few queries over the pages that hold their keys."""
+    cfg, paging = context.cfg, context.paging
     if not context.selects:
         topk = paging.visible(context.num_keys)
     elif cache.idx_k is not None:
         topk = paged_lightning_indexer(
-            *index_queries(indexer, x, c_q, *turn),
+            *index_queries(indexer, x, c_q, context.cos, context.sin, cfg),
             cache.idx_k,
             paging.tables,
             paging.positions[:, -1] + 1,

@@ -12,6 +12,8 @@ from jax import lax
 from glm5_jax.config import RECURRENT_KINDS
 from pallas_kernels.numerics import wide
 
+FETCHING_QUERIES = 16  # of a row, above which its pages are copied whole; not yet measured
+
 
 class LayerCache(NamedTuple):
     """latent [b s c+r]: c_kv, then k_rope; idx_k [b s j], None where the layer has no indexer."""
@@ -78,6 +80,17 @@ class Paging(NamedTuple):
     tables: jax.Array
     positions: jax.Array
     real: jax.Array
+
+    @property
+    def one_row(self) -> bool:
+        """Whether the row's pages are brought together: for many queries of one row, as in a prefill, that is
+        less than what each of them would fetch."""
+        b, t = self.positions.shape
+        return b == 1 and t > FETCHING_QUERIES
+
+    def row(self, pages):
+        """[1 s ...] of the only row's pages."""
+        return pages[self.tables].reshape(1, -1, *pages.shape[2:])
 
     def write(self, pages, new):
         """pages [p z ...] with new [b t ...] in their slots."""

@@ -340,7 +340,7 @@ def begin(positions, segments, cache, cfg, plan, region):
     if isinstance(cache, PagedCache):
         paging = Paging(cache.tables, cache.positions(t), segments != 0)
         num_keys = cache.tables.shape[1] * cache.layers[0].latent.shape[1]
-        key_segments = None
+        start, key_segments = cache.lengths[0], jnp.ones((b, num_keys), jnp.int32)
     elif cache is not None:
         key_segments = write(cache.segments, segments, cache.length)
         cache = cache._replace(segments=key_segments)

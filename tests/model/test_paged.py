@@ -102,6 +102,18 @@ def test_rows_share_the_pages_of_a_common_beginning():
     np.testing.assert_allclose(logits[1], alone[1, 8:18], atol=2e-5)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_many_queries_of_one_row_are_attended_as_in_training(name):
+    """A prefill in chunks: 20 queries at a time, of which the last chunk has 2."""
+    cfg, params, tokens, whole = made(name)
+    cache = empty(cfg, 1)
+    cache = cache._replace(tables=cache.tables[1:2], lengths=np.zeros(1, np.int32))
+    logits, cache = fed(cfg, params, tokens[1:2], cache, np.array([22]), chunk=20)
+    np.testing.assert_allclose(logits[0], whole[1, :22], atol=2e-5)
+    more, _ = fed(cfg, params, tokens[1:2], cache, np.array([24]), chunk=1)
+    np.testing.assert_allclose(more[0], whole[1, 22:], atol=2e-5)
+
+
 def test_what_stands_in_pages_behind_a_row_does_not_matter():
     cfg, params, tokens, whole = made("sparse")
     cache = empty(cfg, 1)
