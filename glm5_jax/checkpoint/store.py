@@ -10,6 +10,7 @@ import json
 import logging
 import pathlib
 import shutil
+import threading
 from collections.abc import Sequence
 from typing import Self
 
@@ -21,6 +22,7 @@ from glm5_jax.core import tree
 from glm5_jax.core.hosts import everyones
 
 _FOLDER = "checkpoints"
+_PATIENCE = 10.0  # seconds for each thread that a failed save has left
 _OVERHEAD = 2**20  # bytes per checkpoint beside the arrays: metadata, data position
 
 
@@ -143,6 +145,7 @@ class Store:
                 self._orbax.close()
             except (OSError, ValueError):
                 pass  # the failure that `wait` has just raised, once more
+            _join_threads()
             logging.getLogger("absl").removeFilter(_not_orbax)
 
     def _failed(self, step: int, error: Exception) -> SaveError:
@@ -158,6 +161,13 @@ class Store:
         if jax.process_index() == 0:
             for partial in self.folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(partial, ignore_errors=True)
+
+
+def _join_threads() -> None:
+    """Waits for what Orbax leaves running of a save that failed: at the interpreter's exit it would complain."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            thread.join(_PATIENCE)
 
 
 def latest_step(workdir) -> int | None:
