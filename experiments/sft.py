@@ -7,7 +7,7 @@ turn_level thinks when a request asks for it, and mixed has them all beside chat
 from the sparse model, with routed experts as int4 would have them (QAT); learnt is what the assistant
 says, but for its mistakes.
 
-:tiny    for two CPU cores: what is shipped and made (glm5_jax/data/chat_tasks.py), 1024 tokens, about three
+:tiny    for two CPU cores: what is shipped and made (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
          minutes. What it then can do: experiments/ablations/thinking.py.
 :small   for one accelerator: 32K. Bring chats of your own, each category with its weight:
          --experiment.data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"

@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 
 import jsonschema
 import numpy as np
-import referencing
 import referencing.exceptions
 
 from glm5_jax.data.record import TokenRecord
@@ -188,7 +187,7 @@ def _schemas(tools: str) -> dict[str, jsonschema.protocols.Validator]:
         try:
             kind.check_schema(schema)
             # Nothing is fetched: what a schema refers to must stand in it.
-            validator = kind(schema, registry=referencing.Registry())
+            validator = kind(schema, registry=jsonschema.validators.SPECIFICATIONS)
             _broken_by(validator, {}, name)
         except jsonschema.SchemaError as error:
             raise ChatError(
