@@ -49,10 +49,11 @@ def test_an_arm_is_a_life_with_another_last_stage():
 
 def test_masked_and_unmasked_differ_in_the_mask_alone():
     masked, unmasked = (arm.stages[-1] for arm in error_masking.get_config("tiny").values())
-    [source], [other] = masked.data.sources, unmasked.data.sources
+    (source, *chains), (other, *others) = masked.data.sources, unmasked.data.sources
+    assert chains == others and not any(chat.chats.mistakes for chat in chains)
     assert source.mask_errors and not other.mask_errors
     assert dataclasses.replace(source, mask_errors=False) == other
-    data = dataclasses.replace(unmasked.data, sources=(source,))
+    data = dataclasses.replace(unmasked.data, sources=(source, *others))
     assert dataclasses.replace(unmasked, data=data, name=masked.name) == masked
 
 
