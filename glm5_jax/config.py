@@ -256,6 +256,14 @@ class ModelConfig:
             scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
         return scale
 
+    def check_length(self, length: int) -> None:
+        """ValueError if a sequence is longer than the model's positions."""
+        if length > self.max_position_embeddings:
+            raise ValueError(
+                f"sequence length {length} exceeds max_position_embeddings "
+                f"{self.max_position_embeddings}; shorten the sequence or extend the model's positions"
+            )
+
     @property
     def num_parameters(self) -> int:
         """Weights without MTP and without router bias buffers: 743.91B for GLM-5."""

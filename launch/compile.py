@@ -100,7 +100,7 @@ def lower_step(config, mesh, platform: str = "tpu") -> LoweredStep:
         config.model, config.step, config.optimizer, make_schedule(config.schedule), mesh
     )
     rows, where = config.batch.start // length, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES))
-    glm5.check_length(config.model, length)
+    config.model.check_length(length)
     check_batch(rows, length, mesh)
 
     def array(dtype):

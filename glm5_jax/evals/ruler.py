@@ -177,7 +177,7 @@ def _tasks(tokenizer: Tokenizer, config: RulerConfig) -> dict[int, dict[str, Lon
 
 def _score_all(params, cfg, tasks, config: RulerConfig, mesh, plan, progress) -> dict[str, Score]:
     for length in config.lengths:
-        glm5.check_length(cfg, length)
+        cfg.check_length(length)
     total = len(config.kinds) * len(config.lengths) * config.samples
     seen, began, bar = 0, time.monotonic(), None
     out: dict[str, Score] = {}
@@ -270,7 +270,7 @@ class Ruler:
         self._config, self._model = config, setting.config.model
         self._tasks = _tasks(setting.tokenizer, config)
         for length in config.lengths:
-            glm5.check_length(self._model, length)
+            self._model.check_length(length)
         mesh = make_mesh(dataclasses.asdict(setting.config.mesh))
         self._mesh = mesh if mesh.size > 1 else None
         self._plan = setting.config.step.plan()

@@ -383,6 +383,7 @@ def forward(
     positions=None,
     segment_ids=None,
     cache: Cache | PagedCache | None = None,
+    only=None,
     mesh=None,
     plan: Plan = Plan(),
 ) -> Output:
@@ -390,16 +391,20 @@ def forward(
 
     positions int[b t] (default: counting on from the cache), segment_ids int[b t] (0 is padding;
     default: one document per row), cache: written behind its `length`, or each row's of a `PagedCache`, whose
-    rows begin with their tokens, and returned. On a mesh b, and the pages, must divide by data * fsdp *
+    rows begin with their tokens, and returned. only int[b 1]: the one token of each row whose logits are wanted,
+    [b 1 v]; with a cache. On a mesh b, and the pages, must divide by data * fsdp *
     expert, and without a cache t by context * tensor. ValueError otherwise.
     """
 
-    def local(region, params, tokens, positions, segment_ids, cache):
+    def local(region, params, inputs, positions, segment_ids, cache):
+        tokens, *only = inputs
         out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
-        logits = _logits(params, out.hidden, Weights(cfg, region, plan))
+        wanted = jnp.take_along_axis(out.hidden, only[0][..., None], 1) if only else out.hidden
+        logits = _logits(params, wanted, Weights(cfg, region, plan))
         return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
 
-    return _run(local, params, (tokens,), cfg, positions, segment_ids, cache, mesh)
+    inputs = (tokens,) if only is None else (tokens, only)
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
 
 
 def forward_mtp(
@@ -422,7 +427,8 @@ def forward_mtp(
     if "mtp" not in params:
         raise ValueError("the model has no MTP layer (num_nextn_predict_layers is 0)")
 
-    def local(region, params, hidden, following, positions, segment_ids, cache):
+    def local(region, params, inputs, positions, segment_ids, cache):
+        hidden, following = inputs
         weights = Weights(cfg, region, plan)
         context, cache = begin(positions, segment_ids, cache, cfg, plan, region)
         w = weights("mtp", params["mtp"])
@@ -444,16 +450,16 @@ def _logits(params, hidden, weights: Weights):
 
 
 def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Output:
-    """local(region, params, *inputs [b t ...], positions, segment_ids, cache) on one device or as one
+    """local(region, params, inputs [b t ...], positions, segment_ids, cache) on one device or as one
     manual region over the mesh."""
     b, t = inputs[0].shape[:2]
     # Pages are known full only at run time; whoever fills them counts.
     if not isinstance(cache, PagedCache):
-        check_length(cfg, t if cache is None else cache.segments.shape[1])
+        cfg.check_length(t if cache is None else cache.segments.shape[1])
     if positions is None:
         positions = jnp.arange(t, dtype=jnp.int32) if cache is None else cache.positions(t)
         positions = jnp.broadcast_to(positions, (b, t))
-    args = (params, *inputs, positions, segment_ids, cache)
+    args = (params, inputs, positions, segment_ids, cache)
     if mesh is None:
         return local(Region(), *args)
     region = Region.of(mesh, shard_sequence=cache is None)
@@ -466,7 +472,7 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
         functools.partial(local, region),
         mesh=mesh,
         check_vma=False,
-        in_specs=(params_spec, *(rows for _ in inputs), rows, segments_spec, cache_spec),
+        in_specs=(params_spec, rows, rows, segments_spec, cache_spec),
         out_specs=Output(rows, rows, cache_spec, P()),
     )
     return run(*args)
@@ -487,12 +493,3 @@ def reduce_stats(stats: LayerStats, region: Region) -> LayerStats:
     if stats.index_loss is not None:
         index_loss = region.psum(stats.index_loss, everyone)
     return LayerStats(region.pmax(stats.max_logit, everyone), load, balance, index_loss)
-
-
-def check_length(cfg: ModelConfig, length: int) -> None:
-    """ValueError if a sequence is longer than the model's positions."""
-    if length > cfg.max_position_embeddings:
-        raise ValueError(
-            f"sequence length {length} exceeds max_position_embeddings "
-            f"{cfg.max_position_embeddings}; shorten the sequence or extend the model's positions"
-        )

@@ -230,7 +230,7 @@ class Pretraining:
 
     def _check_sizes(self) -> None:
         config, length = self.config, self.config.data.sequence_length
-        glm5.check_length(config.model, length)
+        config.model.check_length(length)
         shards = self._region.size(BATCH_AXES)
         whole = length * shards * config.step.microbatches
         for name in ("start", "end", "multiple"):

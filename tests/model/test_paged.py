@@ -114,6 +114,14 @@ def test_many_queries_of_one_row_are_attended_as_in_training(name):
     np.testing.assert_allclose(more[0], whole[1, 22:], atol=2e-5)
 
 
+def test_logits_of_one_token_of_each_row():
+    cfg, params, tokens, whole = made("sparse")
+    only = np.array([[3], [0], [7]], np.int32)
+    out = forward(params, tokens[:, :8], cfg=cfg, cache=empty(cfg, 1), only=only)
+    assert out.logits.shape == (3, 1, cfg.vocab_size) and out.hidden.shape[1] == 8
+    np.testing.assert_allclose(out.logits[:, 0], whole[np.arange(3), only[:, 0]], atol=2e-5)
+
+
 def test_what_stands_in_pages_behind_a_row_does_not_matter():
     cfg, params, tokens, whole = made("sparse")
     cache = empty(cfg, 1)
