@@ -49,6 +49,10 @@ class PrefixCache:
         self._pool.hold(pages)
         return pages
 
+    def count(self, ids: Sequence[int], space: Hashable = None) -> int:
+        """How many pages `match` would find; nothing is held."""
+        return len(self._walk(ids, space))
+
     def insert(self, ids: Sequence[int], pages: Sequence[int], space: Hashable = None) -> list[int]:
         """Keeps the pages of ids, as many as are whole, and returns those that now stand for them: where a
         prefix is known already, its page stays, and the one given is not kept.

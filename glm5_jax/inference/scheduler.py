@@ -118,6 +118,7 @@ class Scheduler:
       pool: the pages.
       prefixes: what they hold that a later request may begin with.
       num_preempted: how often a sequence gave its pages back before it had ended.
+      admits: whether those who wait are given pages.
     """
 
     def __init__(self, num_pages: int, page_size: int, limits: Limits):
@@ -128,6 +129,7 @@ class Scheduler:
         self.pool = PagePool(num_pages)
         self.prefixes = PrefixCache(self.pool, page_size)
         self.num_preempted = 0
+        self.admits = True
         self._size, self._limits = page_size, limits
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._running: list[Sequence] = []  # in the order of their admission
@@ -176,7 +178,8 @@ class Scheduler:
             one.sequence.computed += most
             one.sequence.flying += most * one.draws
             one.sequence.ready |= one.draws
-        self._admit()
+        if self.admits:
+            self._admit()
         return Work(decodes, self._prefills())
 
     def came_back(self, work: Decode | Prefill, tokens: list[int]) -> None:
@@ -306,7 +309,7 @@ class Scheduler:
         return found
 
     def _share(self, sequence: Sequence) -> None:
-        """Lets others begin with what a sequence has computed; where they did first, it uses theirs."""
+        """Lets others begin with what a sequence has computed."""
         if sequence.space is None:
             return
         end = sequence.computed
@@ -317,12 +320,7 @@ class Scheduler:
             # What is drafted from is written one decode later (steps.py).
             end = min(end, len(sequence.ids) - self._limits.num_draft)
         ids = self._key(sequence.ids[:end])
-        pages = self.prefixes.insert(ids, sequence.pages, sequence.space)
-        own = sequence.pages[: len(pages)]
-        if own != pages:
-            self.pool.hold(pages)
-            self.pool.drop(own)
-            sequence.pages[: len(pages)] = pages
+        self.prefixes.insert(ids, sequence.pages, sequence.space)
 
     def _key(self, ids: list[int]) -> list:
         """What prefixes are found by. Of an MTP layer a place holds the token behind it too."""

@@ -80,11 +80,13 @@ def prepare(params, prompts, cfg: ModelConfig, mask, temperature, key):
     segments = np.ones(prompts.shape, np.int32) if mask is None else np.asarray(mask, np.int32)
     # Experts become int4 once, not once per token.
     plain = dataclasses.replace(cfg, int4_group=None)
-    return _layers(params, cfg), plain, prompts, segments
+    return layers_of(params, cfg), plain, prompts, segments
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _layers(params, cfg):
+def layers_of(params, cfg: ModelConfig):
+    """The weights layer by layer, experts as int4 where cfg says so: for decoding on one device, with
+    int4_group None."""
     return unstack(settled(params, cfg), cfg)
 
 

@@ -1,0 +1,481 @@
+"""`Engine`: many requests at once over one paged cache, from the same forward that trains.
+
+    engine = Engine(model, tokenizer)
+    handle = engine.submit(Request(ids, Sampling(max_tokens=100)))
+    while engine.step():
+        ...
+    handle.completion
+
+A step sends off the next work before that of the last step has come back, so that the host prepares one while
+the device computes the other. One thread owns an engine; handles may be read and cancelled from any.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.inference.request import (
+    CANCELLED,
+    DEADLINE,
+    LENGTH,
+    STOP,
+    Completion,
+    Handle,
+    Request,
+    Token,
+)
+from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Drawn, Sampling, cuts, rows
+from glm5_jax.inference.scheduler import (
+    Decode,
+    Limits,
+    Prefill,
+    Scheduler,
+    Sequence as Running,
+    Work,
+)
+from glm5_jax.inference.steps import Draws, Reads, Shape, Steps, Variant
+from glm5_jax.model import glm5
+from glm5_jax.model.generate import layers_of
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.quant import settled
+from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
+
+FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
+DEPTH = 1  # steps under way while the next is prepared
+
+
+@dataclasses.dataclass
+class Counts:
+    """What an engine has done. num_overlapped: steps that were sent off while the one before was computed."""
+
+    num_steps: int = 0
+    num_overlapped: int = 0
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    read_tokens: int = 0
+    new_tokens: int = 0
+    host_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+
+class _Flight(NamedTuple):
+    """A step under way: its work with the place of each in what was drawn, and the weights that drew it."""
+
+    parts: list[tuple[list[tuple[int, Decode | Prefill]], Drawn]]
+    version: int
+
+
+class Engine:
+    """Serves a model.
+
+    Attributes:
+      version: of the weights, as `update_weights` was told.
+      counts: what has been done so far.
+    """
+
+    def __init__(
+        self,
+        model: glm5.Glm5,
+        tokenizer: Tokenizer | None = None,
+        *,
+        page_size: int = 64,
+        num_pages: int | None = None,
+        max_batch: int = 16,
+        max_length: int | None = None,
+        chunk: int = 512,
+        step_tokens: int | None = None,
+        batch_invariant: bool = False,
+        max_bias: int = 300,
+        seed: int = 0,
+        version: int = 0,
+        plan: Plan = Plan(),
+    ):
+        """model: on its mesh, if it has one. tokenizer: for stop texts and the ids that end a reply (without:
+        those of the model's config).
+
+        page_size: tokens of a page. num_pages: of each group of devices that hold other sequences (default: for
+        max_batch sequences of max_length). max_batch: sequences decoded at once, in each group.
+        max_length: of a prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at
+        once; step_tokens: in a step, of all prompts (default: chunk). batch_invariant: every reply has the same
+        bits whatever else is served; slower. max_bias: tokens in a request's logit_bias at most. seed: of the
+        seeds of requests that bring none. ValueError for what cannot be.
+        """
+        cfg = model.cfg
+        max_length = max_length or cfg.max_position_embeddings
+        cfg.check_length(max_length)
+        if page_size < 1:
+            raise ValueError(f"page_size is {page_size}; it must be positive")
+        limits = Limits(max_batch, chunk, step_tokens or chunk, aligned=batch_invariant)
+        max_pages = -(-max_length // page_size)
+        num_pages = num_pages or max_batch * max_pages
+        self._tokenizer, self._mesh = tokenizer, model.mesh
+        # Experts become int4 once, not once per token.
+        plain = dataclasses.replace(cfg, int4_group=None)
+        self._cfg, self._max_length, self._limits = cfg, max_length, limits
+        shape = Shape(num_pages, page_size, max_batch, max_pages, chunk, max_bias, batch_invariant)
+        self._steps = Steps(plain, shape, model.mesh, plan)
+        self._params = self._ready(glm5.params_of(model))
+        self._device = self._steps.device(cfg.dtype)
+        self._schedulers = [
+            Scheduler(num_pages, page_size, limits) for _ in range(self._steps.groups)
+        ]
+        self._tables = np.zeros((self._steps.groups, max_batch + 1, max_pages), np.int32)
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._live: dict[Running, _Live] = {}
+        self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
+        self._seeds = np.random.default_rng(seed)
+        self._paused = self._drained = False
+        self.version = version
+        self.counts = Counts()
+
+    def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
+        """Takes a request; listener: see `Handle`. ValueError if it can never be served."""
+        if self._drained:
+            raise ValueError("the engine is drained and takes no requests; make another")
+        limit = self._check(request)
+        handle, sampling = Handle(request, listener), request.sampling
+        seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
+        sequence = Running(handle, list(request.ids), limit, seed, self.version)
+        group = self._choose(sequence)
+        detokenizer = Detokenizer(self._tokenizer, errors="replace") if sampling.stop else None
+        until = None if request.deadline is None else time.monotonic() + request.deadline
+        self._live[sequence] = _Live(group, until, detokenizer)
+        self._schedulers[group].add(sequence)
+        self.counts.num_requests += 1
+        self.counts.prompt_tokens += len(request.ids)
+        return handle
+
+    def step(self) -> bool:
+        """Sends off the next work and takes what has come back; whether anything is left to do."""
+        began = time.perf_counter()
+        self._end_those_due()
+        flight = None if self._paused else self._launch([s.schedule() for s in self._schedulers])
+        if flight is not None:
+            if self._flights:
+                *_, drawn = self._flights[-1].parts[-1]
+                self.counts.num_overlapped += not drawn.tokens.is_ready()
+            self._flights.append(flight)
+            self.counts.num_steps += 1
+        self.counts.host_seconds += time.perf_counter() - began
+        while len(self._flights) > (0 if flight is None else DEPTH):
+            self._receive()
+        return bool(self._live)
+
+    def generate(
+        self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling()
+    ) -> list[Completion]:
+        """The replies to prompts of token ids, with one sampling for all or one for each. Nothing is begun if one
+        of them cannot be served (ValueError)."""
+        prompts = list(prompts)
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(sampling)} samplings")
+        if self._paused:
+            raise ValueError("the engine is paused; resume it first")
+        requests = [Request(ids, own) for ids, own in zip(prompts, sampling)]
+        for request in requests:
+            self._check(request)
+        handles = [self.submit(request) for request in requests]
+        while self.step():
+            pass
+        return [handle.completion for handle in handles]
+
+    def pause(self) -> None:
+        """Nothing more is sent off; what is under way comes back with the next step."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+
+    def drain(self) -> None:
+        """Ends all that was submitted, and takes nothing more."""
+        self._drained, self._paused = True, False
+        while self.step():
+            pass
+
+    def update_weights(self, params, version: int, policy: str = FINISH) -> None:
+        """Replaces the weights, in place; every token after it has the new version.
+
+        params: a tree as `glm5.params_of` gives it. policy, for what is under way: "finish" ends it
+        first, while nothing new begins; "keep" goes on from what the old weights computed; "recompute" computes
+        all of it again with the new ones. Prefixes of the old weights are forgotten. ValueError for another
+        tree, other shapes or another policy; the engine is then as before.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
+        check_params(params, self._cfg)
+        if policy == FINISH:
+            self._finish()
+        self._params = self._ready(params)
+        for scheduler in self._schedulers:
+            if policy == RECOMPUTE:
+                for sequence in reversed(scheduler.running):
+                    scheduler.preempt(sequence)
+            for sequence in scheduler.sequences:
+                sequence.space = version if sequence.slot is None else None
+            scheduler.prefixes.clear(self.version)
+        self.version = version
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages, of all groups, that nothing uses; those of prefixes that could be had count as used."""
+        return sum(scheduler.pool.num_free for scheduler in self._schedulers)
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that hold prefixes."""
+        return sum(len(scheduler.prefixes) for scheduler in self._schedulers)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages."""
+        return sum(len(scheduler.running) for scheduler in self._schedulers)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for some."""
+        return sum(scheduler.num_waiting for scheduler in self._schedulers)
+
+    @property
+    def num_preempted(self) -> int:
+        """How often a request had to give its pages back."""
+        return sum(scheduler.num_preempted for scheduler in self._schedulers)
+
+    def _check(self, request: Request) -> int:
+        """Tokens that a request may have, prompt included; ValueError if it cannot be served."""
+        sampling, v = request.sampling, self._cfg.vocab_size
+        for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
+            if wrong := [i for i in ids if not 0 <= i < v]:
+                raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
+        if (most := self._steps.shape.max_bias) < len(sampling.logit_bias):
+            raise ValueError(
+                f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_ids")
+        num = len(request.ids)
+        if num >= self._max_length:
+            raise ValueError(
+                f"the prompt has {num} tokens; with a reply at most {self._max_length} are possible"
+            )
+        if sampling.max_tokens is None:
+            room = self._steps.shape.num_pages * self._steps.shape.page_size
+            limit = max(num + 1, min(self._max_length, room))
+        else:
+            limit = num + sampling.max_tokens
+            if limit > self._max_length:
+                raise ValueError(
+                    f"a prompt of {num} tokens and max_tokens {sampling.max_tokens} exceed the "
+                    f"{self._max_length} that are possible; shorten one of them"
+                )
+        self._schedulers[0].check(limit)
+        return limit
+
+    def _choose(self, sequence: Running) -> int:
+        """The group that knows most of a prompt, and of those the one with the least to do."""
+
+        def merit(group):
+            scheduler = self._schedulers[group]
+            known = scheduler.prefixes.count(sequence.ids, sequence.space)
+            return known, -sum(one.total for one in scheduler.sequences)
+
+        groups = range(len(self._schedulers))
+        return 0 if len(groups) == 1 else max(groups, key=merit)
+
+    def _end_those_due(self) -> None:
+        now = time.monotonic()
+        for sequence, live in list(self._live.items()):
+            if sequence.handle.cancelled:
+                self._end(sequence, CANCELLED)
+            elif live.until is not None and now >= live.until:
+                self._end(sequence, DEADLINE)
+
+    def _launch(self, works: list[Work]) -> _Flight | None:
+        parts = []
+        if any(work.decodes for work in works):
+            parts.append(self._decode([work.decodes for work in works]))
+        for turn in range(max(len(work.prefills) for work in works)):
+            # One of each group at a time.
+            now = [work.prefills[turn] if turn < len(work.prefills) else None for work in works]
+            parts.append(self._prefill(now))
+        for _, drawn in parts:
+            for array in drawn:
+                array.copy_to_host_async()
+        return _Flight(parts, self.version) if parts else None
+
+    def _decode(self, decodes: list[list[Decode]]):
+        shape, x = self._steps.shape, len(decodes)
+        b = shape.rows(max(map(len, decodes)))
+        slot = np.full((x, b), shape.slots, np.int32)
+        given, limit = np.full((x, b), -1, np.int32), np.zeros((x, b), np.int32)
+        where, widest = [], 0
+        for group, own in enumerate(decodes):
+            for row, one in enumerate(own):
+                sequence = one.sequence
+                slot[group, row], limit[group, row] = sequence.slot, sequence.limit
+                if one.given is not None:
+                    given[group, row] = one.given
+                widest = max(widest, self._list(group, sequence))
+                if one.draws:
+                    where.append((group * b + row, one))
+        width = shape.pages(widest)
+        tables = self._tables[np.arange(x)[:, None], slot, :width]
+        variant = _variant(one.sequence for own in decodes for one in own)
+        draws = Draws(tables, slot, given, limit)
+        self._device, drawn = self._steps.decode(self._params, self._device, draws, variant)
+        return where, drawn
+
+    def _prefill(self, prefills: list[Prefill | None]):
+        shape, x = self._steps.shape, len(prefills)
+        t = shape.tokens(max(one.count for one in prefills if one))
+        tokens = np.zeros((x, t), np.int32)
+        start, count = np.zeros(x, np.int32), np.zeros(x, np.int32)
+        slot = np.full(x, shape.slots, np.int32)
+        samplings, seeds = [Sampling()] * x, [0] * x
+        where, widest = [], 1
+        for group, one in enumerate(prefills):
+            if one is None:
+                continue
+            sequence = one.sequence
+            end = one.start + one.count
+            tokens[group, : one.count] = sequence.ids[one.start : end]
+            start[group], count[group], slot[group] = one.start, one.count, sequence.slot
+            samplings[group], seeds[group] = sequence.handle.request.sampling, sequence.seed
+            self._list(group, sequence, anew=True)
+            widest = max(widest, -(-end // shape.page_size))
+            self.counts.read_tokens += one.count
+            if one.draws:
+                where.append((group, one))
+        width = shape.pages(widest)
+        tables = self._tables[np.arange(x), slot, :width]
+        reads = Reads(
+            tokens, start, count, tables, slot, rows(samplings, seeds, start, shape.max_bias)
+        )
+        variant = _variant(one.sequence for one in prefills if one)
+        self._device, drawn = self._steps.prefill(self._params, self._device, reads, variant)
+        return where, drawn
+
+    def _list(self, group: int, sequence: Running, anew: bool = False) -> int:
+        """Brings a sequence's table up to date; how many pages it has. anew: its slot was another's."""
+        live, count = self._live[sequence], len(sequence.pages)
+        first = 0 if anew else live.listed
+        if first < count:
+            self._tables[group, sequence.slot, first:count] = sequence.pages[first:]
+        live.listed = count
+        return count
+
+    def _receive(self) -> None:
+        """Waits for the oldest step under way and takes what it has drawn."""
+        flight, began = self._flights.popleft(), time.perf_counter()
+        parts = [(where, Drawn(*map(np.asarray, drawn))) for where, drawn in flight.parts]
+        ready = time.perf_counter()
+        self.counts.waiting_seconds += ready - began
+        for where, drawn in parts:
+            for row, work in where:
+                if work.sequence in self._live:
+                    self._take(work, drawn, row, flight.version)
+        self.counts.host_seconds += time.perf_counter() - ready
+
+    def _take(self, work: Decode | Prefill, drawn: Drawn, row: int, version: int) -> None:
+        sequence, sampling = work.sequence, work.sequence.handle.request.sampling
+        live, handle = self._live[sequence], sequence.handle
+        token, top = int(drawn.tokens[row]), ()
+        if sampling.top_logprobs:
+            ids, logprobs = drawn.top_ids[row].tolist(), drawn.top_logprobs[row].tolist()
+            top = tuple(zip(ids, logprobs))[: sampling.top_logprobs]
+        self._schedulers[live.group].came_back(work, [token])
+        handle.tokens.append(Token(token, float(drawn.logprobs[row]), version, top))
+        self.counts.new_tokens += 1
+        stopped_by = self._stopped_by(token, sampling, live)
+        if stopped_by is not None:
+            self._end(sequence, STOP, stopped_by)
+        elif len(sequence.ids) >= sequence.limit:
+            self._end(sequence, LENGTH)
+        elif handle.listener:
+            handle.listener(handle)
+
+    def _stopped_by(self, token: int, sampling: Sampling, live: "_Live") -> int | str | None:
+        if token in sampling.stop_ids or (token in self._ends and not sampling.ignore_eos):
+            return token
+        if live.detokenizer is None:
+            return None
+        before = max(0, len(live.text) - max(map(len, sampling.stop)) + 1)
+        live.text += live.detokenizer.feed([token])
+        found = [(at, text) for text in sampling.stop if (at := live.text.find(text, before)) >= 0]
+        return min(found)[1] if found else None
+
+    def _end(self, sequence: Running, reason: str, stopped_by: int | str | None = None) -> None:
+        live, handle = self._live.pop(sequence), sequence.handle
+        self._schedulers[live.group].remove(sequence)
+        self.counts.cached_tokens += handle.cached_tokens or 0
+        handle.stopped_by, handle.finish_reason = stopped_by, reason
+        if handle.listener:
+            handle.listener(handle)
+
+    def _finish(self) -> None:
+        """Ends what runs, while nothing new begins."""
+        for scheduler in self._schedulers:
+            scheduler.admits = False
+        while self._flights or self.num_running:
+            self.step()
+        for scheduler in self._schedulers:
+            scheduler.admits = True
+
+    def _ready(self, params):
+        """The weights as the steps read them, in the compute dtype."""
+        params = _computed(params, self._cfg)
+        return params if self._mesh is not None else layers_of(params, self._cfg)
+
+
+@dataclasses.dataclass
+class _Live:
+    """What the engine keeps beside a sequence: its group, the time it must end by, and, with stop texts, its text
+    so far; listed: pages that its table shows."""
+
+    group: int
+    until: float | None
+    detokenizer: Detokenizer | None
+    text: str = ""
+    listed: int = 0
+
+
+def check_params(params, cfg: ModelConfig) -> None:
+    """ValueError if params are not those of a model of this config."""
+    given, wanted = flatten(params), flatten(glm5.abstract(cfg))
+    if given.keys() != wanted.keys():
+        odd = sorted(given.keys() ^ wanted.keys())
+        raise ValueError(
+            f"the weights are of another model: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}"
+        )
+    for name, weight in given.items():
+        if weight.shape != wanted[name].shape:
+            raise ValueError(
+                f"the weights are of another model: {name} is {weight.shape}, not {wanted[name].shape}"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _computed(params, cfg: ModelConfig):
+    """Weights in the compute dtype, but for the router's (see `glm5.Weights`), experts as int4 where cfg says so."""
+    dtype = jnp.dtype(cfg.dtype)
+    return map_with_path(
+        lambda path, w: w if "router/" in path else w.astype(dtype), settled(params, cfg)
+    )
+
+
+def _variant(sequences: Iterable[Running]) -> Variant:
+    samplings = [sequence.handle.request.sampling for sequence in sequences]
+    top = MOST_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
+    return Variant(cuts(samplings), top)

@@ -1,0 +1,315 @@
+"""The engine against one request at a time: what it draws, its log-probs, and what they do not depend on."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm5_jax import presets
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import Request
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+
+CFG = dataclasses.replace(
+    presets.tiny(), num_hidden_layers=2, index_topk=12, max_position_embeddings=64
+)
+PAGE = 4
+GREEDY = Sampling(max_tokens=8, temperature=0, ignore_eos=True)
+forward = jax.jit(glm5.forward, static_argnames="cfg")
+
+
+@functools.cache
+def model(seed=0):
+    return glm5.Glm5(CFG, rngs=nnx.Rngs(seed))
+
+
+def engine(seed=0, **options):
+    options = dict(page_size=PAGE, num_pages=18, max_batch=4, chunk=32) | options
+    return Engine(model(seed), Tokenizer.default(), **options)
+
+
+def prompts(count, seed=0, most=40):
+    """Of all lengths; some begin as others do."""
+    rng = np.random.default_rng(seed)
+    stem = rng.integers(0, CFG.vocab_size, most).tolist()
+    found = []
+    for _ in range(count):
+        own = rng.integers(0, CFG.vocab_size, rng.integers(1, most // 2)).tolist()
+        found.append(stem[: rng.integers(most // 2)] + own)
+    return found
+
+
+def logprobs(ids, temperature=1.0, seed=0):
+    """[t v] of one forward over all of ids, as the trainer has them, at 64 tokens for one program."""
+    row = np.zeros((1, 64), np.int32)
+    row[0, : len(ids)] = ids
+    logits = forward(glm5.params_of(model(seed)), row, cfg=CFG).logits[0, : len(ids)]
+    return np.asarray(jax.nn.log_softmax(logits / temperature))
+
+
+def alone(ids, sampling, **options):
+    """What one request gives by itself, without anything cached."""
+    return engine(**options).generate([ids], sampling)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_log_probs_are_the_trainers_and_greedy_is_the_best(temperature):
+    sampling = dataclasses.replace(GREEDY, temperature=temperature, top_logprobs=3, seed=5)
+    asked = prompts(9)
+    for prompt, got in zip(asked, engine().generate(asked, sampling)):
+        want = logprobs(prompt + got.ids, temperature or 1.0)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(got.logprobs, want[np.arange(len(got.ids)), got.ids], atol=1e-5)
+        for own, top in zip(want, got.top):
+            ids, values = zip(*top)
+            np.testing.assert_allclose(values, np.sort(own)[::-1][:3], atol=1e-5)
+            np.testing.assert_allclose(values, own[list(ids)], atol=1e-5)
+        if not temperature:
+            chosen = want[np.arange(len(got.ids)), got.ids]
+            assert (want.max(-1) - chosen < 1e-5).all()
+        assert got.finish_reason == "length" and got.versions == [0] * len(got.ids)
+
+
+def schedule(made, asked, samplings, rng):
+    """The completions of requests that come at random times."""
+    handles, waiting = {}, list(range(len(asked)))
+    rng.shuffle(waiting)
+    while waiting or not all(h.finish_reason for h in handles.values()):
+        for _ in range(rng.integers(3)):
+            if waiting:
+                i = waiting.pop()
+                handles[i] = made.submit(Request(asked[i], samplings[i]))
+        made.step()
+    return [handles[i].completion for i in range(len(asked))]
+
+
+def gap(prompt, ours, theirs, sampling):
+    """How far apart the model holds the two tokens at which two replies part: of the scores that decide, which
+    hold the noise of the draw."""
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
+    scores = logprobs([*prompt, *ours[:at]], sampling.temperature or 1.0)[-1]
+    if sampling.temperature:
+        key = jax.random.key_data(jax.random.key(0)) * 0 + np.array(
+            [sampling.seed >> 32, sampling.seed & (2**32 - 1)], np.uint32
+        )
+        key = jax.random.fold_in(
+            jax.random.wrap_key_data(key, impl="threefry2x32"), len(prompt) + at
+        )
+        scores = scores + np.asarray(jax.random.gumbel(key, scores.shape, np.float32))
+    return abs(scores[ours[at]] - scores[theirs[at]])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replies_do_not_depend_on_what_else_is_served(seed):
+    """Batching, chunks, pages, prefixes and pre-emption: where a token differs, two were as good as equal."""
+    rng = np.random.default_rng(seed)
+    asked = prompts(14, seed)
+    samplings = [
+        dataclasses.replace(GREEDY, temperature=float(rng.choice([0, 1])), seed=i)
+        for i in range(len(asked))
+    ]
+    made = engine(step_tokens=int(rng.integers(8, 40)))
+    got = schedule(made, asked, samplings, rng)
+    assert made.num_preempted and made.counts.cached_tokens
+    for prompt, sampling, own in zip(asked, samplings, got):
+        want = alone(prompt, sampling)
+        if own.ids != want.ids:
+            assert gap(prompt, own.ids, want.ids, sampling) < 1e-5
+        else:
+            np.testing.assert_allclose(own.logprobs, want.logprobs, atol=1e-5)
+    assert made.num_free_pages == 18 - made.num_cached_pages
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_batch_invariant_replies_have_the_same_bits(seed):
+    rng = np.random.default_rng(seed)
+    asked = prompts(10, seed)
+    samplings = [
+        dataclasses.replace(GREEDY, temperature=float(rng.choice([0, 1])), seed=i)
+        for i in range(len(asked))
+    ]
+    options = dict(batch_invariant=True, chunk=8)
+    made = engine(**options)
+    got = schedule(made, asked, samplings, rng)
+    assert made.num_preempted and made.counts.cached_tokens
+    for prompt, sampling, own in zip(asked, samplings, got):
+        want = alone(prompt, sampling, **options)
+        assert own._replace(cached_tokens=0) == want._replace(cached_tokens=0)
+
+
+def test_what_ends_a_reply():
+    """Its own end token, ids and texts to stop at, its length, a deadline, and a cancellation."""
+    made, tokenizer = engine(), Tokenizer.default()
+    prompt = prompts(1)[0]
+    free = dataclasses.replace(GREEDY, max_tokens=20)
+    ids = alone(prompt, free).ids
+    third = ids[2]
+    first = ids.index(third)
+
+    def ended(**options):
+        return made.generate([prompt], dataclasses.replace(free, **options))[0]
+
+    got = ended(stop_ids=(third,))
+    assert (got.finish_reason, got.stopped_by, got.ids) == ("stop", third, ids[: first + 1])
+    text = tokenizer.decode(ids)
+    half = text[len(text) // 2 :][:3]
+    got = ended(stop=("nowhere", half))
+    assert (got.finish_reason, got.stopped_by) == ("stop", half)
+    assert half in tokenizer.decode(got.ids) and half not in tokenizer.decode(got.ids[:-1])
+    got = ended(max_tokens=3)
+    assert (got.finish_reason, got.stopped_by, got.ids) == ("length", None, ids[:3])
+    end = tokenizer.eos_ids[1]
+    got = ended(logit_bias={end: 1000.0}, ignore_eos=False)
+    assert (got.finish_reason, got.stopped_by, got.ids) == ("stop", end, [end])
+    assert len(ended(logit_bias={end: 1000.0}).ids) == 20
+
+    cancelled = made.submit(Request(prompt, free))
+    late = made.submit(Request(prompt, free, deadline=1e-9))
+    never_begun = made.submit(Request(prompt, free))
+    never_begun.cancel()
+    for _ in range(4):
+        made.step()
+    cancelled.cancel()
+    while made.step():
+        pass
+    assert late.completion.finish_reason == "deadline"
+    assert never_begun.completion.ids == []
+    assert cancelled.completion.finish_reason == "cancelled"
+    assert cancelled.completion.ids == ids[: len(cancelled.tokens)] != []
+    assert made.num_free_pages == 18 - made.num_cached_pages
+
+
+def test_listeners_hear_of_every_token_and_of_the_end():
+    heard, made = [], engine()
+    handle = made.submit(
+        Request(prompts(1)[0], GREEDY),
+        lambda handle: heard.append((len(handle.tokens), handle.finish_reason)),
+    )
+    while made.step():
+        pass
+    assert heard == [*((n, None) for n in range(1, 8)), (8, "length")]
+    assert handle.completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "request_of, words",
+    [
+        (lambda: Request([]), "the prompt is empty"),
+        (lambda: Request([1], deadline=0), "deadline is 0 s"),
+        (lambda: Request([1, CFG.vocab_size]), f"the prompt has the token id {CFG.vocab_size}"),
+        (lambda: Request([1], Sampling(logit_bias={-1: 1.0})), "logit_bias has the token id -1"),
+        (lambda: Request([1] * 64), "the prompt has 64 tokens; with a reply at most 64"),
+        (
+            lambda: Request([1] * 60, Sampling(max_tokens=5)),
+            "60 tokens and max_tokens 5 exceed the 64",
+        ),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(request_of, words):
+    made = engine()
+    with pytest.raises(ValueError, match=words):
+        made.submit(request_of())
+    assert not made.step()
+
+
+def test_more_than_all_pages_is_refused():
+    with pytest.raises(ValueError, match="exceed the 32 that the cache holds"):
+        engine(num_pages=8).submit(Request([1] * 20, Sampling(max_tokens=13)))
+
+
+def test_a_batch_with_one_wrong_prompt_begins_none():
+    made = engine()
+    with pytest.raises(ValueError, match="token id 999999"):
+        made.generate([[1, 2], [999999]], GREEDY)
+    assert made.counts.num_requests == 0 and not made.step()
+
+
+def test_paused_resumed_and_drained():
+    made = engine()
+    handle = made.submit(Request(prompts(1)[0], GREEDY))
+    made.step()
+    made.pause()
+    for _ in range(20):
+        made.step()
+    count = len(handle.tokens)
+    assert count < 8 and handle.finish_reason is None
+    with pytest.raises(ValueError, match="resume it first"):
+        made.generate([[1]], GREEDY)
+    made.resume()
+    made.drain()
+    assert handle.completion.finish_reason == "length"
+    with pytest.raises(ValueError, match="drained"):
+        made.submit(Request([1]))
+
+
+def half_done(made, asked):
+    """Handles of requests of which some have begun and one has not."""
+    handles = [made.submit(Request(prompt, GREEDY)) for prompt in asked]
+    while len(handles[0].tokens) < 3:
+        made.step()
+    assert handles[-1].cached_tokens is None
+    return handles
+
+
+def parts(completion):
+    """How many tokens each version drew, in order."""
+    versions = completion.versions
+    assert versions == sorted(versions)
+    return {version: versions.count(version) for version in versions}
+
+
+@pytest.mark.parametrize("policy", ["finish", "keep", "recompute"])
+def test_new_weights_in_the_middle_of_replies(policy):
+    asked = prompts(6, 3)
+    made = engine()
+    handles = half_done(made, asked)
+    made.update_weights(glm5.params_of(model(1)), 7, policy)
+    while made.step():
+        pass
+    first, last = handles[0].completion, handles[-1].completion
+    # What had not begun is the new weights' alone, and finds nothing of the old ones'.
+    assert parts(last) == {7: 8} and last.ids == alone(asked[-1], GREEDY, seed=1).ids
+    if policy == "finish":
+        assert parts(first) == {0: 8} and first.ids == alone(asked[0], GREEDY).ids
+        return
+    count = parts(first)[0]
+    assert parts(first) == {0: count, 7: 8 - count} and 3 <= count < 8
+    before, after = first.ids[:count], first.ids[count:]
+    assert before == alone(asked[0], GREEDY).ids[:count]
+    anew = alone(asked[0] + before, dataclasses.replace(GREEDY, max_tokens=8 - count), seed=1)
+    want = np.array(anew.logprobs)
+    if policy == "recompute":
+        assert after == anew.ids
+        np.testing.assert_allclose(first.logprobs[count:], want, atol=1e-5)
+    else:  # the first token drawn after it still stands on the old weights' latents
+        assert not np.allclose(first.logprobs[count], want[0], atol=1e-3)
+    assert made.version == 7
+
+
+def test_weights_of_another_model_are_refused():
+    made = engine()
+    params = glm5.params_of(model())
+    with pytest.raises(ValueError, match="policy is 'soon'; use one of finish, keep, recompute"):
+        made.update_weights(params, 1, "soon")
+    with pytest.raises(ValueError, match="embed/weight is .*, not "):
+        made.update_weights(params | {"embed": {"weight": np.zeros((3, 3))}}, 1)
+    with pytest.raises(ValueError, match="final_norm is missing"):
+        made.update_weights({k: v for k, v in params.items() if k != "final_norm"}, 1)
+    assert made.version == 0 and made.generate([[1, 2]], GREEDY)[0].versions == [0] * 8
+
+
+def test_the_same_seed_draws_the_same_and_another_does_not():
+    sampling = dataclasses.replace(GREEDY, temperature=1.0)
+    prompt = prompts(1)[0]
+
+    def drawn(seed):
+        return alone(prompt, dataclasses.replace(sampling, seed=seed)).ids
+
+    assert drawn(3) == drawn(3) != drawn(4)
+    made = engine()
+    one, other = made.generate([prompt] * 2, sampling)
+    assert one.ids != other.ids  # each has a seed of its own
