@@ -12,17 +12,13 @@ the device computes the other. One thread owns an engine; handles may be read an
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -33,20 +29,18 @@ from glm5_jax.inference.request import (
     Request,
     Token,
 )
-from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Drawn, Sampling, cuts, rows
+from glm5_jax.inference.runner import Part, Runner, check_params
+from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import (
     Decode,
     Limits,
     Prefill,
     Scheduler,
     Sequence as Running,
-    Work,
 )
-from glm5_jax.inference.steps import Draws, Reads, Shape, Steps, Variant
+from glm5_jax.inference.steps import Drew, Shape
 from glm5_jax.model import glm5
-from glm5_jax.model.generate import layers_of
 from glm5_jax.model.plan import Plan
-from glm5_jax.model.quant import settled
 from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
 
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
@@ -55,7 +49,8 @@ DEPTH = 1  # steps under way while the next is prepared
 
 @dataclasses.dataclass
 class Counts:
-    """What an engine has done. num_overlapped: steps that were sent off while the one before was computed."""
+    """What an engine has done. num_overlapped: steps that were sent off while the one before was computed; accepted:
+    how often a decode with drafts gave 1, 2, ... tokens."""
 
     num_steps: int = 0
     num_overlapped: int = 0
@@ -66,12 +61,13 @@ class Counts:
     new_tokens: int = 0
     host_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    accepted: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Flight(NamedTuple):
-    """A step under way: its work with the place of each in what was drawn, and the weights that drew it."""
+    """A step under way, and the version of the weights that draw it."""
 
-    parts: list[tuple[list[tuple[int, Decode | Prefill]], Drawn]]
+    parts: list[Part]
     version: int
 
 
@@ -94,6 +90,7 @@ class Engine:
         max_length: int | None = None,
         chunk: int = 512,
         step_tokens: int | None = None,
+        num_draft: int = 0,
         batch_invariant: bool = False,
         max_bias: int = 300,
         seed: int = 0,
@@ -106,8 +103,9 @@ class Engine:
         page_size: tokens of a page. num_pages: of each group of devices that hold other sequences (default: for
         max_batch sequences of max_length). max_batch: sequences decoded at once, in each group.
         max_length: of a prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at
-        once; step_tokens: in a step, of all prompts (default: chunk). batch_invariant: every reply has the same
-        bits whatever else is served; slower. max_bias: tokens in a request's logit_bias at most. seed: of the
+        once; step_tokens: in a step, of all prompts (default: chunk). num_draft: tokens that the MTP layer drafts for
+        every decode, which are kept or not so that what is drawn has the same distribution (4 in paper table 2).
+        batch_invariant: every reply has the same bits whatever else is served; slower. max_bias: tokens in a request's logit_bias at most. seed: of the
         seeds of requests that bring none. ValueError for what cannot be.
         """
         cfg = model.cfg
@@ -115,28 +113,33 @@ class Engine:
         cfg.check_length(max_length)
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be positive")
-        limits = Limits(max_batch, chunk, step_tokens or chunk, aligned=batch_invariant)
+        if num_draft and not cfg.num_nextn_predict_layers:
+            raise ValueError(f"num_draft is {num_draft}, and the model has no MTP layer; use 0")
+        limits = Limits(max_batch, chunk, step_tokens or chunk, batch_invariant, num_draft)
         max_pages = -(-max_length // page_size)
         num_pages = num_pages or max_batch * max_pages
-        self._tokenizer, self._mesh = tokenizer, model.mesh
-        # Experts become int4 once, not once per token.
-        plain = dataclasses.replace(cfg, int4_group=None)
-        self._cfg, self._max_length, self._limits = cfg, max_length, limits
-        shape = Shape(num_pages, page_size, max_batch, max_pages, chunk, max_bias, batch_invariant)
-        self._steps = Steps(plain, shape, model.mesh, plan)
-        self._params = self._ready(glm5.params_of(model))
-        self._device = self._steps.device(cfg.dtype)
+        self._shape = Shape(
+            num_pages,
+            page_size,
+            max_batch,
+            max_pages,
+            chunk,
+            max_bias,
+            num_draft,
+            batch_invariant,
+        )
+        self._cfg, self._tokenizer, self._max_length = cfg, tokenizer, max_length
+        self._runner = Runner(model, self._shape, plan)
         self._schedulers = [
-            Scheduler(num_pages, page_size, limits) for _ in range(self._steps.groups)
+            Scheduler(num_pages, page_size, limits) for _ in range(self._runner.groups)
         ]
-        self._tables = np.zeros((self._steps.groups, max_batch + 1, max_pages), np.int32)
         self._flights: collections.deque[_Flight] = collections.deque()
         self._live: dict[Running, _Live] = {}
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
         self._paused = self._drained = False
         self.version = version
-        self.counts = Counts()
+        self.counts = Counts(accepted=[0] * (num_draft + 1))
 
     def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
         """Takes a request; listener: see `Handle`. ValueError if it can never be served."""
@@ -159,17 +162,24 @@ class Engine:
         """Sends off the next work and takes what has come back; whether anything is left to do."""
         began = time.perf_counter()
         self._end_those_due()
-        flight = None if self._paused else self._launch([s.schedule() for s in self._schedulers])
-        if flight is not None:
+        parts = (
+            [] if self._paused else self._runner.launch([s.schedule() for s in self._schedulers])
+        )
+        if parts:
             if self._flights:
-                *_, drawn = self._flights[-1].parts[-1]
-                self.counts.num_overlapped += not drawn.tokens.is_ready()
-            self._flights.append(flight)
+                # Its last part ends last.
+                last = self._flights[-1].parts[-1].drew.count
+                self.counts.num_overlapped += not last.is_ready()
+            self._flights.append(_Flight(parts, self.version))
             self.counts.num_steps += 1
         self.counts.host_seconds += time.perf_counter() - began
-        while len(self._flights) > (0 if flight is None else DEPTH):
+        while len(self._flights) > (DEPTH if parts else 0):
             self._receive()
         return bool(self._live)
+
+    def warm(self, show: bool = False) -> None:
+        """Compiles all programs that requests without top_logprobs can need. show: a progress bar."""
+        self._runner.warm(show)
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling()
@@ -218,7 +228,7 @@ class Engine:
         check_params(params, self._cfg)
         if policy == FINISH:
             self._finish()
-        self._params = self._ready(params)
+        self._runner.load(params)
         for scheduler in self._schedulers:
             if policy == RECOMPUTE:
                 for sequence in reversed(scheduler.running):
@@ -259,7 +269,7 @@ class Engine:
         for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
             if wrong := [i for i in ids if not 0 <= i < v]:
                 raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
-        if (most := self._steps.shape.max_bias) < len(sampling.logit_bias):
+        if (most := self._shape.max_bias) < len(sampling.logit_bias):
             raise ValueError(
                 f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
             )
@@ -271,7 +281,7 @@ class Engine:
                 f"the prompt has {num} tokens; with a reply at most {self._max_length} are possible"
             )
         if sampling.max_tokens is None:
-            room = self._steps.shape.num_pages * self._steps.shape.page_size
+            room = self._shape.num_pages * self._shape.page_size
             limit = max(num + 1, min(self._max_length, room))
         else:
             limit = num + sampling.max_tokens
@@ -302,107 +312,44 @@ class Engine:
             elif live.until is not None and now >= live.until:
                 self._end(sequence, DEADLINE)
 
-    def _launch(self, works: list[Work]) -> _Flight | None:
-        parts = []
-        if any(work.decodes for work in works):
-            parts.append(self._decode([work.decodes for work in works]))
-        for turn in range(max(len(work.prefills) for work in works)):
-            # One of each group at a time.
-            now = [work.prefills[turn] if turn < len(work.prefills) else None for work in works]
-            parts.append(self._prefill(now))
-        for _, drawn in parts:
-            for array in drawn:
-                array.copy_to_host_async()
-        return _Flight(parts, self.version) if parts else None
-
-    def _decode(self, decodes: list[list[Decode]]):
-        shape, x = self._steps.shape, len(decodes)
-        b = shape.rows(max(map(len, decodes)))
-        slot = np.full((x, b), shape.slots, np.int32)
-        given, limit = np.full((x, b), -1, np.int32), np.zeros((x, b), np.int32)
-        where, widest = [], 0
-        for group, own in enumerate(decodes):
-            for row, one in enumerate(own):
-                sequence = one.sequence
-                slot[group, row], limit[group, row] = sequence.slot, sequence.limit
-                if one.given is not None:
-                    given[group, row] = one.given
-                widest = max(widest, self._list(group, sequence))
-                if one.draws:
-                    where.append((group * b + row, one))
-        width = shape.pages(widest)
-        tables = self._tables[np.arange(x)[:, None], slot, :width]
-        variant = _variant(one.sequence for own in decodes for one in own)
-        draws = Draws(tables, slot, given, limit)
-        self._device, drawn = self._steps.decode(self._params, self._device, draws, variant)
-        return where, drawn
-
-    def _prefill(self, prefills: list[Prefill | None]):
-        shape, x = self._steps.shape, len(prefills)
-        t = shape.tokens(max(one.count for one in prefills if one))
-        tokens = np.zeros((x, t), np.int32)
-        start, count = np.zeros(x, np.int32), np.zeros(x, np.int32)
-        slot = np.full(x, shape.slots, np.int32)
-        samplings, seeds = [Sampling()] * x, [0] * x
-        where, widest = [], 1
-        for group, one in enumerate(prefills):
-            if one is None:
-                continue
-            sequence = one.sequence
-            end = one.start + one.count
-            tokens[group, : one.count] = sequence.ids[one.start : end]
-            start[group], count[group], slot[group] = one.start, one.count, sequence.slot
-            samplings[group], seeds[group] = sequence.handle.request.sampling, sequence.seed
-            self._list(group, sequence, anew=True)
-            widest = max(widest, -(-end // shape.page_size))
-            self.counts.read_tokens += one.count
-            if one.draws:
-                where.append((group, one))
-        width = shape.pages(widest)
-        tables = self._tables[np.arange(x), slot, :width]
-        reads = Reads(
-            tokens, start, count, tables, slot, rows(samplings, seeds, start, shape.max_bias)
-        )
-        variant = _variant(one.sequence for one in prefills if one)
-        self._device, drawn = self._steps.prefill(self._params, self._device, reads, variant)
-        return where, drawn
-
-    def _list(self, group: int, sequence: Running, anew: bool = False) -> int:
-        """Brings a sequence's table up to date; how many pages it has. anew: its slot was another's."""
-        live, count = self._live[sequence], len(sequence.pages)
-        first = 0 if anew else live.listed
-        if first < count:
-            self._tables[group, sequence.slot, first:count] = sequence.pages[first:]
-        live.listed = count
-        return count
-
     def _receive(self) -> None:
         """Waits for the oldest step under way and takes what it has drawn."""
         flight, began = self._flights.popleft(), time.perf_counter()
-        parts = [(where, Drawn(*map(np.asarray, drawn))) for where, drawn in flight.parts]
+        parts = [(part.rows, jax.tree.map(np.asarray, part.drew)) for part in flight.parts]
         ready = time.perf_counter()
         self.counts.waiting_seconds += ready - began
-        for where, drawn in parts:
+        for where, drew in parts:
             for row, work in where:
                 if work.sequence in self._live:
-                    self._take(work, drawn, row, flight.version)
+                    self._take(work, drew, row, flight.version)
         self.counts.host_seconds += time.perf_counter() - ready
 
-    def _take(self, work: Decode | Prefill, drawn: Drawn, row: int, version: int) -> None:
+    def _take(self, work: Decode | Prefill, drew: Drew, row: int, version: int) -> None:
+        """Gives a sequence what it has drawn, up to what ends it."""
         sequence, sampling = work.sequence, work.sequence.handle.request.sampling
-        live, handle = self._live[sequence], sequence.handle
-        token, top = int(drawn.tokens[row]), ()
-        if sampling.top_logprobs:
-            ids, logprobs = drawn.top_ids[row].tolist(), drawn.top_logprobs[row].tolist()
-            top = tuple(zip(ids, logprobs))[: sampling.top_logprobs]
-        self._schedulers[live.group].came_back(work, [token])
-        handle.tokens.append(Token(token, float(drawn.logprobs[row]), version, top))
-        self.counts.new_tokens += 1
-        stopped_by = self._stopped_by(token, sampling, live)
-        if stopped_by is not None:
-            self._end(sequence, STOP, stopped_by)
-        elif len(sequence.ids) >= sequence.limit:
-            self._end(sequence, LENGTH)
+        live, handle, drawn = self._live[sequence], sequence.handle, drew.drawn
+        count = int(drew.count[row])
+        tokens, logprobs = (a[row, :count].tolist() for a in (drawn.tokens, drawn.logprobs))
+        if isinstance(work, Decode) and self._shape.num_draft:
+            self.counts.accepted[count - 1] += 1
+        self._schedulers[live.group].came_back(work, tokens)
+        reason = stopped_by = None
+        for i, (token, logprob) in enumerate(zip(tokens, logprobs)):
+            top = ()
+            if sampling.top_logprobs:
+                ids, values = (a[row, i].tolist() for a in (drawn.top_ids, drawn.top_logprobs))
+                top = tuple(zip(ids, values))[: sampling.top_logprobs]
+            handle.tokens.append(Token(token, logprob, version, top))
+            self.counts.new_tokens += 1
+            stopped_by = self._stopped_by(token, sampling, live)
+            if stopped_by is not None:
+                reason = STOP
+            elif sequence.num_prompt + len(handle.tokens) >= sequence.limit:
+                reason = LENGTH
+            if reason:
+                break
+        if reason:
+            self._end(sequence, reason, stopped_by)
         elif handle.listener:
             handle.listener(handle)
 
@@ -433,11 +380,6 @@ class Engine:
         for scheduler in self._schedulers:
             scheduler.admits = True
 
-    def _ready(self, params):
-        """The weights as the steps read them, in the compute dtype."""
-        params = _computed(params, self._cfg)
-        return params if self._mesh is not None else layers_of(params, self._cfg)
-
 
 @dataclasses.dataclass
 class _Live:
@@ -449,33 +391,3 @@ class _Live:
     detokenizer: Detokenizer | None
     text: str = ""
     listed: int = 0
-
-
-def check_params(params, cfg: ModelConfig) -> None:
-    """ValueError if params are not those of a model of this config."""
-    given, wanted = flatten(params), flatten(glm5.abstract(cfg))
-    if given.keys() != wanted.keys():
-        odd = sorted(given.keys() ^ wanted.keys())
-        raise ValueError(
-            f"the weights are of another model: {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}"
-        )
-    for name, weight in given.items():
-        if weight.shape != wanted[name].shape:
-            raise ValueError(
-                f"the weights are of another model: {name} is {weight.shape}, not {wanted[name].shape}"
-            )
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def _computed(params, cfg: ModelConfig):
-    """Weights in the compute dtype, but for the router's (see `glm5.Weights`), experts as int4 where cfg says so."""
-    dtype = jnp.dtype(cfg.dtype)
-    return map_with_path(
-        lambda path, w: w if "router/" in path else w.astype(dtype), settled(params, cfg)
-    )
-
-
-def _variant(sequences: Iterable[Running]) -> Variant:
-    samplings = [sequence.handle.request.sampling for sequence in sequences]
-    top = MOST_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
-    return Variant(cuts(samplings), top)

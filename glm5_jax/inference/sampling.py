@@ -134,17 +134,46 @@ def cuts(samplings: Sequence[Sampling]) -> bool:
 @functools.partial(jax.jit, static_argnames=("cut", "num_top"))
 def draw(logits, row: Row, *, cut: bool = True, num_top: int = 0) -> Drawn:
     """One token for each row of logits float32[b v]. cut: whether some row cuts tokens off (`cuts`)."""
-    logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
-    greedy = row.temperature == 0
-    scaled = logits / jnp.where(greedy, 1, row.temperature)[:, None]
-    logprobs = jax.nn.log_softmax(scaled, axis=-1)
-    kept = jax.vmap(_cut)(logprobs, row.top_k, row.top_p, row.min_p) if cut else logprobs
+    logits, logprobs, kept = _scores(logits, row, cut)
     noise = jax.vmap(functools.partial(_gumbel, logits.shape[-1]))(row.seed, row.position)
-    drawn = jnp.where(greedy[:, None], logits, kept + noise)
-    tokens = jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+    drawn = jnp.where(_greedy(row), logits, kept + noise)
+    return _told(logprobs, jnp.argmax(drawn, axis=-1).astype(jnp.int32), num_top)
+
+
+def probabilities(logits, row: Row, cut: bool):
+    """float32[b v]: what `draw` draws from; of greedy rows all of it on the best token."""
+    logits, _, kept = _scores(logits, row, cut)
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+    return jnp.where(_greedy(row), best, jax.nn.softmax(kept, axis=-1))
+
+
+def told(tokens, logits, row: Row, num_top: int) -> Drawn:
+    """What `draw` would say of tokens int32[b], however they were drawn."""
+    _, logprobs, _ = _scores(logits, row, False)
+    return _told(logprobs, tokens, num_top)
+
+
+def keys_of(row: Row):
+    """A random key for each row, of its seed and position."""
+    return jax.vmap(_key)(row.seed, row.position)
+
+
+def _told(logprobs, tokens, num_top: int) -> Drawn:
     own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
     return Drawn(tokens, own, top_ids.astype(jnp.int32), top_logprobs)
+
+
+def _scores(logits, row: Row, cut: bool):
+    """(logits with their bias, log-probs at the temperature, the same with -inf where tokens are cut off)."""
+    logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
+    logprobs = jax.nn.log_softmax(logits / jnp.where(_greedy(row), 1, row.temperature[:, None]))
+    kept = jax.vmap(_cut)(logprobs, row.top_k, row.top_p, row.min_p) if cut else logprobs
+    return logits, logprobs, kept
+
+
+def _greedy(row: Row):
+    return (row.temperature == 0)[:, None]
 
 
 def _biased(logits, ids, bias):
@@ -169,6 +198,9 @@ def _cut(logprobs, top_k, top_p, min_p):
     return jnp.full(v, -jnp.inf).at[order].set(jnp.where(keep, ranked, -jnp.inf))
 
 
+def _key(seed, position):
+    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+
+
 def _gumbel(v: int, seed, position):
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return jax.random.gumbel(key, (v,), jnp.float32)
+    return jax.random.gumbel(_key(seed, position), (v,), jnp.float32)

@@ -20,38 +20,53 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import BATCH_AXES, Region
-from glm5_jax.inference.sampling import Drawn, Row, draw
+from glm5_jax.inference.sampling import Drawn, Row, draw, keys_of, probabilities, told
 from glm5_jax.model.cache import LayerCache, PagedCache, init_cache
-from glm5_jax.model.glm5 import forward
+from glm5_jax.model.draft import verify
+from glm5_jax.model.glm5 import forward, forward_mtp
 from glm5_jax.model.plan import Plan
 
 # That a prefill has room for: each size is another program, and a smaller one saves little.
 LEAST_TOKENS = 32
 
 
+class Fresh(NamedTuple):
+    """What the MTP layer has not read: `count` int32[x y] places behind each other, the last of which is that
+    before the newest token. hidden [x y k+1 d] of the trunk there, and the tokens int32[x y k+1] that follow."""
+
+    hidden: jax.Array
+    tokens: jax.Array
+    count: jax.Array
+
+
 class Slots(NamedTuple):
     """What the device keeps of running sequences: newest int32[x y], the token drawn last; length int32[x y],
-    tokens in their pages; rows: `Row` [x y ...], whose position is not kept. The last of y slots is nobody's."""
+    tokens in their pages; rows: `Row` [x y ...], whose position is not kept; fresh: for drafts, or None. The
+    last of y slots is nobody's."""
 
     newest: jax.Array
     length: jax.Array
     rows: Row
+    fresh: Fresh | None
 
 
 class Device(NamedTuple):
-    """All that a step changes: layers' pages [x * p z ...] and `Slots`."""
+    """All that a step changes: pages [x * p z ...] of the layers and, for drafts, of the MTP layer; `Slots`."""
 
     layers: tuple[LayerCache, ...]
+    mtp: LayerCache | None
     slots: Slots
 
 
 class Reads(NamedTuple):
     """A prefill, a sequence for each group. tokens int32[x t], of which `count` int32[x] from `start` int32[x]
-    on are real; tables int32[x n]; slot int32[x]; rows: `Row` [x ...]."""
+    on are real; behind int32[x]: the token behind them, -1 if it is drawn; tables int32[x n]; slot int32[x];
+    rows: `Row` [x ...]."""
 
     tokens: np.ndarray
     start: np.ndarray
     count: np.ndarray
+    behind: np.ndarray
     tables: np.ndarray
     slot: np.ndarray
     rows: Row
@@ -67,6 +82,13 @@ class Draws(NamedTuple):
     limit: np.ndarray
 
 
+class Drew(NamedTuple):
+    """What a step drew: of each row [b k ...] tokens in order, of which the first `count` int32[b] are its reply's."""
+
+    drawn: Drawn
+    count: jax.Array
+
+
 class Variant(NamedTuple):
     """What a program does beside: cut and num_top as of `sampling.draw`."""
 
@@ -77,7 +99,7 @@ class Variant(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Of what the device holds. num_pages and page_size: of each group; slots: of each group; max_pages: of a
-    sequence; max_bias: tokens whose logits a request may change; invariant: rows are computed one by one, in one
+    sequence; max_bias: tokens whose logits a request may change; num_draft: tokens that a decode drafts; invariant: rows are computed one by one, in one
     shape, so that a row's bits do not depend on the others."""
 
     num_pages: int
@@ -86,6 +108,7 @@ class Shape:
     max_pages: int
     chunk: int
     max_bias: int
+    num_draft: int = 0
     invariant: bool = False
 
     def rows(self, count: int) -> int:
@@ -120,8 +143,11 @@ class Steps:
         """Empty pages and slots. dtype: of the pages."""
         shape, x = self.shape, self.groups
 
+        def pages(**options):
+            num_pages = x * shape.num_pages
+            return init_cache(self.cfg, num_pages, shape.page_size, dtype, **options).layers
+
         def empty():
-            layers = init_cache(self.cfg, x * shape.num_pages, shape.page_size, dtype).layers
             y = shape.slots + 1
             rows = Row(
                 temperature=jnp.ones((x, y), jnp.float32),
@@ -134,7 +160,12 @@ class Steps:
                 bias=jnp.zeros((x, y, shape.max_bias), jnp.float32),
             )
             none = jnp.zeros((x, y), jnp.int32)
-            return Device(layers, Slots(none, none, rows))
+            mtp = fresh = None
+            if k := shape.num_draft:
+                [mtp] = pages(num_layers=1)
+                hidden = jnp.zeros((x, y, k + 1, self.cfg.hidden_size), self.cfg.dtype)
+                fresh = Fresh(hidden, jnp.zeros((x, y, k + 1), jnp.int32), none)
+            return Device(pages(), mtp, Slots(none, none, rows, fresh))
 
         if self._mesh is None:
             return jax.jit(empty)()
@@ -142,11 +173,13 @@ class Steps:
         return jax.jit(empty, out_shardings=spread)()
 
     def prefill(self, params, device: Device, reads: Reads, variant: Variant):
-        """(Device, Drawn [x ...]): the token behind what is read."""
+        """(Device, Drew [x 1 ...]): the token behind what is read."""
         return self._run(_prefill, params, device, reads, variant)
 
     def decode(self, params, device: Device, draws: Draws, variant: Variant):
-        """(Device, Drawn [x * b ...]): the next token of every sequence."""
+        """(Device, Drew [x * b k+1 ...]): the next token of every sequence, and those drafted that it keeps."""
+        if k := self.shape.num_draft:
+            return self._run(_speculate, params, device, draws, variant, num_draft=k)
         invariant = self.shape.invariant
         return self._run(_decode, params, device, draws, variant, one_by_one=invariant)
 
@@ -159,60 +192,189 @@ _STATIC = ("cfg", "mesh", "plan", "variant")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="device")
-def _prefill(params, device: Device, reads: Reads, *, cfg, mesh, plan, variant):
+def _prefill(params, device: Device, reads: Reads, *, variant, **static):
     segments = (jnp.arange(reads.tokens.shape[1]) < reads.count[:, None]).astype(jnp.int32)
     out = forward(
         params,
         reads.tokens,
-        cfg,
         segment_ids=segments,
         cache=PagedCache(device.layers, reads.tables, reads.start),
         only=jnp.maximum(reads.count - 1, 0)[:, None],
+        **static,
+    )
+    end = reads.start + reads.count
+    drawn = draw(out.logits[:, 0], reads.rows._replace(position=end), **variant._asdict())
+    mtp, fresh = device.mtp, None
+    if mtp is not None:
+        mtp, fresh = _read_ahead(
+            params, device, reads, segments, out.hidden, drawn.tokens, **static
+        )
+    slots = _put(device.slots, reads.slot, Slots(drawn.tokens, end, reads.rows, fresh))
+    return Device(out.cache.layers, mtp, slots), _drew(drawn)
+
+
+def _read_ahead(params, device, reads: Reads, segments, hidden, drawn, *, cfg, mesh, plan):
+    """(the MTP layer's pages, Fresh [x ...]) after a prefill. The last place is read when the token behind it is
+    known to the host: a decode reads what is drawn."""
+    last = jnp.maximum(reads.count - 1, 0)
+    places = jnp.arange(reads.tokens.shape[1])
+    following = jnp.where(
+        places == last[:, None],
+        reads.behind[:, None],
+        jnp.roll(reads.tokens, -1, axis=1),
+    )
+    known = (following >= 0) & (segments != 0)
+    cache = PagedCache((device.mtp,), reads.tables, reads.start)
+    out = forward_mtp(
+        params,
+        hidden,
+        jnp.maximum(following, 0),
+        cfg,
+        segment_ids=known.astype(jnp.int32),
+        cache=cache,
+        only=last[:, None],
         mesh=mesh,
         plan=plan,
     )
-    end = reads.start + reads.count
-    drawn = _draw(out.logits[:, 0], reads.rows, end, variant)
-    slots = _put(device.slots, reads.slot, Slots(drawn.tokens, end, reads.rows))
-    return Device(out.cache.layers, slots), drawn
+    k = device.slots.fresh.tokens.shape[-1]
+    newest = jnp.take_along_axis(hidden, last[:, None, None], 1)
+    fresh = Fresh(
+        jnp.pad(newest, ((0, 0), (0, k - 1), (0, 0))),
+        jnp.pad(drawn[:, None], ((0, 0), (0, k - 1))),
+        (reads.behind < 0).astype(jnp.int32),
+    )
+    return out.cache.layers[0], fresh
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "one_by_one"), donate_argnames="device")
-def _decode(params, device: Device, draws: Draws, *, cfg, mesh, plan, variant, one_by_one):
-    x, b = draws.slot.shape
+def _decode(params, device: Device, draws: Draws, *, variant, one_by_one, **static):
     own = jax.tree.map(lambda a: _at(a, draws.slot), device.slots)
     tokens = jnp.where(draws.given < 0, own.newest, draws.given)
 
     def advance(layers, args):
         tokens, length, tables, limit, rows = args
-        real = (length < limit).astype(jnp.int32)[:, None]
         out = forward(
             params,
             tokens[:, None],
-            cfg,
-            segment_ids=real,
+            segment_ids=(length < limit).astype(jnp.int32)[:, None],
             cache=PagedCache(layers, tables, length),
-            mesh=mesh,
-            plan=plan,
+            **static,
         )
-        return out.cache.layers, _draw(out.logits[:, 0], rows, length + 1, variant)
+        rows = rows._replace(position=length + 1)
+        return out.cache.layers, draw(out.logits[:, 0], rows, **variant._asdict())
 
     args = (tokens, own.length, draws.tables, draws.limit, own.rows)
     if one_by_one:
         columns = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), args)
         layers, drawn = lax.scan(advance, device.layers, columns)
-        drawn = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1).reshape(x * b, *a.shape[2:]), drawn)
+        drawn = _flat(jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), drawn))
     else:
-        flat = jax.tree.map(lambda a: a.reshape(x * b, *a.shape[2:]), args)
-        layers, drawn = advance(device.layers, flat)
-    newest = drawn.tokens.reshape(x, b)
-    slots = _put(device.slots, draws.slot, Slots(newest, own.length + 1, own.rows))
-    return Device(layers, slots), drawn
+        layers, drawn = advance(device.layers, _flat(args))
+    newest = drawn.tokens.reshape(draws.slot.shape)
+    slots = _put(device.slots, draws.slot, own._replace(newest=newest, length=own.length + 1))
+    return Device(layers, None, slots), _drew(drawn)
 
 
-def _draw(logits, rows: Row, position, variant: Variant) -> Drawn:
-    rows = rows._replace(position=position)
-    return draw(logits, rows, cut=variant.cut, num_top=variant.num_top)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "num_draft"), donate_argnames="device")
+def _speculate(params, device: Device, draws: Draws, *, variant, num_draft, **static):
+    own = _flat(jax.tree.map(lambda a: _at(a, draws.slot), device.slots))
+    tables, limit = _flat((draws.tables, draws.limit))
+    mtp, drafts, draft_probs = _draft(
+        params, device.mtp, own, tables, limit, num_draft, variant.cut, **static
+    )
+    tokens = jnp.concatenate([own.newest[:, None], drafts], 1)
+    places = own.length[:, None] + jnp.arange(num_draft + 1)
+    out = forward(
+        params,
+        tokens,
+        segment_ids=(places < limit[:, None]).astype(jnp.int32),
+        cache=PagedCache(device.layers, tables, own.length),
+        **static,
+    )
+    rows = _each(own.rows, places + 1)
+    logits = out.logits.reshape(-1, out.logits.shape[-1])
+    probs = probabilities(logits, rows, variant.cut).reshape(out.logits.shape)
+    keys = keys_of(own.rows._replace(position=own.length + 1))
+    new, count = jax.vmap(_verify)(keys, drafts, draft_probs, probs)
+    # A token needs the logits of a place that was read.
+    count = jnp.clip(count, 0, jnp.maximum(limit - 1 - own.length, 0))
+    drawn = told(new.reshape(-1), logits, rows, variant.num_top)
+    newest = jnp.take_along_axis(new, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
+    after = Slots(newest, own.length + count, own.rows, Fresh(out.hidden, new, count))
+    x, b = draws.slot.shape
+    after = jax.tree.map(lambda a: a.reshape(x, b, *a.shape[1:]), after)
+    slots = _put(device.slots, draws.slot, after)
+    drawn = jax.tree.map(lambda a: a.reshape(x * b, num_draft + 1, *a.shape[1:]), drawn)
+    return Device(out.cache.layers, mtp, slots), Drew(drawn, count)
+
+
+def _draft(params, mtp, own: Slots, tables, limit, num_draft, cut, **static):
+    """(the MTP layer's pages, drafts int32[b k], what they were drawn from float32[b k v])."""
+    fresh, rows = own.fresh, own.rows
+    start = own.length - fresh.count
+
+    def advance(mtp, hidden, tokens, start, count):
+        places = jnp.arange(tokens.shape[1])
+        real = (places < count[:, None]) & (start[:, None] + places < limit[:, None])
+        last = jnp.maximum(count - 1, 0)[:, None]
+        out = forward_mtp(
+            params,
+            hidden,
+            tokens,
+            segment_ids=real.astype(jnp.int32),
+            cache=PagedCache((mtp,), tables, start),
+            only=last,
+            **static,
+        )
+        hidden = jnp.take_along_axis(out.hidden, last[..., None], 1)
+        return out.cache.layers[0], hidden, out.logits[:, 0]
+
+    def choose(logits, ahead):
+        probs = probabilities(logits, rows, cut)
+        keys = keys_of(rows._replace(position=own.length + 1 + ahead))
+        # Another number than that of any other draw in this place.
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, _DRAFT))(keys)
+        return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32), probs
+
+    mtp, hidden, logits = advance(mtp, fresh.hidden, fresh.tokens, start, fresh.count)
+    token, probs = choose(logits, 0)
+    ones = jnp.ones_like(own.length)
+
+    def step(carry, ahead):
+        mtp, hidden, token = carry
+        mtp, hidden, logits = advance(mtp, hidden, token[:, None], own.length + ahead - 1, ones)
+        token, probs = choose(logits, ahead)
+        return (mtp, hidden, token), (token, probs)
+
+    (mtp, *_), (tokens, more) = lax.scan(step, (mtp, hidden, token), jnp.arange(1, num_draft))
+    tokens = jnp.concatenate([token[None], tokens]).T
+    return mtp, tokens, jnp.concatenate([probs[None], more]).swapaxes(0, 1)
+
+
+# Keys that are split hold those folded with 0 and 1; verification splits the one of the same place.
+_DRAFT = 2
+
+
+def _verify(key, drafts, draft_probs, probs):
+    tokens, count = verify(key, drafts[None], draft_probs[None], probs[None])
+    return tokens[0], count[0]
+
+
+def _each(rows: Row, positions) -> Row:
+    """`Row` [b ...] for all of positions int32[b k], as [b * k ...]."""
+    count = positions.shape[1]
+    rows = jax.tree.map(lambda a: jnp.repeat(a, count, axis=0), rows)
+    return rows._replace(position=positions.reshape(-1))
+
+
+def _drew(drawn: Drawn) -> Drew:
+    """One token for each row."""
+    return Drew(jax.tree.map(lambda a: a[:, None], drawn), jnp.ones_like(drawn.tokens))
+
+
+def _flat(tree):
+    """[x b ...] as [x * b ...]."""
+    return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), tree)
 
 
 def _at(values, slot):

@@ -399,8 +399,7 @@ def forward(
     def local(region, params, inputs, positions, segment_ids, cache):
         tokens, *only = inputs
         out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
-        wanted = jnp.take_along_axis(out.hidden, only[0][..., None], 1) if only else out.hidden
-        logits = _logits(params, wanted, Weights(cfg, region, plan))
+        logits = _logits(params, out.hidden, Weights(cfg, region, plan), *only)
         return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
 
     inputs = (tokens,) if only is None else (tokens, only)
@@ -416,6 +415,7 @@ def forward_mtp(
     positions=None,
     segment_ids=None,
     cache: Cache | PagedCache | None = None,
+    only=None,
     mesh=None,
     plan: Plan = Plan(),
 ) -> Output:
@@ -428,7 +428,7 @@ def forward_mtp(
         raise ValueError("the model has no MTP layer (num_nextn_predict_layers is 0)")
 
     def local(region, params, inputs, positions, segment_ids, cache):
-        hidden, following = inputs
+        hidden, following, *only = inputs
         weights = Weights(cfg, region, plan)
         context, cache = begin(positions, segment_ids, cache, cfg, plan, region)
         w = weights("mtp", params["mtp"])
@@ -438,12 +438,15 @@ def forward_mtp(
         if cache is not None:
             cache = cache.behind((own,), context.segments)
         stats = reduce_stats(jax.tree.map(lambda a: a[None], stats), region)
-        return Output(_logits(params, hidden, weights), hidden, cache, stats)
+        return Output(_logits(params, hidden, weights, *only), hidden, cache, stats)
 
-    return _run(local, params, (hidden, following), cfg, positions, segment_ids, cache, mesh)
+    inputs = (hidden, following) if only is None else (hidden, following, only)
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
 
 
-def _logits(params, hidden, weights: Weights):
+def _logits(params, hidden, weights: Weights, only=None):
+    if only is not None:
+        hidden = jnp.take_along_axis(hidden, only[..., None], 1)
     return jnp.einsum(
         "btd,dv->btv", hidden, head(params, weights), preferred_element_type=wide(hidden.dtype)
     )

@@ -313,3 +313,17 @@ def test_the_same_seed_draws_the_same_and_another_does_not():
     made = engine()
     one, other = made.generate([prompt] * 2, sampling)
     assert one.ids != other.ids  # each has a seed of its own
+
+
+def test_what_is_warm_compiles_no_more():
+    made = engine(chunk=32, max_batch=2, max_length=16, num_pages=8)
+    made.warm()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **more: "backend_compile" in name and compiled.append(name)
+    )
+    sampling = dataclasses.replace(GREEDY, temperature=1.0, top_p=0.5)
+    made.generate(prompts(5, most=8), [GREEDY] * 2 + [sampling] * 3)
+    assert compiled == []
+    jax.jit(lambda x: x * 2 + 1)(np.arange(3))
+    assert compiled  # the listener listens

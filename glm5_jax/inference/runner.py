@@ -1,0 +1,204 @@
+"""From the scheduler's work to arrays: the model's weights, its pages, and which of them each sequence has."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, cuts, rows
+from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
+from glm5_jax.inference.steps import Draws, Drew, Reads, Shape, Steps, Variant
+from glm5_jax.model import glm5
+from glm5_jax.model.generate import layers_of
+from glm5_jax.model.plan import Plan
+from glm5_jax.model.quant import settled
+
+
+class Part(NamedTuple):
+    """Work that was sent off as one: each with its row in what the device draws."""
+
+    rows: list[tuple[int, Decode | Prefill]]
+    drew: Drew
+
+
+class Runner:
+    """Owner of what an engine has on the device."""
+
+    def __init__(self, model: glm5.Glm5, shape: Shape, plan: Plan):
+        # Experts become int4 once, not once per token.
+        plain = dataclasses.replace(model.cfg, int4_group=None)
+        self._cfg, self._shape, self._mesh = model.cfg, shape, model.mesh
+        self._steps = Steps(plain, shape, model.mesh, plan)
+        self._device = self._steps.device(model.cfg.dtype)
+        size = (self.groups, shape.slots + 1)
+        self._tables = np.zeros((*size, shape.max_pages), np.int32)
+        self._listed = np.zeros(size, int)  # pages of each slot that its table shows
+        self.load(glm5.params_of(model))
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices that hold other sequences."""
+        return self._steps.groups
+
+    def load(self, params) -> None:
+        """Takes the weights that all later work is done with; ValueError if they are of another model."""
+        check_params(params, self._cfg)
+        params = _computed(params, self._cfg)
+        self._params = params if self._mesh is not None else layers_of(params, self._cfg)
+
+    def launch(self, works: list[Work]) -> list[Part]:
+        """Sends off the work of all groups; nothing waits for it."""
+        parts = []
+        if any(work.decodes for work in works):
+            parts.append(self._decode([work.decodes for work in works]))
+        for turn in range(max(len(work.prefills) for work in works)):
+            # One of each group at a time.
+            now = [work.prefills[turn] if turn < len(work.prefills) else None for work in works]
+            parts.append(self._prefill(now))
+        for part in parts:
+            for array in jax.tree.leaves(part.drew):
+                array.copy_to_host_async()
+        return parts
+
+    def warm(self, show: bool = False) -> None:
+        """Compiles what requests without top_logprobs can need, so that none waits for it. show: a progress bar."""
+        shape, x = self._shape, self.groups
+        widths = _sizes(shape.pages, shape.max_pages)
+        variants = [Variant(cut) for cut in (False, True)]
+        calls = [
+            (functools.partial(self._idle_decode, b), width, variant)
+            for b in _sizes(shape.rows, shape.slots)
+            for width in widths
+            for variant in variants
+        ]
+        calls += [
+            (functools.partial(self._idle_prefill, t), width, variant)
+            for t in _sizes(shape.tokens, shape.chunk)
+            for width in widths
+            if width * shape.page_size >= t or width == widths[-1]
+            for variant in variants
+        ]
+        with ProgressBar(len(calls), unit="program") if show else contextlib.nullcontext() as bar:
+            for done, (call, width, variant) in enumerate(calls, 1):
+                call(np.zeros((x, width), np.int32), variant)
+                if bar:
+                    bar.update(done, "compiled")
+        jax.block_until_ready(self._device)
+
+    def _idle_decode(self, b: int, tables, variant: Variant) -> None:
+        x = self.groups
+        nobody, none = np.full((x, b), self._shape.slots, np.int32), np.zeros((x, b), np.int32)
+        tables = np.repeat(tables[:, None], b, axis=1)
+        self._run(self._steps.decode, Draws(tables, nobody, none - 1, none), variant)
+
+    def _idle_prefill(self, t: int, tables, variant: Variant) -> None:
+        x = self.groups
+        none, nobody = np.zeros(x, np.int32), np.full(x, self._shape.slots, np.int32)
+        sampling = rows([Sampling()] * x, none, none, self._shape.max_bias)
+        tokens = np.zeros((x, t), np.int32)
+        reads = Reads(tokens, none, none, none - 1, tables, nobody, sampling)
+        self._run(self._steps.prefill, reads, variant)
+
+    def _run(self, step, inputs, variant: Variant) -> Drew:
+        self._device, drew = step(self._params, self._device, inputs, variant)
+        return drew
+
+    def _decode(self, decodes: list[list[Decode]]) -> Part:
+        shape, x = self._shape, len(decodes)
+        b = shape.rows(max(map(len, decodes)))
+        slot = np.full((x, b), shape.slots, np.int32)
+        given, limit = np.full((x, b), -1, np.int32), np.zeros((x, b), np.int32)
+        where, widest = [], 0
+        for group, own in enumerate(decodes):
+            for row, one in enumerate(own):
+                sequence = one.sequence
+                slot[group, row], limit[group, row] = sequence.slot, sequence.limit
+                if one.given is not None:
+                    given[group, row] = one.given
+                widest = max(widest, self._list(group, sequence))
+                if one.draws:
+                    where.append((group * b + row, one))
+        width = shape.pages(widest)
+        tables = self._tables[np.arange(x)[:, None], slot, :width]
+        variant = _variant(one.sequence for own in decodes for one in own)
+        draws = Draws(tables, slot, given, limit)
+        return Part(where, self._run(self._steps.decode, draws, variant))
+
+    def _prefill(self, prefills: list[Prefill | None]) -> Part:
+        shape, x = self._shape, len(prefills)
+        tokens = np.zeros((x, shape.tokens(max(one.count for one in prefills if one))), np.int32)
+        start, count, behind = np.zeros((3, x), np.int32)
+        slot = np.full(x, shape.slots, np.int32)
+        samplings, seeds = [Sampling()] * x, [0] * x
+        where, widest = [], 1
+        for group, one in enumerate(prefills):
+            if one is None:
+                continue
+            sequence, end = one.sequence, one.start + one.count
+            tokens[group, : one.count] = sequence.ids[one.start : end]
+            start[group], count[group], slot[group] = one.start, one.count, sequence.slot
+            behind[group] = -1 if one.draws else sequence.ids[end]
+            samplings[group], seeds[group] = sequence.handle.request.sampling, sequence.seed
+            self._listed[group, sequence.slot] = 0  # the slot was another's
+            self._list(group, sequence)
+            widest = max(widest, -(-end // shape.page_size))
+            if one.draws:
+                where.append((group, one))
+        tables = self._tables[np.arange(x), slot, : shape.pages(widest)]
+        sampling = rows(samplings, seeds, start, shape.max_bias)
+        reads = Reads(tokens, start, count, behind, tables, slot, sampling)
+        variant = _variant(one.sequence for one in prefills if one)
+        return Part(where, self._run(self._steps.prefill, reads, variant))
+
+    def _list(self, group: int, sequence: Sequence) -> int:
+        """Brings a sequence's table up to date; how many pages it has."""
+        first, count = self._listed[group, sequence.slot], len(sequence.pages)
+        if first < count:
+            self._tables[group, sequence.slot, first:count] = sequence.pages[first:]
+            self._listed[group, sequence.slot] = count
+        return count
+
+
+def check_params(params, cfg: ModelConfig) -> None:
+    """ValueError if params are not those of a model of this config."""
+    given, wanted = flatten(params), flatten(glm5.abstract(cfg))
+    if odd := sorted(given.keys() ^ wanted.keys()):
+        state = "missing" if odd[0] in wanted else "unknown"
+        raise ValueError(f"the weights are of another model: {odd[0]} is {state}")
+    for name, weight in given.items():
+        if weight.shape != wanted[name].shape:
+            raise ValueError(
+                f"the weights are of another model: {name} is {weight.shape}, not {wanted[name].shape}"
+            )
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _computed(params, cfg: ModelConfig):
+    """Weights in the compute dtype, but for the router's (see `glm5.Weights`), experts as int4 where cfg says so."""
+    dtype = jnp.dtype(cfg.dtype)
+    return map_with_path(
+        lambda path, w: w if "router/" in path else w.astype(dtype), settled(params, cfg)
+    )
+
+
+def _sizes(bucket, most: int) -> list[int]:
+    """All buckets up to that of `most`."""
+    sizes, size = [], 0
+    while size < most:
+        size = bucket(size + 1)
+        sizes.append(size)
+    return sizes
+
+
+def _variant(sequences: Iterable[Sequence]) -> Variant:
+    samplings = [sequence.handle.request.sampling for sequence in sequences]
+    top = MOST_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
+    return Variant(cuts(samplings), top)

@@ -1,0 +1,136 @@
+"""An engine that drafts: the same text when greedy, the same distribution when not, and log-probs of the trunk."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
+from glm5_jax.model.draft import speculate
+from tests.inference.test_engine import GREEDY
+from tests.model.test_draft import DRAFTS, HOT, NEW, fixture, foresighted, likely
+
+forward = jax.jit(glm5.forward, static_argnames="cfg")
+
+
+@functools.cache
+def foreseeing(vocab_size=None, noise=0.0):
+    """A model of one layer whose drafts are often kept, the less the more noise; with vocab_size, of the first
+    tokens alone."""
+    cfg, params, *_ = fixture()
+    params = foresighted(params)
+    if vocab_size:
+        params["embed"]["weight"] = params["embed"]["weight"][:vocab_size]
+        params["lm_head"]["weight"] = params["lm_head"]["weight"][:, :vocab_size]
+    weight = params["mtp"]["eh_proj"]
+    weight += noise * np.random.default_rng(0).normal(size=weight.shape).astype(np.float32)
+    cfg = dataclasses.replace(cfg, vocab_size=vocab_size or cfg.vocab_size, eos_token_id=())
+    return glm5.Glm5(cfg, params=params)
+
+
+def engine(model, num_draft=DRAFTS, **options):
+    # One width of tables and two of batches: each is another program.
+    options = dict(page_size=8, max_length=32, max_batch=2, chunk=32) | options
+    return Engine(model, num_draft=num_draft, **options)
+
+
+def rows():
+    """Prompts of different lengths, and as `speculate` takes them."""
+    *_, prompts, _, _ = fixture()
+    own = [prompts[i, first:].tolist() for i, first in enumerate((0, 4, 2))]
+    mask = np.array([[0] * first + [1] * (9 - first) for first in (0, 4, 2)])
+    return own, np.where(mask, prompts, 0), mask
+
+
+def test_greedy_text_and_what_is_kept_of_the_drafts_is_the_plain_decoder_s():
+    """Rows of different lengths and progress, over pages that one of them had before the other."""
+    model, (own, padded, mask) = foreseeing(), rows()
+    want = speculate(glm5.params_of(model), padded, model.cfg, NEW, num_draft=DRAFTS, mask=mask)
+    made = engine(model, num_pages=8)
+    sampling = dataclasses.replace(GREEDY, max_tokens=NEW)
+    made.generate([[7, 8, 9] * 5], sampling)
+    made.counts.accepted = [0] * (DRAFTS + 1)
+    for got, tokens in zip(made.generate(own, sampling), want.tokens):
+        assert got.ids == tokens[9:].tolist()
+    kept = want.accepted[want.accepted > 0]
+    # A round that the text's end cuts off counts as what it gave.
+    assert made.counts.accepted == [(kept == n).sum() for n in range(1, DRAFTS + 2)]
+    assert len(set(kept)) > 2
+
+
+def test_text_does_not_depend_on_drafts_prefixes_or_pre_emption():
+    model, (own, *_) = foreseeing(), rows()
+    asked = [own[i % 3] + own[(i + 1) % 3][: i % 4] for i in range(12)]
+    sampling = dataclasses.replace(GREEDY, max_tokens=NEW)
+    made = engine(model, num_pages=6)
+    got = made.generate(asked, sampling)
+    assert made.num_preempted and made.counts.cached_tokens
+    plain = engine(model, 0).generate(asked, sampling)
+    assert [one.ids for one in got] == [one.ids for one in plain]
+    for one, other in zip(got, plain):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert made.num_free_pages == 6 - made.num_cached_pages
+
+
+def test_log_probs_of_drafted_tokens_are_the_trunk_s():
+    model, (own, *_) = foreseeing(), rows()
+    sampling = Sampling(temperature=HOT, seed=1, top_logprobs=2, max_tokens=NEW, ignore_eos=True)
+    made = engine(model)
+    for prompt, got in zip(own, made.generate(own, sampling)):
+        ids = np.array([prompt + got.ids])
+        logits = forward(glm5.params_of(model), ids, cfg=model.cfg).logits[0, len(prompt) - 1 : -1]
+        want = np.asarray(jax.nn.log_softmax(logits / HOT))
+        np.testing.assert_allclose(got.logprobs, want[np.arange(len(got.ids)), got.ids], atol=1e-5)
+        tops = [[value for _, value in top] for top in got.top]
+        np.testing.assert_allclose(tops, np.sort(want)[:, ::-1][:, :2], atol=1e-5)
+    assert sum(made.counts.accepted[1:])
+
+
+def exact(model, prompt, sampling):
+    """Probabilities [v v v] of the three tokens behind a prompt."""
+    v = model.cfg.vocab_size
+    pairs = np.stack(np.meshgrid(np.arange(v), np.arange(v), indexing="ij"), -1).reshape(-1, 2)
+    ids = np.concatenate([np.tile(prompt, (len(pairs), 1)), pairs], 1)
+    logits = np.asarray(forward(glm5.params_of(model), ids, cfg=model.cfg).logits[:, -3:], float)
+    weights = np.exp((logits - logits.max(-1, keepdims=True)) / sampling.temperature)
+    if sampling.top_k:
+        least = np.sort(weights, -1)[..., -sampling.top_k, None]
+        weights = np.where(weights >= least, weights, 0)
+    first, second, third = np.moveaxis(weights / weights.sum(-1, keepdims=True), 1, 0)
+    first, second = first[0], second.reshape(v, v, v)[:, 0]
+    return first[:, None, None] * second[:, :, None] * third.reshape(v, v, v)
+
+
+@pytest.mark.parametrize(
+    "noise, temperature, top_k, least, most", [(1.0, 2.5, 0, 0.3, 0.4), (0.0, 8.0, 9, 0.65, 0.8)]
+)
+def test_what_is_drawn_has_the_model_s_distribution(noise, temperature, top_k, least, most):
+    """Chi-square of three tokens behind a prompt, which drafts gave or did not."""
+    model, prompt, total = foreseeing(12, noise), [1, 2, 3, 4], 3000
+    sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=4)
+    made = engine(model, 2, max_batch=128)
+    drawn = np.array([one.ids[:3] for one in made.generate([prompt] * total, sampling)])
+    kept = np.array(made.counts.accepted)
+    rate = kept @ (0, 1, 2) / kept.sum() / 2
+    assert least < rate < most
+    probs = exact(model, prompt, sampling)
+    v = model.cfg.vocab_size
+    counts = np.zeros((v, v, v))
+    np.add.at(counts, tuple(drawn.T), 1)
+    for axes in ((1, 2), (0, 2), (0, 1), (0,), (2,), ()):
+        assert likely(counts.sum(axes).ravel(), probs.sum(axes).ravel(), total)
+    # The test sees a distribution that is another.
+    other = exact(model, prompt, dataclasses.replace(sampling, temperature=temperature / 2))
+    assert not likely(counts.ravel(), other.ravel(), total)
+
+
+def test_drafts_need_an_mtp_layer():
+    model = foreseeing()
+    cfg = dataclasses.replace(model.cfg, num_nextn_predict_layers=0)
+    params = {k: v for k, v in glm5.params_of(model).items() if k != "mtp"}
+    with pytest.raises(ValueError, match="num_draft is 2, and the model has no MTP layer; use 0"):
+        engine(glm5.Glm5(cfg, params=params), 2)
