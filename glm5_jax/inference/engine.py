@@ -22,12 +22,14 @@ import numpy as np
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
+    FAILED,
     LENGTH,
     STOP,
     Completion,
     Handle,
     Request,
     Token,
+    TooLong,
 )
 from glm5_jax.inference.runner import Part, Runner, check_params
 from glm5_jax.inference.sampling import Sampling
@@ -76,6 +78,8 @@ class Engine:
 
     Attributes:
       version: of the weights, as `update_weights` was told.
+      max_length: tokens that a prompt and its reply may have.
+      paused: whether nothing more is sent off.
       counts: what has been done so far.
     """
 
@@ -128,7 +132,7 @@ class Engine:
             num_draft,
             batch_invariant,
         )
-        self._cfg, self._tokenizer, self._max_length = cfg, tokenizer, max_length
+        self._cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [
             Scheduler(num_pages, page_size, limits) for _ in range(self._runner.groups)
@@ -137,7 +141,7 @@ class Engine:
         self._live: dict[Running, _Live] = {}
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
-        self._paused = self._drained = False
+        self.paused = self._drained = False
         self.version = version
         self.counts = Counts(accepted=[0] * (num_draft + 1))
 
@@ -145,7 +149,7 @@ class Engine:
         """Takes a request; listener: see `Handle`. ValueError if it can never be served."""
         if self._drained:
             raise ValueError("the engine is drained and takes no requests; make another")
-        limit = self._check(request)
+        limit = self.check(request)
         handle, sampling = Handle(request, listener), request.sampling
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
         sequence = Running(handle, list(request.ids), limit, seed, self.version)
@@ -158,13 +162,41 @@ class Engine:
         self.counts.prompt_tokens += len(request.ids)
         return handle
 
+    def check(self, request: Request) -> int:
+        """Tokens that a request may have, prompt included; ValueError if it can never be served. From any thread."""
+        sampling, v = request.sampling, self._cfg.vocab_size
+        for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
+            if wrong := [i for i in ids if not 0 <= i < v]:
+                raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
+        if (most := self._shape.max_bias) < len(sampling.logit_bias):
+            raise ValueError(
+                f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_ids")
+        num = len(request.ids)
+        if num >= self.max_length:
+            raise TooLong(
+                f"the prompt has {num} tokens; with a reply at most {self.max_length} are possible"
+            )
+        if sampling.max_tokens is None:
+            room = self._shape.num_pages * self._shape.page_size
+            limit = max(num + 1, min(self.max_length, room))
+        else:
+            limit = num + sampling.max_tokens
+            if limit > self.max_length:
+                raise TooLong(
+                    f"a prompt of {num} tokens and max_tokens {sampling.max_tokens} exceed the "
+                    f"{self.max_length} that are possible; shorten one of them"
+                )
+        self._schedulers[0].check(limit)
+        return limit
+
     def step(self) -> bool:
         """Sends off the next work and takes what has come back; whether anything is left to do."""
         began = time.perf_counter()
         self._end_those_due()
-        parts = (
-            [] if self._paused else self._runner.launch([s.schedule() for s in self._schedulers])
-        )
+        parts = [] if self.paused else self._runner.launch([s.schedule() for s in self._schedulers])
         if parts:
             if self._flights:
                 # Its last part ends last.
@@ -191,11 +223,11 @@ class Engine:
             sampling = [sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling)} samplings")
-        if self._paused:
+        if self.paused:
             raise ValueError("the engine is paused; resume it first")
         requests = [Request(ids, own) for ids, own in zip(prompts, sampling)]
         for request in requests:
-            self._check(request)
+            self.check(request)
         handles = [self.submit(request) for request in requests]
         while self.step():
             pass
@@ -203,15 +235,21 @@ class Engine:
 
     def pause(self) -> None:
         """Nothing more is sent off; what is under way comes back with the next step."""
-        self._paused = True
+        self.paused = True
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._paused = False
+        self.paused = False
+
+    def fail(self) -> None:
+        """Ends all that was submitted as failed, without the device, and takes nothing more."""
+        self._drained = True
+        for sequence in list(self._live):
+            self._end(sequence, FAILED)
 
     def drain(self) -> None:
         """Ends all that was submitted, and takes nothing more."""
-        self._drained, self._paused = True, False
+        self._drained, self.paused = True, False
         while self.step():
             pass
 
@@ -227,6 +265,8 @@ class Engine:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
         check_params(params, self._cfg)
         if policy == FINISH:
+            if self.paused and self.num_running:
+                raise ValueError("the engine is paused, so nothing finishes; use keep or recompute")
             self._finish()
         self._runner.load(params)
         for scheduler in self._schedulers:
@@ -237,6 +277,11 @@ class Engine:
                 sequence.space = version if sequence.slot is None else None
             scheduler.prefixes.clear(self.version)
         self.version = version
+
+    @property
+    def description(self) -> dict:
+        """What it was made with, in plain values."""
+        return {**dataclasses.asdict(self._shape), "max_length": self.max_length}
 
     @property
     def num_free_pages(self) -> int:
@@ -262,36 +307,6 @@ class Engine:
     def num_preempted(self) -> int:
         """How often a request had to give its pages back."""
         return sum(scheduler.num_preempted for scheduler in self._schedulers)
-
-    def _check(self, request: Request) -> int:
-        """Tokens that a request may have, prompt included; ValueError if it cannot be served."""
-        sampling, v = request.sampling, self._cfg.vocab_size
-        for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
-            if wrong := [i for i in ids if not 0 <= i < v]:
-                raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
-        if (most := self._shape.max_bias) < len(sampling.logit_bias):
-            raise ValueError(
-                f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
-            )
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_ids")
-        num = len(request.ids)
-        if num >= self._max_length:
-            raise ValueError(
-                f"the prompt has {num} tokens; with a reply at most {self._max_length} are possible"
-            )
-        if sampling.max_tokens is None:
-            room = self._shape.num_pages * self._shape.page_size
-            limit = max(num + 1, min(self._max_length, room))
-        else:
-            limit = num + sampling.max_tokens
-            if limit > self._max_length:
-                raise ValueError(
-                    f"a prompt of {num} tokens and max_tokens {sampling.max_tokens} exceed the "
-                    f"{self._max_length} that are possible; shorten one of them"
-                )
-        self._schedulers[0].check(limit)
-        return limit
 
     def _choose(self, sequence: Running) -> int:
         """The group that knows most of a prompt, and of those the one with the least to do."""
@@ -333,25 +348,26 @@ class Engine:
         if isinstance(work, Decode) and self._shape.num_draft:
             self.counts.accepted[count - 1] += 1
         self._schedulers[live.group].came_back(work, tokens)
-        reason = stopped_by = None
+        told, stopped_by, reason = [], None, None
         for i, (token, logprob) in enumerate(zip(tokens, logprobs)):
             top = ()
             if sampling.top_logprobs:
                 ids, values = (a[row, i].tolist() for a in (drawn.top_ids, drawn.top_logprobs))
                 top = tuple(zip(ids, values))[: sampling.top_logprobs]
-            handle.tokens.append(Token(token, logprob, version, top))
-            self.counts.new_tokens += 1
+            told.append(Token(token, logprob, version, top))
+            live.count += 1
             stopped_by = self._stopped_by(token, sampling, live)
             if stopped_by is not None:
                 reason = STOP
-            elif sequence.num_prompt + len(handle.tokens) >= sequence.limit:
+            elif sequence.num_prompt + live.count >= sequence.limit:
                 reason = LENGTH
             if reason:
                 break
+        self.counts.new_tokens += len(told)
         if reason:
-            self._end(sequence, reason, stopped_by)
-        elif handle.listener:
-            handle.listener(handle)
+            self._end(sequence, reason, stopped_by, told)
+        else:
+            handle.tell(told, None)
 
     def _stopped_by(self, token: int, sampling: Sampling, live: "_Live") -> int | str | None:
         if token in sampling.stop_ids or (token in self._ends and not sampling.ignore_eos):
@@ -363,13 +379,17 @@ class Engine:
         found = [(at, text) for text in sampling.stop if (at := live.text.find(text, before)) >= 0]
         return min(found)[1] if found else None
 
-    def _end(self, sequence: Running, reason: str, stopped_by: int | str | None = None) -> None:
+    def _end(
+        self,
+        sequence: Running,
+        reason: str,
+        stopped_by: int | str | None = None,
+        told: Iterable[Token] = (),
+    ) -> None:
         live, handle = self._live.pop(sequence), sequence.handle
         self._schedulers[live.group].remove(sequence)
         self.counts.cached_tokens += handle.cached_tokens or 0
-        handle.stopped_by, handle.finish_reason = stopped_by, reason
-        if handle.listener:
-            handle.listener(handle)
+        handle.tell(told, reason, stopped_by)
 
     def _finish(self) -> None:
         """Ends what runs, while nothing new begins."""
@@ -383,11 +403,11 @@ class Engine:
 
 @dataclasses.dataclass
 class _Live:
-    """What the engine keeps beside a sequence: its group, the time it must end by, and, with stop texts, its text
-    so far; listed: pages that its table shows."""
+    """What the engine keeps beside a sequence: its group, the time it must end by, how many tokens it was told,
+    and, with stop texts, its text so far."""
 
     group: int
     until: float | None
     detokenizer: Detokenizer | None
     text: str = ""
-    listed: int = 0
+    count: int = 0

@@ -2,12 +2,24 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from glm5_jax.inference.sampling import Sampling
 
-STOP, LENGTH, CANCELLED, DEADLINE = FINISHES = ("stop", "length", "cancelled", "deadline")
+# "failed": the engine could not go on.
+STOP, LENGTH, CANCELLED, DEADLINE, FAILED = FINISHES = (
+    "stop",
+    "length",
+    "cancelled",
+    "deadline",
+    "failed",
+)
+
+
+class TooLong(ValueError):
+    """A prompt, or a prompt and its reply, exceed what a sequence or the cache can hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +73,54 @@ class Handle:
 
     Attributes:
       request: what was asked.
-      tokens: the reply so far.
-      finish_reason: None until it has ended; see `Completion`.
       cached_tokens: of the prompt, found in the cache; None before it was begun.
+      submitted, first, ended: seconds of `time.monotonic`; first: when its first token came. None before.
+      stopped_by: see `Completion`.
     """
 
     def __init__(self, request: Request, listener: Callable[["Handle"], None] | None = None):
         """listener: called by the engine's thread whenever tokens have come, and when it has ended."""
         self.request = request
-        self.tokens: list[Token] = []
-        self.finish_reason: str | None = None
-        self.stopped_by: int | str | None = None
         self.cached_tokens: int | None = None
-        self.listener = listener
+        self.submitted, self.first, self.ended = time.monotonic(), None, None
+        self.stopped_by: int | str | None = None
+        self._listener = listener
+        self._tokens: list[Token] = []
+        # In one assignment: whoever sees the last token sees that it was the last.
+        self._told: tuple[int, str | None] = (0, None)
         self._cancelled = threading.Event()
+
+    def tell(
+        self,
+        tokens: Iterable[Token],
+        finish_reason: str | None,
+        stopped_by: int | str | None = None,
+    ) -> None:
+        """For the engine: what has come, and whether that is all."""
+        self._tokens += tokens
+        now = time.monotonic()
+        if self._tokens and self.first is None:
+            self.first = now
+        if finish_reason:
+            self.ended, self.stopped_by = now, stopped_by
+        self._told = (len(self._tokens), finish_reason)
+        if self._listener:
+            self._listener(self)
+
+    def since(self, count: int) -> tuple[list[Token], str | None]:
+        """(tokens behind the first `count`, finish_reason), which belong together."""
+        end, reason = self._told
+        return self._tokens[count:end], reason
+
+    @property
+    def tokens(self) -> list[Token]:
+        """The reply so far."""
+        return self.since(0)[0]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None until it has ended; see `Completion`."""
+        return self._told[1]
 
     def cancel(self) -> None:
         """Ends it with the engine's next step; nothing happens if it has ended."""
@@ -88,14 +134,15 @@ class Handle:
     @property
     def completion(self) -> Completion:
         """The reply; ValueError before it has ended."""
-        if self.finish_reason is None:
+        tokens, reason = self.since(0)
+        if reason is None:
             raise ValueError("the request has not ended; step the engine until it has")
         return Completion(
-            [token.id for token in self.tokens],
-            [token.logprob for token in self.tokens],
-            [token.version for token in self.tokens],
-            [token.top for token in self.tokens],
-            self.finish_reason,
+            [token.id for token in tokens],
+            [token.logprob for token in tokens],
+            [token.version for token in tokens],
+            [token.top for token in tokens],
+            reason,
             self.stopped_by,
             self.cached_tokens or 0,
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from glm5_jax.inference.pages import OutOfPages, PagePool
 from glm5_jax.inference.radix import PrefixCache
-from glm5_jax.inference.request import Handle
+from glm5_jax.inference.request import Handle, TooLong
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,10 +151,10 @@ class Scheduler:
         return (*self._running, *self._waiting)
 
     def check(self, num_tokens: int) -> None:
-        """ValueError if so many tokens would not fit into all pages together."""
+        """TooLong if so many tokens would not fit into all pages together."""
         room = len(self.pool) * self._size
         if num_tokens > room:
-            raise ValueError(
+            raise TooLong(
                 f"{num_tokens} tokens, those to come included, exceed the {room} that the cache holds; shorten the "
                 "prompt, lower max_tokens or raise num_pages"
             )

@@ -67,7 +67,7 @@ def parse_reply(
 
 
 class ReplyParser:
-    """Takes a reply apart while it comes: `feed` what is new, `close` at the end.
+    """Takes a reply apart while it comes: `feed` what is new, `finish` or `close` at the end.
 
     tools: function definitions in OpenAI's form. A value is text if its schema says string, or allows one and
     not what the text is as JSON; otherwise JSON, and what is no JSON stays text. With tools, a call of another
@@ -108,8 +108,8 @@ class ReplyParser:
             self._feed_ids(new)
         return self._take()
 
-    def close(self) -> Reply:
-        """The whole reply. A call that has no end has a problem."""
+    def finish(self) -> list[Delta]:
+        """What can be told once nothing more comes. A call that has no end has a problem."""
         if self._stopped_by is None:
             if self._tokenizer is not None:
                 self._plain(self._bytes.close())
@@ -118,6 +118,11 @@ class ReplyParser:
         if self._call is not None:
             self._call.fail("the call has no </tool_call>")
             self._end_call()
+        return self._take()
+
+    def close(self) -> Reply:
+        """Finishes; the whole reply."""
+        self.finish()
         reasoning, content = ("".join(self._text[part]) for part in ("reasoning", "content"))
         return Reply(reasoning or None, content, tuple(self._calls), self._stopped_by)
 

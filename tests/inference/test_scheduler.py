@@ -87,7 +87,7 @@ def drive(scheduler, device, requests, rng, cancel=0.0, depth=1):
         return sequence.handle.finish_reason is not None
 
     def end(sequence, reason):
-        sequence.handle.finish_reason = reason
+        sequence.handle.tell((), reason)
         scheduler.remove(sequence)
 
     def receive():

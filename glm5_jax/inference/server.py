@@ -1,0 +1,418 @@
+"""An engine behind HTTP: OpenAI's API, SGLang's `/generate`, and what a pod needs to run it.
+
+    server = Server(engine, tokenizer, ServerConfig(port=8000))
+    asyncio.run(server.serve())      # until SIGTERM or SIGINT, which lets what runs end
+
+Requests wait in the engine, not here: a handler sleeps until its tokens come. A reader that is slow holds back
+nothing but its own answer, and one that is gone cancels what it asked for.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import hmac
+import json
+import logging
+import pathlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from glm5_jax.inference import protocol, replies
+from glm5_jax.inference.engine import FINISH, Engine
+from glm5_jax.inference.gauges import Gauges
+from glm5_jax.inference.protocol import ApiError, Asked, Defaults, Reader
+from glm5_jax.inference.request import FAILED, Handle, TooLong
+from glm5_jax.inference.worker import Worker, WorkerStopped
+from glm5_jax.text.tokenizer import Tokenizer
+
+_PAGE = pathlib.Path(__file__).parent / "page.html"
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """How an engine is offered. Construction refuses values out of range (ValueError).
+
+    Attributes:
+      host: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 every network it is in.
+      port: 0: any that is free.
+      model: its name for clients.
+      variant: of the chat's layout (`text.layouts.VARIANTS`).
+      api_key: that clients must bring; None: none.
+      max_body: bytes of a request.
+      max_requests: choices that wait and run at once; more are refused with 429.
+      deadline: seconds that a request may take; None: any.
+      grace: seconds that what runs has to end once the server is told to.
+      defaults: of requests that say nothing.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    model: str = "glm-5"
+    variant: str = "glm5"
+    api_key: str | None = None
+    max_body: int = 16 * 2**20
+    max_requests: int = 1024
+    deadline: float | None = None
+    grace: float = 60.0
+    defaults: Defaults = Defaults()
+
+    def __post_init__(self):
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port is {self.port}; it must be from 0 to 65535")
+        if self.api_key == "":
+            raise ValueError("api_key is empty; give a key, or None for none")
+        for name in ("max_body", "max_requests", "grace"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+class Server:
+    """Serves one engine, whose only owner it is from then on.
+
+    load(path) gives the weights of a folder, for `/update_weights`; without it there are none.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: ServerConfig = ServerConfig(),
+        load: Callable[[str], dict] | None = None,
+    ):
+        self.config, self._tokenizer, self._load = config, tokenizer, load
+        self._worker = Worker(engine)
+        self._reader = Reader(
+            tokenizer,
+            model=config.model,
+            variant=config.variant,
+            deadline=config.deadline,
+            defaults=config.defaults,
+        )
+        self._gauges = Gauges(engine)
+        self._active = 0
+        self._draining = False
+        self.port: int | None = None  # once it listens
+
+    def app(self) -> web.Application:
+        """The application; the engine begins and ends with it."""
+        app = web.Application(client_max_size=self.config.max_body, middlewares=[self._guard])
+        app.cleanup_ctx.append(self._engine)
+        post = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._completion,
+            "/generate": self._generate,
+            "/pause": self._pause,
+            "/resume": self._resume,
+            "/update_weights": self._update,
+        }
+        get = {
+            "/": self._page,
+            "/v1/models": self._models,
+            "/v1/models/{name:.+}": self._model,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/server_info": self._server_info,
+            "/get_server_info": self._server_info,
+            "/model_info": self._model_info,
+            "/get_model_info": self._model_info,
+        }
+        app.add_routes([web.post(path, handler) for path, handler in post.items()])
+        app.add_routes([web.get(path, handler) for path, handler in get.items()])
+        return app
+
+    async def serve(self, ready: Callable[[int], None] | None = None) -> None:
+        """Listens until SIGTERM or SIGINT, then lets what runs end. ready: called with the port.
+
+        OSError if it cannot listen there.
+        """
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self.config.host, self.config.port)
+            await site.start()
+            self.port = runner.addresses[0][1]
+            if ready:
+                ready(self.port)
+            await stop.wait()
+            await self.drain()
+        finally:
+            await runner.cleanup()
+
+    async def drain(self) -> None:
+        """Takes nothing more and waits, `grace` seconds at most, until all answers are out."""
+        self._draining = True
+        until = time.monotonic() + self.config.grace
+        while self._active and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        if self._active:
+            _log.warning("%d requests are cut off after %s s", self._active, self.config.grace)
+
+    async def _engine(self, app) -> AsyncIterator[None]:
+        self._worker.start()
+        yield
+        await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler):
+        """Who may ask, and every error in OpenAI's form."""
+        try:
+            self._admit(request)
+            return await handler(request)
+        except ApiError as error:
+            return _error(error)
+        except WorkerStopped:
+            return _error(ApiError("the engine has ended", 503, "unavailable"))
+        except web.HTTPRequestEntityTooLarge:
+            return _error(
+                ApiError(f"the body is longer than {self.config.max_body} bytes", 413, "too_large")
+            )
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            return _error(ApiError(error.reason, error.status))
+        except (ConnectionResetError, asyncio.CancelledError):
+            raise
+        except Exception:
+            _log.exception("%s %s", request.method, request.path)
+            return _error(ApiError("the server has failed; its log says why", 500, "internal"))
+
+    def _admit(self, request: web.Request) -> None:
+        origin = request.headers.get("Origin")
+        # A page of somebody else's in the user's browser must not reach a server on loopback.
+        if origin is not None and urlsplit(origin).netloc != request.host:
+            raise ApiError(f"pages of {origin} may not ask this server", 403, "origin")
+        if self.config.api_key is None or request.path in ("/", "/health"):
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = given.encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self.config.api_key.encode()):
+            raise ApiError("the API key is missing or wrong", 401, "invalid_api_key")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._reader.chat, replies.Chats)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._reader.completion, replies.Completions)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self._reader.generate, replies.Generated)
+
+    async def _answer(self, request: web.Request, read, form) -> web.StreamResponse:
+        """Reads a body, submits what it asks for and answers in a form of replies.py, whole or in pieces."""
+        if self._draining:
+            raise ApiError("the server is ending; ask another", 503, "unavailable")
+        loop, body = asyncio.get_running_loop(), await request.read()
+        # A long prompt takes long to encode: not while others wait for their tokens.
+        asked = await loop.run_in_executor(None, self._read, read, body)
+        count, most = len(asked.requests), self.config.max_requests
+        if self._active + count > most:
+            raise ApiError(
+                f"{count} replies are asked for and {self._active} under way, {most} at most; ask again later",
+                429,
+                "overloaded",
+            )
+        self._active += count
+        waiting = _Waiting(loop, asked, self._gauges)
+        try:
+            await asyncio.wrap_future(self._worker.call(waiting.submit))
+            origin = replies.Origin(self.config.model, self._worker.engine.version)
+            answer = form(asked, waiting.handles, origin, self._tokenizer)
+            if asked.stream:
+                return await self._stream(request, answer, waiting)
+            async for _ in waiting.news():
+                pass
+            _check_failed(waiting.handles)
+            return _json(answer.whole())
+        finally:
+            self._active -= count
+            waiting.leave()
+
+    async def _stream(self, request: web.Request, answer, waiting: "_Waiting"):
+        """Server-sent events: an object each, then [DONE]."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+
+        async def send(objects):
+            for one in objects:
+                await response.write(b"data: " + _encoded(one) + b"\n\n")
+
+        await send(answer.first())
+        async for indices in waiting.news():
+            for index in indices:
+                await send(answer.piece(index))
+        try:
+            _check_failed(waiting.handles)
+            await send(answer.last())
+        except ApiError as error:
+            await send([error.body])
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _read(self, read, body: bytes) -> Asked:
+        engine = self._worker.engine
+        asked = read(protocol.read_json(body), engine.version)
+        for own in asked.requests:
+            try:
+                engine.check(own)
+            except TooLong as error:
+                raise ApiError(str(error), code="context_length_exceeded") from None
+            except ValueError as error:
+                raise ApiError(str(error)) from None
+        return asked
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._worker.call(lambda engine: engine.pause()))
+        return _json({"paused": True})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        await asyncio.wrap_future(self._worker.call(lambda engine: engine.resume()))
+        return _json({"paused": False})
+
+    async def _update(self, request: web.Request) -> web.Response:
+        """New weights from a folder that this machine sees."""
+        if self._load is None:
+            raise ApiError("this server takes no weights", 404, "not_found")
+        said = protocol.read_json(await request.read())
+        protocol.check(said, protocol.UPDATE)
+        policy = said.get("policy") or FINISH
+        loop = asyncio.get_running_loop()
+        try:
+            params = await loop.run_in_executor(None, self._load, said["path"])
+            update = self._worker.call(
+                lambda engine: engine.update_weights(params, said["version"], policy)
+            )
+            await asyncio.wrap_future(update)
+        except ValueError as error:
+            raise ApiError(str(error), param="path") from None
+        return _json({"success": True, "version": said["version"]})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._description()]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        if (name := request.match_info["name"]) != self.config.model:
+            raise ApiError(f"the model {name!r} is not served", 404, "model_not_found", "model")
+        return _json(self._description())
+
+    def _description(self) -> dict:
+        return {
+            "id": self.config.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "glm5_jax",
+            "max_model_len": self._worker.engine.max_length,
+        }
+
+    async def _health(self, request: web.Request) -> web.Response:
+        state = "failed" if self._worker.failure else "draining" if self._draining else "ok"
+        return _json({"status": state}, 200 if state == "ok" else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._gauges.text(), headers={"Content-Type": self._gauges.kind})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        engine = self._worker.engine
+        return _json(
+            {
+                "model": self.config.model,
+                "variant": self.config.variant,
+                "weight_version": engine.version,
+                "paused": engine.paused,
+                "draining": self._draining,
+                "max_requests": self.config.max_requests,
+                "num_active": self._active,
+                **engine.description,
+            }
+        )
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        engine = self._worker.engine
+        return _json(
+            {
+                "model_path": self.config.model,
+                "is_generation": True,
+                "max_context_length": engine.max_length,
+                "weight_version": str(engine.version),
+            }
+        )
+
+
+class _Waiting:
+    """What one body asked for, between the engine's thread, which writes, and its handler, which waits."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, asked: Asked, gauges: Gauges):
+        self.handles: list[Handle] = []
+        self._loop, self._asked, self._gauges = loop, asked, gauges
+        self._heard, self._event = set(), asyncio.Event()
+        self._gone = False
+
+    def submit(self, engine: Engine) -> None:
+        """In the engine's thread. What is submitted for a handler that is gone is cancelled at once."""
+        for index, request in enumerate(self._asked.requests):
+            handle = engine.submit(request, functools.partial(self._listen, index))
+            self.handles.append(handle)
+            if self._gone:
+                handle.cancel()
+
+    def leave(self) -> None:
+        """Nobody waits any more; what has not ended is cancelled."""
+        self._gone = True
+        for handle in list(self.handles):
+            handle.cancel()
+
+    async def news(self) -> AsyncIterator[set[int]]:
+        """Numbers of the requests of which something has come, until all have ended."""
+        while True:
+            done = all(handle.finish_reason is not None for handle in self.handles)
+            heard, self._heard = self._heard, set()
+            if heard:
+                yield heard
+            elif done:
+                return
+            else:
+                await self._event.wait()
+            self._event.clear()
+
+    def _listen(self, index: int, handle: Handle) -> None:
+        if handle.finish_reason is not None:
+            self._gauges.observe(handle)
+        if not self._gone:
+            try:
+                self._loop.call_soon_threadsafe(self._hear, index)
+            except RuntimeError:  # the loop has ended before the engine
+                handle.cancel()
+
+    def _hear(self, index: int) -> None:
+        self._heard.add(index)
+        self._event.set()
+
+
+def _check_failed(handles) -> None:
+    if any(handle.finish_reason == FAILED for handle in handles):
+        raise ApiError("the engine has failed", 503, "unavailable")
+
+
+def _encoded(value) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _json(value, status: int = 200) -> web.Response:
+    return web.Response(body=_encoded(value), status=status, content_type="application/json")
+
+
+def _error(error: ApiError) -> web.Response:
+    return _json(error.body, error.status)

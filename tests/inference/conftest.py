@@ -1,0 +1,67 @@
+"""A real server on a free port of this machine, in a thread."""
+
+import asyncio
+import contextlib
+import threading
+
+import pytest
+from aiohttp import web
+
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.inference.test_engine import model
+
+LENGTH = 64
+
+
+@contextlib.contextmanager
+def serving(options=None, load=None, **config):
+    """A `Server` that listens; options: of its engine."""
+    options = dict(page_size=16, max_batch=4, chunk=64, max_length=LENGTH) | (options or {})
+    engine = Engine(model(), Tokenizer.default(), **options)
+    server = Server(engine, Tokenizer.default(), ServerConfig(port=0, model="tiny", **config), load)
+    loop, ready, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def run():
+        runner = web.AppRunner(server.app(), handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        server.port = runner.addresses[0][1]
+        ready.set()
+        await ended.wait()
+        await runner.cleanup()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
+    thread.start()
+    assert ready.wait(60)
+    server.url = f"http://127.0.0.1:{server.port}"
+    server.loop, server.engine = loop, engine
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(60)
+        assert not thread.is_alive()
+        loop.close()
+
+
+@pytest.fixture(scope="session")
+def server():
+    """One that all tests share, which must leave it as it was."""
+    with serving(load=lambda path: dict(glm5.params_of(model(int(path))))) as running:
+        yield running
+
+
+@pytest.fixture
+def healthy(server):
+    """The shared server; in the end nothing runs and nothing is held."""
+    yield server
+    engine = server.engine
+    for _ in range(200):
+        if not (engine.num_running or engine.num_waiting):
+            break
+        threading.Event().wait(0.05)
+    assert engine.num_running == engine.num_waiting == 0
+    assert engine.num_free_pages + engine.num_cached_pages == engine.description["num_pages"]

@@ -1,0 +1,221 @@
+"""Bodies of requests: what they mean, and what is wrong with the others, in one line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from glm5_jax.inference.protocol import UPDATE, ApiError, Reader, check, read_json
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+READER = Reader(TOKENIZER, model="m", deadline=5.0)
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def chat(**body):
+    return READER.chat({"messages": HI, **body}, 3)
+
+
+def sampling(**body):
+    return chat(**body).requests[0].sampling
+
+
+def test_a_chat_that_says_little_has_glm_s_defaults():
+    asked = chat()
+    [request] = asked.requests
+    assert list(request.ids) == render_chat(HI, TOKENIZER).ids
+    own = request.sampling
+    assert (own.temperature, own.top_p, own.max_tokens, own.seed) == (1.0, 0.95, None, None)
+    assert request.deadline == 5.0 and asked.thinking and not asked.stream
+
+
+def test_every_sampling_field_arrives():
+    own = sampling(
+        temperature=0.5,
+        top_p=0.7,
+        top_k=5,
+        min_p=0.1,
+        stop="x",
+        stop_token_ids=[4],
+        seed=-1,
+        logit_bias={"7": -3},
+        max_tokens=9,
+        logprobs=True,
+        top_logprobs=2,
+        ignore_eos=True,
+    )
+    assert (own.temperature, own.top_p, own.top_k, own.min_p) == (0.5, 0.7, 5, 0.1)
+    assert (own.stop, own.stop_ids, own.max_tokens, own.top_logprobs) == (("x",), (4,), 9, 2)
+    assert own.seed == 2**63 - 1 and own.logit_bias == {7: -3} and own.ignore_eos
+    assert sampling(do_sample=False).temperature == 0
+    assert sampling(max_tokens=3, max_completion_tokens=4).max_tokens == 4
+    assert sampling(stop=["a", "b"]).stop == ("a", "b") and sampling(top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    "body, enable, clear",
+    [
+        ({}, True, True),
+        ({"thinking": {"type": "disabled"}}, False, True),
+        ({"thinking": {"clear_thinking": False}}, True, False),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, False, True),
+        ({"chat_template_kwargs": {"clear_thinking": False}}, True, False),
+        (
+            {
+                "thinking": {"type": "enabled", "clear_thinking": False},
+                "chat_template_kwargs": {"enable_thinking": True},
+            },
+            True,
+            False,
+        ),
+    ],
+)
+def test_thinking_in_both_spellings(body, enable, clear):
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "a", "reasoning_content": "r"},
+        {"role": "user", "content": "b"},
+    ]
+    asked = READER.chat({"messages": messages, **body}, 3)
+    want = render_chat(messages, TOKENIZER, enable_thinking=enable, clear_thinking=clear)
+    assert list(asked.requests[0].ids) == want.ids and asked.thinking == enable
+
+
+def test_tools_are_laid_out_unless_none_may_be_called():
+    with_tools = render_chat(HI, TOKENIZER, tools=[TOOL]).ids
+    assert list(chat(tools=[TOOL]).requests[0].ids) == with_tools and chat(tools=[TOOL]).tools
+    silent = chat(tools=[TOOL], tool_choice="none")
+    assert list(silent.requests[0].ids) == render_chat(HI, TOKENIZER).ids and silent.tools is None
+
+
+def test_choices_have_seeds_of_their_own():
+    asked = chat(n=3, seed=5)
+    assert [own.sampling.seed for own in asked.requests] == [5, 6, 7] and asked.num_choices == 3
+    assert [own.sampling.seed for own in chat(n=2).requests] == [None, None]
+
+
+def test_what_says_nothing_is_as_if_it_were_not_there():
+    quiet = dict(temperature=None, stop=None, n=None, tools=None, user="me", metadata={"a": 1})
+    assert chat(**quiet) == chat()
+
+
+def test_prompts_are_text_or_ids_one_or_several():
+    def prompts(value):
+        asked = READER.completion({"prompt": value}, 0)
+        return [list(own.ids) for own in asked.requests]
+
+    ids = TOKENIZER.encode("To be")
+    assert prompts("To be") == prompts(ids) == prompts(["To be"]) == prompts([ids]) == [ids]
+    assert prompts([[1, 2], [3]]) == [[1, 2], [3]]
+    # A text that spells out a role forges none.
+    assert TOKENIZER.special_ids["<|user|>"] not in prompts("<|user|>")[0]
+    own = READER.completion({"prompt": "x"}, 0).requests[0].sampling
+    assert (own.max_tokens, own.temperature, own.top_p) == (16, 1.0, 1.0)
+    asked = READER.completion({"prompt": ["a", "b"], "n": 2, "echo": True}, 0)
+    assert asked.echo == ("a", "b") and len(asked.requests) == 4
+
+
+def test_generate_reads_sglang_s_schema():
+    own = dict(max_new_tokens=4, temperature=0, stop_token_ids=[9], sampling_seed=8, n=2)
+    body = {"input_ids": [1, 2], "sampling_params": own, "return_logprob": True, "rid": "r"}
+    asked = READER.generate(body, 0)
+    first, second = asked.requests
+    assert first.ids == (1, 2) and first.sampling.max_tokens == 4
+    assert (first.sampling.seed, second.sampling.seed) == (8, 9)
+    assert asked.logprobs and asked.rid == "r" and not asked.batch
+    assert READER.generate({"input_ids": [[1, 2]]}, 0).batch
+    assert READER.generate({"text": "To be"}, 0).requests[0].ids == tuple(TOKENIZER.encode("To be"))
+
+
+def test_a_long_list_of_ids_is_read_in_no_time():
+    body = {"input_ids": np.arange(200_000).clip(0, 2000).tolist()}
+    assert len(READER.generate(body, 0).requests[0].ids) == 200_000
+
+
+DEEP = json.loads("[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "body, words, param",
+    [
+        (dict(temperature=-1), "-1 is ", "temperature"),
+        (dict(temperature="hot"), "'hot' is ", "temperature"),
+        (dict(top_p=0), "0 is ", "top_p"),
+        (dict(n=0), "0 is ", "n"),
+        (dict(n=1000), "1000 is ", "n"),
+        (dict(max_tokens=0), "0 is ", "max_tokens"),
+        (dict(stop=["a"] * 17), "", "stop"),
+        (dict(stop=""), "stop is", None),
+        (dict(logit_bias={"x": 1}), "", "logit_bias"),
+        (dict(logit_bias={"1": 1000}), "", "logit_bias"),
+        (dict(colour="red"), "colour: no such field", "colour"),
+        (dict(stream_options={"colour": 1}), "", "stream_options"),
+        (dict(messages=[]), "messages is empty", "messages"),
+        (dict(messages="hi"), "'hi' is not of type 'array'", "messages"),
+        (dict(messages=[{"role": "wizard"}]), "message 0 has role 'wizard'", "messages"),
+        (dict(messages=[{"role": "user", "content": DEEP}]), "", "messages"),
+        (dict(messages=[{"role": "user", "content": "\ud800"}]), "surrogate", "messages"),
+        (dict(tools=[{"type": "function"}]), "", "messages"),
+        (dict(tool_choice="required"), "", "tool_choice"),
+        (dict(response_format={"type": "json_object"}), "", "response_format"),
+        (dict(top_logprobs=3), "top_logprobs needs logprobs", "top_logprobs"),
+        (dict(top_logprobs=21, logprobs=True), "21 is ", "top_logprobs"),
+        (dict(frequency_penalty=1), "", "frequency_penalty"),
+        (dict(reasoning_effort="high"), "reasoning_effort is 'high'", "messages"),
+        (
+            dict(thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False}),
+            "say different things of enable_thinking",
+            "thinking",
+        ),
+    ],
+)
+def test_wrong_chats_are_400_and_name_the_field(body, words, param):
+    with pytest.raises(ApiError) as caught:
+        chat(**body)
+    error = caught.value
+    assert error.status == 400 and words in str(error) and "\n" not in str(error)
+    assert param is None or error.param.startswith(param)
+    assert error.body["error"]["type"] == "invalid_request_error" and len(str(error)) < 500
+
+
+@pytest.mark.parametrize("value", [[], [[]], [1.5], [True], ["a", 1], [[1], "a", 2], {}, 7])
+def test_wrong_prompts_are_400(value):
+    with pytest.raises(ApiError) as caught:
+        READER.completion({"prompt": value}, 0)
+    assert caught.value.status == 400
+
+
+def test_other_models_and_other_weights():
+    with pytest.raises(ApiError) as caught:
+        chat(model="gpt")
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    with pytest.raises(ApiError) as caught:
+        chat(weight_version=2)
+    assert caught.value.status == 409
+    assert chat(model="m", weight_version=3).requests
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (b"\xff", "no UTF-8: byte 0"),
+        (b"{", "no JSON"),
+        (b"", "no JSON"),
+        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 5000, "no JSON"),
+    ],
+)
+def test_bodies_that_are_no_json(body, words):
+    with pytest.raises(ApiError, match=words):
+        read_json(body)
+
+
+@pytest.mark.parametrize("body", [None, [], "x", 3, {"path": "x"}, {"path": "x", "version": -1}])
+def test_updates_are_checked(body):
+    with pytest.raises(ApiError):
+        check(body, UPDATE)
+    check({"path": "x", "version": 1, "policy": "keep"}, UPDATE)

@@ -1,0 +1,364 @@
+"""The server over real sockets: what clients get, and what it survives."""
+
+import asyncio
+import concurrent.futures
+import http.client
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tool_calls import parse_reply
+from tests.inference.conftest import LENGTH, serving
+from tests.inference.test_engine import alone
+
+TOKENIZER = Tokenizer.default()
+HI = [{"role": "user", "content": "hi"}]
+POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/update_weights")
+
+
+def client(server, **options):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
+
+
+def post(server, path, body, headers=None):
+    """(status, JSON) of a body, which may be bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, headers or {}, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def get(server, path, headers=None):
+    try:
+        request = urllib.request.Request(server.url + path, headers=headers or {})
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def greedy(messages, most, **options):
+    """What the engine gives for a chat, taken apart."""
+    ids = render_chat(messages, TOKENIZER, **options).ids
+    sampling = Sampling(max_tokens=most, temperature=0)
+    got = alone(ids, sampling, page_size=16, num_pages=None, chunk=64)
+    thinking = options.get("enable_thinking", True)
+    return got, parse_reply(got.ids, tokenizer=TOKENIZER, thinking=thinking)
+
+
+def test_a_chat_is_the_engine_s_reply(healthy):
+    want, reply = greedy(HI, 12)
+    got = client(healthy).chat.completions.create(
+        model="tiny", messages=HI, max_tokens=12, temperature=0, logprobs=True, top_logprobs=1
+    )
+    [choice] = got.choices
+    assert choice.message.reasoning_content == reply.reasoning_content
+    assert choice.message.content == reply.content and choice.finish_reason == "length"
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(want.logprobs)
+    assert all(one.top_logprobs[0].logprob == one.logprob for one in choice.logprobs.content)
+    usage = got.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        len(render_chat(HI, TOKENIZER).ids),
+        12,
+    )
+    assert usage.completion_tokens_details.reasoning_tokens == 12
+
+
+def test_a_stream_is_the_whole_reply(healthy):
+    messages = [{"role": "user", "content": "stream"}]
+    want, reply = greedy(messages, 10, enable_thinking=False)
+    stream = client(healthy).chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=10,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"thinking": {"type": "disabled"}, "return_token_ids": True},
+    )
+    *chunks, last = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == reply.content and last.usage.completion_tokens == 10
+    ids = [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", ())]
+    assert ids == want.ids and chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_the_client_s_stream_helper_and_several_choices(healthy):
+    end = str(TOKENIZER.special_ids["<|user|>"])
+    with client(healthy).chat.completions.stream(
+        model="tiny", messages=HI, logit_bias={end: 100}
+    ) as stream:
+        final = list(stream) and stream.get_final_completion()
+    assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
+    got = client(healthy).chat.completions.create(
+        model="tiny", messages=HI, max_tokens=5, n=3, seed=1
+    )
+    texts = [choice.message.reasoning_content for choice in got.choices]
+    assert len(set(texts)) > 1 and got.usage.completion_tokens == 15
+
+
+def test_completions_and_generate_continue_text(healthy):
+    ids = TOKENIZER.encode("To be")
+    want = alone(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None, chunk=64)
+    got = client(healthy).completions.create(
+        model="tiny", prompt="To be", max_tokens=6, temperature=0, echo=True
+    )
+    assert got.choices[0].text == "To be" + TOKENIZER.decode(want.ids, errors="replace")
+    body = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 6, "temperature": 0},
+        "return_logprob": True,
+    }
+    status, got = post(healthy, "/generate", body)
+    assert status == 200 and got["output_ids"] == want.ids
+    logprobs = [logprob for logprob, *_ in got["meta_info"]["output_token_logprobs"]]
+    assert logprobs == pytest.approx(want.logprobs)
+    assert got["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
+    stream = client(healthy).completions.create(
+        model="tiny", prompt=ids, max_tokens=6, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == TOKENIZER.decode(
+        want.ids, errors="replace"
+    )
+
+
+def test_a_conversation_finds_its_beginning_in_the_cache(healthy):
+    prompt = TOKENIZER.encode("All the world's a stage, and all the men and women")
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    first = post(healthy, "/generate", body)[1]
+    body["input_ids"] = prompt + first["output_ids"] + prompt[:2]
+    second = post(healthy, "/generate", body)[1]
+    assert second["meta_info"]["cached_tokens"] == (len(prompt) + 3) // 16 * 16 > 0
+
+
+def test_what_the_server_says_of_itself(healthy):
+    [own] = client(healthy).models.list().data
+    assert own.id == "tiny" and client(healthy).models.retrieve("tiny").id == "tiny"
+    assert get(healthy, "/health") == (200, '{"status":"ok"}')
+    info = json.loads(get(healthy, "/server_info")[1])
+    assert info["max_length"] == LENGTH and info["weight_version"] == 0 and not info["paused"]
+    assert json.loads(get(healthy, "/model_info")[1])["max_context_length"] == LENGTH
+    before = metrics(healthy)
+    post(healthy, "/v1/completions", {"prompt": "x", "max_tokens": 3, "temperature": 0})
+    after = metrics(healthy)
+    assert after["glm5_new_tokens_total"] - before["glm5_new_tokens_total"] == 3
+    assert after['glm5_replies_total{reason="length"}'] >= 1
+    assert after["glm5_first_token_seconds_count"] - before["glm5_first_token_seconds_count"] == 1
+    assert "<title>Chat</title>" in get(healthy, "/")[1]
+
+
+def metrics(server):
+    lines = get(server, "/metrics")[1].splitlines()
+    return {name: float(value) for name, value in (x.rsplit(" ", 1) for x in lines if x[0] != "#")}
+
+
+@pytest.mark.parametrize(
+    "path, body, status, words",
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "message 0 has role 'x'"),
+        ("/v1/chat/completions", {"messages": HI, "model": "gpt"}, 404, "'gpt' is not served"),
+        ("/v1/chat/completions", {"messages": HI, "weight_version": 9}, 409, "9 was asked for"),
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 99}, 400, "exceed the 64"),
+        ("/v1/chat/completions", b"{", 400, "no JSON"),
+        ("/v1/completions", {"prompt": [5] * 64}, 400, "64 tokens; with a reply at most 64"),
+        ("/v1/completions", {"prompt": [10**9]}, 400, "token id 1000000000"),
+        ("/generate", {}, 400, "either text or input_ids"),
+        ("/update_weights", {"path": "x"}, 400, "version"),
+        ("/update_weights", {"path": "x", "version": 1}, 400, "invalid literal"),
+        ("/nowhere", {}, 404, "Not Found"),
+        ("/health", {}, 405, "Method Not Allowed"),
+    ],
+)
+def test_errors_have_openai_s_form(healthy, path, body, status, words):
+    code, answer = post(healthy, path, body)
+    assert code == status and words in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_client_raises_its_own_errors(healthy):
+    with pytest.raises(openai.BadRequestError, match="wizard"):
+        client(healthy).chat.completions.create(
+            model="tiny", messages=[{"role": "wizard", "content": "x"}]
+        )
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(healthy).chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "word " * 400_000}]
+        )
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError):
+        client(healthy).chat.completions.create(model="other", messages=HI)
+
+
+def test_two_hundred_requests_at_once(healthy):
+    def one(seed):
+        body = {"prompt": f"{seed} of", "max_tokens": 3, "seed": seed, "stream": seed % 2 == 0}
+        if seed % 2:
+            return post(healthy, "/v1/completions", body)[1]["choices"][0]["text"]
+        stream = client(healthy).completions.create(model="tiny", **body)
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        texts = list(pool.map(one, range(200)))
+    assert len(texts) == 200 and texts[7] == one(7)
+
+
+def raw(server, body, path="/v1/completions"):
+    """A socket that has asked for a stream."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def until(true, seconds=20):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_is_gone_frees_its_place(healthy, stream):
+    post(healthy, "/pause", {})
+    before = metrics(healthy).get('glm5_replies_total{reason="cancelled"}', 0)
+    body = {"prompt": "x", "max_tokens": 60, "stream": stream}
+    connection = raw(healthy, body)
+    until(lambda: healthy.engine.num_waiting == 1)
+    connection.close()
+    until(lambda: healthy.engine.num_waiting == 0)
+    post(healthy, "/resume", {})
+    until(lambda: metrics(healthy)['glm5_replies_total{reason="cancelled"}'] == before + 1)
+
+
+def test_a_slow_reader_holds_back_nobody(healthy):
+    slow = raw(healthy, {"prompt": "x", "max_tokens": 60, "stream": True, "ignore_eos": True})
+    for _ in range(3):
+        assert post(healthy, "/v1/completions", {"prompt": "y", "max_tokens": 3})[0] == 200
+    slow.settimeout(20)
+    text = b""
+    while b"[DONE]" not in text:
+        text += slow.recv(100)
+    slow.close()
+
+
+def test_half_a_request_holds_back_nobody(healthy):
+    half = socket.create_connection(("127.0.0.1", healthy.port))
+    half.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    assert post(healthy, "/v1/completions", {"prompt": "y", "max_tokens": 3})[0] == 200
+    half.close()
+
+
+def test_pause_and_new_weights(healthy):
+    ids = TOKENIZER.encode("To be")
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
+    assert post(healthy, "/pause", {}) == (200, {"paused": True})
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, healthy, "/generate", body)
+        until(lambda: healthy.engine.num_waiting == 1)
+        update = {"path": "1", "version": 4, "policy": "recompute"}
+        assert post(healthy, "/update_weights", update) == (200, {"success": True, "version": 4})
+        assert post(healthy, "/resume", {}) == (200, {"paused": False})
+        got = waiting.result()[1]
+    sampling = Sampling(max_tokens=5, temperature=0)
+    want = alone(ids, sampling, seed=1, page_size=16, num_pages=None, chunk=64)
+    assert got["output_ids"] == want.ids and got["meta_info"]["weight_versions"] == [4] * 5
+    assert post(healthy, "/generate", {**body, "weight_version": 0})[0] == 409
+    assert post(healthy, "/update_weights", {"path": "0", "version": 0})[0] == 200
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+NAMES = (
+    "messages prompt input_ids text model stream n stop tools logit_bias temperature max_tokens thinking "
+    "sampling_params path version seed top_logprobs logprobs stream_options echo"
+).split()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    path=st.sampled_from(POSTS),
+    body=st.binary(max_size=50)
+    | st.dictionaries(st.sampled_from(NAMES), json_values, max_size=5)
+    | json_values,
+    sound=st.booleans(),
+)
+def test_no_body_makes_it_fail(healthy, path, body, sound):
+    if sound and isinstance(body, dict):
+        body = {"messages": HI, "prompt": "x", "input_ids": [1], "max_tokens": 2} | body
+    data = body if isinstance(body, bytes) else json.dumps(body, allow_nan=True).encode()
+    connection = http.client.HTTPConnection("127.0.0.1", healthy.port, timeout=60)
+    connection.request("POST", path, data)
+    response = connection.getresponse()
+    answer = response.read()
+    connection.close()
+    assert response.status < 500, answer
+    if response.status != 200:
+        assert json.loads(answer)["error"]["message"]
+
+
+def test_a_key_is_asked_for():
+    with serving(api_key="secret") as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer sécret"}):
+            assert get(server, "/v1/models", headers)[0] == 401
+        assert get(server, "/v1/models", {"Authorization": "Bearer secret"})[0] == 200
+        assert get(server, "/health")[0] == get(server, "/")[0] == 200
+        code, answer = post(server, "/generate", {})
+        assert code == 401 and answer["error"]["code"] == "invalid_api_key"
+
+
+def test_pages_of_others_may_not_ask(healthy):
+    own = {"Origin": healthy.url}
+    assert get(healthy, "/v1/models", own)[0] == 200
+    assert get(healthy, "/v1/models", {"Origin": "http://evil.example"})[0] == 403
+
+
+def test_limits_and_the_end():
+    with serving(max_requests=2, max_body=1000, grace=30.0) as server:
+        assert post(server, "/generate", b"x" * 2000)[0] == 413
+        body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
+        code, answer = post(server, "/v1/completions", {**body, "n": 3})
+        assert code == 429 and answer["error"]["code"] == "overloaded"
+        post(server, "/pause", {})
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(post, server, "/v1/completions", body) for _ in range(2)]
+            until(lambda: server.engine.num_waiting == 2)
+            assert post(server, "/v1/completions", body)[0] == 429
+            ending = asyncio.run_coroutine_threadsafe(server.drain(), server.loop)
+            until(lambda: get(server, "/health")[0] == 503)
+            assert post(server, "/v1/completions", body)[0] == 503
+            assert not ending.done()
+            post(server, "/resume", {})
+            assert [one.result()[0] for one in running] == [200, 200]
+            ending.result(10)
+
+
+def test_an_engine_that_fails_says_so():
+    with serving() as server:
+        assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+        def broken(works):
+            raise RuntimeError("no device")
+
+        server.engine._runner.launch = broken
+        code, answer = post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+        assert code == 503 and answer["error"]["message"] == "the engine has failed"
+        assert get(server, "/health") == (503, '{"status":"failed"}')
+        assert post(server, "/v1/completions", {"prompt": "x"})[0] == 503
