@@ -38,6 +38,8 @@ def main(argv: list[str]) -> int:
             _join(command.distributed)
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
+    if run := getattr(command.module, "run", None):
+        return run(command.config, command.workdir)
     return _run(command.module, command.config, command.workdir)
 
 

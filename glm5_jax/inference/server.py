@@ -8,6 +8,8 @@ nothing but its own answer, and one that is gone cancels what it asked for.
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hmac
@@ -15,8 +17,9 @@ import json
 import logging
 import pathlib
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -146,6 +149,34 @@ class Server:
             await self.drain()
         finally:
             await runner.cleanup()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[str]:
+        """Listens in a thread of its own; its URL. OSError if it cannot listen there."""
+        loop, ended = asyncio.new_event_loop(), asyncio.Event()
+        ready = concurrent.futures.Future()
+
+        async def run():
+            runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
+            try:
+                await runner.setup()
+                await web.TCPSite(runner, self.config.host, self.config.port).start()
+                self.port = runner.addresses[0][1]
+                ready.set_result(f"http://{self.config.host}:{self.port}")
+                await ended.wait()
+            except OSError as error:
+                ready.set_exception(error)
+            finally:
+                await runner.cleanup()
+
+        thread = threading.Thread(target=loop.run_until_complete, args=(run(),), name="server")
+        thread.start()
+        try:
+            yield ready.result()
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+            thread.join()
+            loop.close()
 
     async def drain(self) -> None:
         """Takes nothing more and waits, `grace` seconds at most, until all answers are out."""
@@ -375,14 +406,15 @@ class _Waiting:
             handle.cancel()
 
     async def news(self) -> AsyncIterator[set[int]]:
-        """Numbers of the requests of which something has come, until all have ended."""
-        while True:
-            done = all(handle.finish_reason is not None for handle in self.handles)
-            heard, self._heard = self._heard, set()
+        """Numbers of the requests of which something has come, each with its end once, until all have ended."""
+        over: set[int] = set()
+        while len(over) < len(self.handles):
+            # An end is seen before it is heard of.
+            ended = {i for i, own in enumerate(self.handles) if own.finish_reason is not None}
+            heard, self._heard = (self._heard | ended) - over, set()
             if heard:
                 yield heard
-            elif done:
-                return
+                over |= ended
             else:
                 await self._event.wait()
             self._event.clear()

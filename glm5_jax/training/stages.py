@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import shutil
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.checkpoint import hf_import, store
+from glm5_jax.checkpoint import models, store
 from glm5_jax.core import hosts
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import (
@@ -295,16 +294,7 @@ class Pretraining:
             wanted, found = ({"model": glm5.abstract(c)} for c in (model, before.config.model))
             store.check_shapes(wanted, found, f"what {before.config.name} trains", unshared)
             return None
-        if not path.exists():
-            raise ValueError(f"checkpoint {path} does not exist")
-        if (path / "checkpoints").is_dir() or (path / "model").is_dir():
-            abstract = self._step.abstract["params"]
-            store.check_params(path, abstract, unshared)
-            return functools.partial(store.load_params, path, abstract, unshared)
-        hf_import.check_params(path, model, unshared)
-        shardings = self._mesh and glm5.param_shardings(model, self._mesh)
-        load = functools.partial(hf_import.load_params, path, model, dtype="float32")
-        return functools.partial(load, shardings=shardings, unshared=unshared)
+        return models.open_weights(path, model, mesh=self._mesh, unshared=unshared)
 
     def _sample(self, state: dict, step: int) -> str:
         """Continues the prompts; the texts go to samples/STEP.txt and are returned."""

@@ -1,11 +1,9 @@
 """A real server on a free port of this machine, in a thread."""
 
-import asyncio
 import contextlib
 import threading
 
 import pytest
-from aiohttp import web
 
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
@@ -22,29 +20,9 @@ def serving(options=None, load=None, **config):
     options = dict(page_size=16, max_batch=4, chunk=64, max_length=LENGTH) | (options or {})
     engine = Engine(model(), Tokenizer.default(), **options)
     server = Server(engine, Tokenizer.default(), ServerConfig(port=0, model="tiny", **config), load)
-    loop, ready, ended = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
-
-    async def run():
-        runner = web.AppRunner(server.app(), handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server.port = runner.addresses[0][1]
-        ready.set()
-        await ended.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
-    thread.start()
-    assert ready.wait(60)
-    server.url = f"http://127.0.0.1:{server.port}"
-    server.loop, server.engine = loop, engine
-    try:
+    server.engine = engine
+    with server.running() as server.url:
         yield server
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join(60)
-        assert not thread.is_alive()
-        loop.close()
 
 
 @pytest.fixture(scope="session")

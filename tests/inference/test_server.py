@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import functools
 import http.client
 import json
 import socket
@@ -13,12 +14,16 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from glm5_jax.inference.gauges import Gauges
+from glm5_jax.inference.protocol import Asked
+from glm5_jax.inference.request import Handle, Request, Token
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.server import _Waiting
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 from tests.inference.conftest import LENGTH, serving
-from tests.inference.test_engine import alone
+from tests.inference.test_engine import alone, engine
 
 TOKENIZER = Tokenizer.default()
 HI = [{"role": "user", "content": "hi"}]
@@ -206,8 +211,9 @@ def test_two_hundred_requests_at_once(healthy):
         body = {"prompt": f"{seed} of", "max_tokens": 3, "seed": seed, "stream": seed % 2 == 0}
         if seed % 2:
             return post(healthy, "/v1/completions", body)[1]["choices"][0]["text"]
-        stream = client(healthy).completions.create(model="tiny", **body)
-        return "".join(chunk.choices[0].text for chunk in stream)
+        chunks = list(client(healthy).completions.create(model="tiny", **body))
+        assert chunks[-1].choices[0].finish_reason == "length"
+        return "".join(chunk.choices[0].text for chunk in chunks)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         texts = list(pool.map(one, range(200)))
@@ -228,6 +234,34 @@ def until(true, seconds=20):
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def test_an_end_is_told_once_whenever_it_is_heard_of():
+    """Of three choices one has ended before anything is heard, one after a piece, and one later."""
+    asked = Asked((Request([1]),) * 3)
+    token = Token(5, -1.0, 0)
+
+    async def told():
+        waiting = _Waiting(asyncio.get_running_loop(), asked, Gauges(engine()))
+        waiting.handles = [
+            Handle(request, functools.partial(waiting._listen, i))
+            for i, request in enumerate(asked.requests)
+        ]
+        first, second, third = waiting.handles
+        first.tell([token], "length")
+        second.tell([token], None)
+        found = []
+        async for indices in waiting.news():
+            found.append(sorted(indices))
+            if second.finish_reason is None:
+                second.tell([token], "stop")
+            elif third.finish_reason is None:
+                third.tell([], "cancelled")
+        return found
+
+    found = asyncio.run(told())
+    assert found[0] == [0] and all(0 not in indices for indices in found[1:])
+    assert {1, 2} == set().union(*found[1:]) and found[-1] == [2]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -337,11 +371,11 @@ def test_limits_and_the_end():
         code, answer = post(server, "/v1/completions", {**body, "n": 3})
         assert code == 429 and answer["error"]["code"] == "overloaded"
         post(server, "/pause", {})
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
             running = [pool.submit(post, server, "/v1/completions", body) for _ in range(2)]
             until(lambda: server.engine.num_waiting == 2)
             assert post(server, "/v1/completions", body)[0] == 429
-            ending = asyncio.run_coroutine_threadsafe(server.drain(), server.loop)
+            ending = pool.submit(asyncio.run, server.drain())
             until(lambda: get(server, "/health")[0] == 503)
             assert post(server, "/v1/completions", body)[0] == 503
             assert not ending.done()

@@ -1,0 +1,123 @@
+"""Serves a model: OpenAI's API and a page to chat at http://127.0.0.1:8000.
+
+    python -m launch.run --experiment=experiments/serve.py:tiny --experiment.checkpoint=DIR
+
+DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP or a HuggingFace
+folder; with `/update_weights` another one takes its place while it runs. Ctrl-C or SIGTERM lets what runs end.
+
+:tiny    for two CPU cores: 8 chats at once
+:small   for one accelerator: 64 at once, drafts by the MTP layer
+:glm5    for a pod of one process: experts over its chips, attention in parallel over their chats, 4 drafts
+
+Other machines reach it with --experiment.server.host=0.0.0.0; give --experiment.server.api_key then.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import sys
+
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.inference.server import ServerConfig
+from glm5_jax.training.experiment import MeshConfig, choose
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of `Engine`, which says what they mean."""
+
+    page_size: int = 64
+    num_pages: int | None = None
+    max_batch: int = 16
+    max_length: int | None = None
+    chunk: int = 512
+    step_tokens: int | None = None
+    num_draft: int = 0
+    batch_invariant: bool = False
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """What is served, how, and where.
+
+    Attributes:
+      checkpoint: a workdir, one of its checkpoints/STEP or a HuggingFace folder.
+      warm: whether all programs are compiled before the first request.
+    """
+
+    checkpoint: str | None = None
+    warm: bool = True
+    mesh: MeshConfig = MeshConfig()
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+
+def get_config(variant: str = "tiny") -> ServeConfig:
+    """The variant's experiment; ValueError lists the variants."""
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
+
+
+def tiny() -> ServeConfig:
+    """Two cores."""
+    engine = EngineConfig(page_size=16, max_batch=8, chunk=256)
+    return ServeConfig(engine=engine, server=ServerConfig(model="glm-5-tiny"))
+
+
+def small() -> ServeConfig:
+    """One accelerator."""
+    return ServeConfig(
+        engine=EngineConfig(max_batch=64, max_length=32_768, chunk=2048, num_draft=2)
+    )
+
+
+def glm5() -> ServeConfig:
+    """Drafts as in paper Table 2; lengths as trained."""
+    engine = EngineConfig(max_batch=32, max_length=202_752, chunk=4096, num_draft=4)
+    return ServeConfig(engine=engine, mesh=MeshConfig(fsdp=1, expert=-1))
+
+
+def make_server(config: ServeConfig):
+    """The server of a config; ValueError that says what cannot be."""
+    from glm5_jax.checkpoint import models
+    from glm5_jax.inference.engine import Engine
+    from glm5_jax.inference.server import Server
+
+    if config.checkpoint is None:
+        raise ValueError(
+            "nothing to serve; give --experiment.checkpoint=PATH, a run's workdir, one of its checkpoints/STEP or an "
+            "HF folder"
+        )
+    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    mesh = mesh if mesh.size > 1 else None
+    tokenizer = models.load_tokenizer(config.checkpoint)
+    model = models.load_model(config.checkpoint, mesh)
+    engine = Engine(model, tokenizer, **dataclasses.asdict(config.engine))
+    if config.warm:
+        engine.warm(show=True)
+
+    def load(path: str):
+        return models.open_weights(path, model.cfg, mesh=mesh)()
+
+    return Server(engine, tokenizer, config.server, load)
+
+
+def run(config: ServeConfig, workdir: pathlib.Path) -> int:
+    """Serves until it is told to end; the exit code. workdir: nothing is written there."""
+    del workdir
+    try:
+        server = make_server(config)
+        asyncio.run(server.serve(lambda port: _say(config, port)))
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def _say(config: ServeConfig, port: int) -> None:
+    host = config.server.host
+    print(f"{config.server.model} answers at http://{host}:{port} (Ctrl-C ends it)", flush=True)
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

@@ -1,0 +1,55 @@
+"""A client of the server: chats in pieces."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or has answered with an error, which the message says."""
+
+
+class Client:
+    """Of a server at `url`, such as "http://127.0.0.1:8000". timeout: seconds without anything from it."""
+
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0):
+        self._url, self._timeout = url.rstrip("/"), timeout
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def model(self) -> str:
+        """The name of what it serves. ServerError."""
+        with self._open("/v1/models") as response:
+            return json.load(response)["data"][0]["id"]
+
+    def chat(self, messages: Sequence[Mapping], **fields) -> Iterator[dict]:
+        """The chunks of a streamed reply; fields: others of the request. ServerError."""
+        body = {"messages": messages, "stream": True, **fields}
+        with self._open("/v1/chat/completions", json.dumps(body).encode()) as response:
+            for line in response:
+                data = line.strip().removeprefix(b"data: ")
+                if not data or data == b"[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ServerError(chunk["error"]["message"])
+                yield chunk
+
+    def _open(self, path: str, body: bytes | None = None):
+        request = urllib.request.Request(self._url + path, body, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=self._timeout)
+        except urllib.error.HTTPError as error:
+            raise ServerError(_message(error)) from None
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            raise ServerError(f"no server answers at {self._url}: {reason}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"

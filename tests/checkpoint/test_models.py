@@ -1,0 +1,80 @@
+"""Models by their path: a run's workdir, one of its checkpoints, a HuggingFace folder."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.checkpoint.store import Store
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+
+CFG = dataclasses.replace(presets.tiny(), num_hidden_layers=2, int4_group=32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return glm5.init_params(CFG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def workdir(params, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    state = {
+        "params": params,
+        "optimizer": {"m": np.zeros(2)},
+        "step": np.int32(7),
+        "key": np.zeros(2),
+    }
+    with Store(folder) as store:
+        store.save(state, {"next": 1}, {"name": "x"})
+    config = {"name": "x", "model": dataclasses.asdict(CFG)}
+    (folder / "config.json").write_text(json.dumps(config))
+    Tokenizer.default().save(folder / "tokenizer")
+    return folder
+
+
+def same(got, want):
+    got, want = flatten(got), flatten(want)
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("step", [None, 7])
+def test_a_run_s_model_is_what_it_trained(workdir, params, step):
+    path = workdir if step is None else workdir / "checkpoints" / str(step)
+    model = models.load_model(path)
+    assert model.cfg == CFG
+    same(glm5.params_of(model), params)
+    assert models.load_tokenizer(path).fingerprint == Tokenizer.default().fingerprint
+    same(models.open_weights(path, CFG)(), params)
+
+
+def test_a_huggingface_folder_s_model(params, tmp_path):
+    cfg = dataclasses.replace(CFG, int4_group=None)
+    save_hf(glm5.Glm5(cfg, params=params), tmp_path, tokenizer=Tokenizer.default())
+    same(glm5.params_of(models.load_model(tmp_path)), params)
+    assert models.load_tokenizer(tmp_path).vocab_size == Tokenizer.default().vocab_size
+    same(models.open_weights(tmp_path, cfg)(), params)
+
+
+def test_what_is_wrong_with_a_path(workdir, tmp_path):
+    with pytest.raises(ValueError, match="checkpoint /nowhere does not exist"):
+        models.load_model("/nowhere")
+    with pytest.raises(ValueError, match="config.json"):
+        models.load_model(tmp_path)
+    wider = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 8)
+    with pytest.raises(ValueError, match="embed/weight"):
+        models.open_weights(workdir, wider)
+    other = tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="config.json holds no config of a run"):
+        models.load_model(other)

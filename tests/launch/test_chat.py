@@ -1,0 +1,68 @@
+"""The chat in the terminal, against a real server."""
+
+import pytest
+
+from launch import chat
+from tests.inference.conftest import serving
+
+
+def lines(*asked):
+    """What stands for the keyboard: these lines, then its end."""
+    left = list(asked)
+
+    def read(prompt):
+        if not left:
+            raise EOFError
+        return left.pop(0)
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as running:
+        yield running
+
+
+def talk(server, capsys, *asked, **options):
+    flags = [f"--{name}={value}" for name, value in {"max_tokens": 4, **options}.items()]
+    code = chat.main(["chat", f"--url={server.url}", *flags], lines(*asked))
+    return code, capsys.readouterr()
+
+
+def test_questions_are_answered_and_remembered(server, capsys):
+    before = server.engine.counts.prompt_tokens
+    code, shown = talk(server, capsys, "hi", "and?", temperature=0)
+    assert code == 0 and shown.out.startswith("tiny: /new forgets")
+    assert shown.out.count("(cut off)") == 2
+    both = server.engine.counts.prompt_tokens - before
+    talk(server, capsys, "hi", "/new", "and?", temperature=0)
+    apart = server.engine.counts.prompt_tokens - before - both
+    assert both > apart  # the second question came with the first, or without
+
+
+def test_thinking_is_turned_off(server, capsys):
+    code, shown = talk(server, capsys, "/think", "hi", "/what", "/quit", "never asked")
+    assert code == 0 and "thinking is off" in shown.out and shown.out.count("/new forgets") == 2
+    assert shown.out.count("(cut off)") == 1
+
+
+def test_a_question_that_is_refused_can_be_asked_otherwise(server, capsys):
+    code, shown = talk(server, capsys, "word " * 100, "hi")
+    assert code == 0 and "error: the prompt has" in shown.out and shown.out.count("(cut off)") == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ([], "give either --checkpoint=DIR or --url"),
+        (["--url=http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+        (["--checkpoint=/nowhere"], "checkpoint /nowhere does not exist"),
+        (["--colour=red"], "colour"),
+        (["--url=x", "more"], "unexpected argument 'more'"),
+    ],
+)
+def test_wrong_commands_are_one_line(capsys, flags, words):
+    assert chat.main(["chat", *flags], lines()) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("error: ") and error.count("\n") == 1

@@ -1,0 +1,58 @@
+"""An engine on a mesh: attention in parallel over requests, experts over devices, the same replies."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
+from tests.mesh import cases
+
+CFG = dataclasses.replace(cases.config("sparse"), eos_token_id=())
+SAMPLING = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
+
+
+def engine(mesh=None, **options):
+    params = cases.params(CFG)
+    if mesh is not None:
+        params = jax.device_put(params, glm5.param_shardings(CFG, mesh))
+    model = glm5.Glm5(CFG, params=params, mesh=mesh)
+    options = dict(page_size=8, max_length=32, max_batch=2, num_pages=10, chunk=32) | options
+    return Engine(model, **options)
+
+
+@pytest.mark.parametrize("num_draft", [0, 2])
+def test_replies_are_those_of_one_device(num_draft):
+    """More requests than places, of different lengths, in four groups of devices; two share a beginning."""
+    rng = np.random.default_rng(0)
+    asked = [rng.integers(0, CFG.vocab_size, n).tolist() for n in (3, 9, 20, 1, 14, 7, 11, 2, 5)]
+    asked.append(asked[2] + [4])
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    made, plain = engine(mesh, num_draft=num_draft), engine(num_draft=num_draft)
+    got, want = made.generate(asked, SAMPLING), plain.generate(asked, SAMPLING)
+    for one, other in zip(got, want):
+        assert one.ids == other.ids
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert sum(made.counts.accepted) == sum(plain.counts.accepted)
+    assert made.num_free_pages + made.num_cached_pages == 4 * 10
+    # What continues a request goes where its beginning is.
+    [first] = made.generate([asked[2]], SAMPLING)
+    [again] = made.generate([asked[2] + first.ids + [3]], SAMPLING)
+    assert again.cached_tokens == (24 if num_draft == 0 else 16)
+    shard = jax.tree.leaves(made._runner._device.layers)[0].sharding.shard_shape((40, 8, 1))
+    assert shard[0] == 10
+
+
+def test_new_weights_arrive_sharded():
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    made = engine(mesh)
+    params = jax.tree.map(lambda x: x * 1.5, cases.params(CFG))
+    params = jax.device_put(params, glm5.param_shardings(CFG, mesh))
+    before = made.generate([[1, 2, 3]], SAMPLING)[0]
+    made.update_weights(params, 2)
+    after = made.generate([[1, 2, 3]], SAMPLING)[0]
+    assert after.versions == [2] * 5 and not np.allclose(after.logprobs, before.logprobs)
