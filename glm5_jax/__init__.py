@@ -15,6 +15,7 @@ _HOME = {
     "Tokenizer": "glm5_jax.text.tokenizer",
     "render_chat": "glm5_jax.text.chat",
     "parse_reply": "glm5_jax.text.tool_calls",
+    "Engine": "glm5_jax.inference.engine",
     "train": "glm5_jax.training.stages",
 }
 __all__ = list(_HOME)

@@ -31,7 +31,7 @@ from glm5_jax.inference.request import (
     Token,
     TooLong,
 )
-from glm5_jax.inference.runner import Part, Runner, check_params
+from glm5_jax.inference.runner import Carried, Part, Runner, check_params
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import (
     Decode,
@@ -139,6 +139,7 @@ class Engine:
         ]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._live: dict[Running, _Live] = {}
+        self._parcels: collections.deque[Parcel] = collections.deque()
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
         self.paused = self._drained = False
@@ -196,7 +197,12 @@ class Engine:
         """Sends off the next work and takes what has come back; whether anything is left to do."""
         began = time.perf_counter()
         self._end_those_due()
-        parts = [] if self.paused else self._runner.launch([s.schedule() for s in self._schedulers])
+        self._unpack()
+        parts = []
+        if not self.paused:
+            works = [scheduler.schedule() for scheduler in self._schedulers]
+            self.counts.read_tokens += sum(one.count for work in works for one in work.prefills)
+            parts = self._runner.launch(works)
         if parts:
             if self._flights:
                 # Its last part ends last.
@@ -208,6 +214,55 @@ class Engine:
         while len(self._flights) > (DEPTH if parts else 0):
             self._receive()
         return bool(self._live)
+
+    def release(self, handle: Handle) -> "Parcel":
+        """Takes a request out of this engine once its prompt is read, for another engine's `adopt`: one reads
+        prompts, the other decodes. Steps until it can be; ValueError if it ends before, or is not here."""
+        [sequence] = [own for own in self._live if own.handle is handle] or [None]
+        while sequence in self._live and not (sequence.ready and sequence.slot is not None):
+            self.step()
+        self._land()
+        if sequence not in self._live:
+            raise ValueError("the request has ended, or is none of this engine's")
+        live = self._live.pop(sequence)
+        carried = self._runner.fetch(live.group, sequence)
+        self._schedulers[live.group].remove(sequence)
+        live.group = None
+        return Parcel(sequence, live, carried, self.version)
+
+    def adopt(self, parcel: "Parcel") -> None:
+        """Goes on with what another engine released, as soon as there is room. ValueError if the parcel is of other
+        weights or another kind of engine."""
+        theirs, mine = parcel.sequence.limit, self.max_length
+        if parcel.version != self.version:
+            raise ValueError(
+                f"the parcel is of version {parcel.version}, this engine's is {self.version}"
+            )
+        if theirs > mine:
+            raise ValueError(f"the request may have {theirs} tokens, at most {mine} are possible")
+        self._runner.check(parcel.carried)
+        self._schedulers[0].check(theirs)
+        self._parcels.append(parcel)
+        self._live[parcel.sequence] = parcel.live
+
+    def _unpack(self) -> None:
+        """Gives room to what was adopted, in the order it came."""
+        while self._parcels:
+            parcel = self._parcels[0]
+            if parcel.sequence in self._live:
+                group = max(
+                    range(len(self._schedulers)), key=lambda g: self._schedulers[g].pool.num_free
+                )
+                if not self._schedulers[group].adopt(parcel.sequence):
+                    return
+                parcel.live.group = group
+                self._runner.store(group, parcel.sequence, parcel.carried)
+            self._parcels.popleft()
+
+    def _land(self) -> None:
+        """Takes all that is under way."""
+        while self._flights:
+            self._receive()
 
     def warm(self, show: bool = False) -> None:
         """Compiles all programs that requests without top_logprobs can need. show: a progress bar."""
@@ -387,7 +442,8 @@ class Engine:
         told: Iterable[Token] = (),
     ) -> None:
         live, handle = self._live.pop(sequence), sequence.handle
-        self._schedulers[live.group].remove(sequence)
+        if live.group is not None:
+            self._schedulers[live.group].remove(sequence)
         self.counts.cached_tokens += handle.cached_tokens or 0
         handle.tell(told, reason, stopped_by)
 
@@ -401,12 +457,21 @@ class Engine:
             scheduler.admits = True
 
 
+class Parcel(NamedTuple):
+    """A request between two engines, and the weights that read its prompt."""
+
+    sequence: Running
+    live: "_Live"
+    carried: Carried
+    version: int
+
+
 @dataclasses.dataclass
 class _Live:
     """What the engine keeps beside a sequence: its group, the time it must end by, how many tokens it was told,
     and, with stop texts, its text so far."""
 
-    group: int
+    group: int | None  # None on the way from another engine
     until: float | None
     detokenizer: Detokenizer | None
     text: str = ""

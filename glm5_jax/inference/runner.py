@@ -9,14 +9,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, cuts, rows
 from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
-from glm5_jax.inference.steps import Draws, Drew, Reads, Shape, Steps, Variant
+from glm5_jax.inference.steps import (
+    Device,
+    Draws,
+    Drew,
+    Reads,
+    Shape,
+    Slots,
+    Steps,
+    Variant,
+)
 from glm5_jax.model import glm5
+from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.generate import layers_of
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.quant import settled
@@ -27,6 +38,15 @@ class Part(NamedTuple):
 
     rows: list[tuple[int, Decode | Prefill]]
     drew: Drew
+
+
+class Carried(NamedTuple):
+    """A sequence on its way from one engine to another: layers and mtp with its pages [n z ...] in order, and
+    slots with what stood in its slot. Both engines have pages of one size, and drafts or none."""
+
+    layers: tuple[LayerCache, ...]
+    mtp: LayerCache | None
+    slots: Slots
 
 
 class Runner:
@@ -67,6 +87,38 @@ class Runner:
             for array in jax.tree.leaves(part.drew):
                 array.copy_to_host_async()
         return parts
+
+    def fetch(self, group: int, sequence: Sequence) -> Carried:
+        """What the device has of a sequence of which no work is under way."""
+        pages = self._everywhere(group, sequence.pages)
+        return _fetch(self._device, pages, group, sequence.slot)
+
+    def check(self, carried: Carried) -> None:
+        """ValueError unless what another engine fetched can be stored here."""
+        theirs, mine = (
+            jax.tree.map(lambda a: (a.shape[1:], a.dtype), tree)
+            for tree in (carried[:2], (self._device.layers, self._device.mtp))
+        )
+        slots = jax.tree.structure(carried.slots) == jax.tree.structure(self._device.slots)
+        if theirs != mine or not slots:
+            raise ValueError(
+                "the parcel is of another kind of engine; model, page_size and num_draft must be the same"
+            )
+
+    def store(self, group: int, sequence: Sequence, carried: Carried) -> None:
+        """Puts it into the pages and the slot that a sequence has been given here."""
+        pages = self._everywhere(group, sequence.pages)
+        if self._mesh is not None:
+            carried = jax.device_put(carried, NamedSharding(self._mesh, P()))
+        self._device = _store(self._device, carried, pages, group, sequence.slot)
+        self._listed[group, sequence.slot] = 0  # the slot was another's
+        self._list(group, sequence)
+
+    def _everywhere(self, group: int, pages: list[int]) -> np.ndarray:
+        """Numbers of a group's pages among all, as many as a bucket; behind them that of none."""
+        found = np.full(self._shape.pages(len(pages)), self.groups * self._shape.num_pages)
+        found[: len(pages)] = np.array(pages) + group * self._shape.num_pages
+        return found.astype(np.int32)
 
     def warm(self, show: bool = False) -> None:
         """Compiles what requests without top_logprobs can need, so that none waits for it. show: a progress bar."""
@@ -178,6 +230,26 @@ def check_params(params, cfg: ModelConfig) -> None:
             raise ValueError(
                 f"the weights are of another model: {name} is {weight.shape}, not {wanted[name].shape}"
             )
+
+
+@jax.jit
+def _fetch(device: Device, pages, group, slot) -> Carried:
+    layers, mtp = jax.tree.map(
+        lambda a: a.at[pages].get(mode="fill", fill_value=0), (device.layers, device.mtp)
+    )
+    return Carried(layers, mtp, jax.tree.map(lambda a: a[group, slot], device.slots))
+
+
+@functools.partial(jax.jit, donate_argnames="device")
+def _store(device: Device, carried: Carried, pages, group, slot) -> Device:
+    def put(a, new):
+        # Another engine's bucket may be wider: what lies behind the sequence's pages is nothing.
+        count = min(len(pages), len(new))
+        return a.at[pages[:count]].set(new[:count], mode="drop")
+
+    layers, mtp = jax.tree.map(put, (device.layers, device.mtp), (carried.layers, carried.mtp))
+    slots = jax.tree.map(lambda a, new: a.at[group, slot].set(new), device.slots, carried.slots)
+    return Device(layers, mtp, slots)
 
 
 @functools.partial(jax.jit, static_argnames="cfg")

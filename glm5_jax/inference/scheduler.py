@@ -163,6 +163,18 @@ class Scheduler:
         """Puts a sequence behind those that wait."""
         self._waiting.append(sequence)
 
+    def adopt(self, sequence: Sequence) -> bool:
+        """Gives a slot and pages to a sequence that is ready elsewhere; False if there is no room for it."""
+        if not (self._slots and self.admits):
+            return False
+        try:
+            sequence.pages = self._take(self._num_pages(sequence.computed + 1))
+        except OutOfPages:
+            return False
+        sequence.slot = self._slots.pop()
+        self._running.append(sequence)
+        return True
+
     def remove(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it is; what it computed stays for others while there is room."""
         if sequence.slot is None:

@@ -327,3 +327,50 @@ def test_what_is_warm_compiles_no_more():
     assert compiled == []
     jax.jit(lambda x: x * 2 + 1)(np.arange(3))
     assert compiled  # the listener listens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_engine_reads_and_another_decodes(temperature):
+    """Prompts' pages go over: the second engine, of another size, reads nothing again."""
+    sampling = dataclasses.replace(GREEDY, temperature=temperature, seed=3)
+    asked = prompts(6, 2)
+    reads, decodes = engine(), engine(num_pages=60, max_batch=2)
+    handles = [reads.submit(Request(prompt, sampling)) for prompt in asked]
+    for handle in handles:
+        decodes.adopt(reads.release(handle))
+    assert not reads.step() and reads.num_free_pages == 18 - reads.num_cached_pages
+    while decodes.step():
+        pass
+    assert decodes.counts.read_tokens == 0
+    for prompt, handle in zip(asked, handles):
+        got, want = handle.completion, alone(prompt, sampling)
+        assert got.ids == want.ids
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+    assert decodes.num_free_pages == 60 - decodes.num_cached_pages
+    # What was decoded there is known there.
+    [again] = decodes.generate([[*asked[0], *handles[0].completion.ids, 1]], sampling)
+    assert again.cached_tokens >= len(asked[0]) // PAGE * PAGE
+
+
+def test_parcels_that_do_not_fit_are_refused():
+    reads = engine()
+    parcel = reads.release(reads.submit(Request([1, 2, 3], GREEDY)))
+    for other, words in (
+        (engine(page_size=8), "page_size and num_draft must be the same"),
+        (engine(version=3), "of version 0, this engine's is 3"),
+        (engine(max_length=8), "may have 11 tokens, at most 8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.adopt(parcel)
+        assert not other.step()
+    last = reads.submit(Request([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=1)))
+    with pytest.raises(ValueError, match="has ended"):
+        reads.release(last)
+    cancelled = reads.release(reads.submit(Request([1, 2, 3], GREEDY)))
+    full = engine()
+    full.adopt(cancelled)
+    cancelled.sequence.handle.cancel()
+    while full.step():
+        pass
+    assert cancelled.sequence.handle.finish_reason == "cancelled"
+    assert full.num_free_pages == 18
