@@ -16,7 +16,6 @@ SURFACE = (
     "render_chat",
     "parse_reply",
     "Engine",
-    "Engine",
     "train",
     "evaluate",
 )
