@@ -1,8 +1,13 @@
-"""Paths of a nested dict ("moe_layers/attn/q_b") and first-match pattern tables over them."""
+"""Paths of a nested dict ("moe_layers/attn/q_b") and first-match pattern tables over them.
+
+A `Compound` (a quantised weight) is one leaf here, where `jax.tree` sees its arrays.
+"""
 
 import re
 
 import jax
+
+from pallas_kernels.quantised import Compound
 
 
 def path_of(key_path) -> str:
@@ -12,9 +17,14 @@ def path_of(key_path) -> str:
     )
 
 
+def is_compound(x) -> bool:
+    """Whether x is a leaf made of several arrays."""
+    return isinstance(x, Compound)
+
+
 def flatten(tree) -> dict[str, object]:
     """{path: leaf}, in the order of `jax.tree.leaves`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_compound)
     return {path_of(p): leaf for p, leaf in leaves}
 
 
@@ -32,7 +42,9 @@ def unflatten(flat: dict[str, object]) -> dict:
 
 def map_with_path(function, tree, *rest):
     """`jax.tree.map` whose function receives the path first."""
-    return jax.tree_util.tree_map_with_path(lambda p, *x: function(path_of(p), *x), tree, *rest)
+    return jax.tree_util.tree_map_with_path(
+        lambda p, *x: function(path_of(p), *x), tree, *rest, is_leaf=is_compound
+    )
 
 
 def found(patterns, path: str) -> bool:

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu
-from pallas_kernels.grouped_matmul import grouped_swiglu
+from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, sorted_swiglu
 
 
 def routed_experts(
@@ -40,7 +39,6 @@ def routed_experts(
 
 def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
     m, a = expert_ids.shape
-    stacks = (w["gate"], w["up"], w["down"])
     local = w["gate"].shape[0]
     shards = region.expert
     if shards == 1 and m * a <= FETCH_SHARE * local:
@@ -48,13 +46,13 @@ def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
     order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
     rows = permute(x, order // a, inverse.reshape(m, a))
     if shards == 1:
-        out = grouped_swiglu(rows, counts, *stacks, implementation=kernels)
+        out = sorted_swiglu(rows, counts, w, kernels=kernels)
     else:
         plan = _plan(counts, shards, local)
         received = _exchange(rows, shards * m * min(a, local), plan)
         sizes, regroup, back = _regroup(plan["received_counts"], received.shape[0])
         mine = permute(received, regroup, back[:, None])
-        done = grouped_swiglu(mine, sizes, *stacks, expected_rows=m * a, implementation=kernels)
+        done = sorted_swiglu(mine, sizes, w, expected_rows=m * a, kernels=kernels)
         returned = permute(done, back, regroup[:, None])
         out = _exchange(returned, m * a, _reversed(plan))
     out = permute(out, inverse, order[:, None]).reshape(m, a, -1)

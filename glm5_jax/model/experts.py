@@ -1,9 +1,14 @@
-"""The routed experts' weights, and their use where few rows meet many experts, as in decoding."""
+"""The routed experts' weights, and their use on rows sorted by expert or, as in decoding, on few rows."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.grouped_matmul import grouped_swiglu
 from pallas_kernels.grouped_matmul.ref import swiglu
+from pallas_kernels.quantised import Int4
+from pallas_kernels.w4a8_matmul import ref as w4a8, w4a8_grouped_matmul
+from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 
 
 class Experts(nnx.Module):
@@ -15,6 +20,8 @@ class Experts(nnx.Module):
         self.down = declare.normal("down", "e f d")
 
 
+NAMES = ("gate", "up", "down")
+
 # Fetching a row's weights reads, writes and reads them: up to this many rows per expert it is cheaper
 # than reading all experts once (measured on CPU).
 FETCH_SHARE = 0.5
@@ -23,9 +30,39 @@ FETCH_SHARE = 0.5
 def fetched_swiglu(x, expert_ids, w):
     """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d], by a copy of their weights."""
     m, a = expert_ids.shape
-    own = (
-        jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip")
-        for v in (w["gate"], w["up"], w["down"])
-    )
-    y, _, _ = swiglu(jnp.repeat(x, a, axis=0)[:, None], *own)
+    own = [
+        jax.tree.map(lambda v: jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip"), w[name])
+        for name in NAMES
+    ]
+    rows = jnp.repeat(x, a, axis=0)[:, None]
+    if isinstance(own[0], Int4):
+
+        def multiply(x, x_scale, w):
+            return w4a8.product(x, x_scale[..., None], w.packed, w.scale, rows.dtype)
+
+        y = _w4a8_swiglu(rows, *own, multiply)
+    else:
+        y, _, _ = swiglu(rows, *own)
     return y.reshape(m, a, -1)
+
+
+def sorted_swiglu(x, group_sizes, w, expected_rows: int | None = None, kernels="auto"):
+    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each; see `grouped_swiglu`."""
+    own = [w[name] for name in NAMES]
+    if isinstance(own[0], Int4):
+
+        def multiply(rows, scale, w):
+            weights = w.packed, w.scale, group_sizes
+            return w4a8_grouped_matmul(
+                rows, scale, *weights, out_dtype=x.dtype, implementation=kernels
+            )
+
+        return _w4a8_swiglu(x, *own, multiply)
+    return grouped_swiglu(x, group_sizes, *own, expected_rows=expected_rows, implementation=kernels)
+
+
+def _w4a8_swiglu(x, gate, up, down, multiply):
+    """With int8 rows before both products; multiply(integers, their scales, weight)."""
+    rows = quantize_a8(x)
+    hidden = jax.nn.silu(multiply(*rows, gate)) * multiply(*rows, up)
+    return multiply(*quantize_a8(hidden), down)

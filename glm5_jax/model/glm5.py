@@ -33,8 +33,8 @@ from glm5_jax.model.indexer import Index, Selection, index_shares
 from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
+from glm5_jax.model.turned import read_out
 from pallas_kernels.numerics import wide
-from pallas_kernels.pointwise import rms_norm
 
 STACKS = ("dense_layers", "moe_layers")
 PARTIAL = ("indexer", "gdn")  # their stacks count only the layers that own them
@@ -273,7 +273,7 @@ def trunk(
         cache = cache.behind(layer_caches, context.segments)
     parts = [[p for p in column if p is not None] for column in zip(*stats)]
     stats = LayerStats(*(jnp.concatenate(p) if p else None for p in parts))
-    return Trunk(rms_norm(x, norm, cfg.rms_norm_eps), cache, stats, context)
+    return Trunk(read_out(x, norm, cfg.rms_norm_eps), cache, stats, context)
 
 
 def _no_selection(shape, dtype, context) -> Selection:
@@ -465,6 +465,7 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
     args = (params, inputs, positions, segment_ids, cache)
     if mesh is None:
         return local(Region(), *args)
+    quant.check_plain(params)
     region = Region.of(mesh, shard_sequence=cache is None)
     check_batch(b, t, mesh, region.shard_sequence)
     rows = batch_spec(region)

@@ -20,6 +20,7 @@ from flax import nnx
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import layer_norm, rotate
+from pallas_kernels.quantised import product
 from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
 
 
@@ -61,7 +62,7 @@ def index_keys(w, x, cos, sin, cfg):
 
 def index_queries(w, x, c_q, cos, sin, cfg):
     """(idx_q [b t i j], idx_w wide[b t i]) of x and the normed query latent c_q [b t q]."""
-    q = _rotate_front(jnp.einsum("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
+    q = _rotate_front(product("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
     # The scale is applied wide: a bfloat16 product flips selections near the cut.
     heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(wide(x.dtype))
     return q, heads * cfg.index_n_heads**-0.5

@@ -19,6 +19,7 @@ from flax import nnx
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_mla import flash_mla
+from pallas_kernels.quantised import product
 from pallas_kernels.sparse_flash_attention import paged_sparse_attention, sparse_flash_attention
 
 
@@ -128,7 +129,7 @@ def paged_mla(w, q, pages, tables, topk, cfg, plan):
 
 def _output(w, out):
     """y [b t d] of the heads' values [b t n u]."""
-    y = jnp.einsum("btnu,nud->btd", out, w["o"])
+    y = product("btnu,nud->btd", out, w["o"])
     return y + w["o_bias"] if "o_bias" in w else y
 
 

@@ -1,10 +1,10 @@
 """SwiGLU feed-forward: down(silu(gate x) * up x), without clamp or bias."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from glm5_jax.core.mesh import Region
+from pallas_kernels.quantised import product
 
 
 class Mlp(nnx.Module):
@@ -18,9 +18,9 @@ class Mlp(nnx.Module):
 
 def swiglu(w, x):
     """x [... d] -> [... d]."""
-    gate = jnp.einsum("...d,df->...f", x, w["gate"])
-    up = jnp.einsum("...d,df->...f", x, w["up"])
-    return jnp.einsum("...f,fd->...d", jax.nn.silu(gate) * up, w["down"])
+    gate = product("...d,df->...f", x, w["gate"])
+    up = product("...d,df->...f", x, w["up"])
+    return product("...f,fd->...d", jax.nn.silu(gate) * up, w["down"])
 
 
 def mlp(w, x, region: Region):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from glm5_jax.model.block import Block, Context, block
 from glm5_jax.model.indexer import Selection
+from glm5_jax.model.turned import read_out
 from pallas_kernels.pointwise import rms_norm
 
 
@@ -33,4 +34,4 @@ def mtp_step(w, hidden, embedded, cache, context: Context):
     hidden = rms_norm(hidden, w["hnorm"], cfg.rms_norm_eps)
     x = jnp.concatenate([embedded, hidden], axis=-1) @ w["eh_proj"]
     x, _, cache, stats = block(w["block"], x, Selection(None, None), cache, context)
-    return rms_norm(x, w["norm"], cfg.rms_norm_eps), cache, stats
+    return read_out(x, w["norm"], cfg.rms_norm_eps), cache, stats

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, found, map_with_path
+from glm5_jax.core.tree import flatten, found, is_compound, map_with_path
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 
 _ROUTED = (r"(^|/)experts/(gate|up|down)$",)
@@ -47,6 +47,15 @@ def settled(params, cfg: ModelConfig):
         return imitate(w, cfg.int4_group).astype(cfg.dtype) if found(_ROUTED, path) else w
 
     return map_with_path(one, params)
+
+
+def check_plain(params) -> None:
+    """ValueError if some leaf is quantised or turned: those are not cut over the devices of a mesh."""
+    if compound := [path for path, w in flatten(params).items() if is_compound(w)]:
+        raise ValueError(
+            f"{len(compound)} weights are quantised or rotated, {compound[0]} among them, and a mesh cuts "
+            "plain weights only; use mesh=None"
+        )
 
 
 def check_shards(cfg: ModelConfig, shapes, shardings) -> None:

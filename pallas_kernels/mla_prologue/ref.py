@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels.pointwise import rms_norm, rotate
+from pallas_kernels.quantised import product
 
 
 def forward(static, x, w, cos, sin, cache, slots):
@@ -11,7 +12,7 @@ def forward(static, x, w, cos, sin, cache, slots):
     if "q_a_bias" in w:
         c_q = c_q + w["q_a_bias"]
     c_q = rms_norm(c_q, w["q_a_norm"], static.eps)
-    q = jnp.einsum("btq,qnx->btnx", c_q, w["q_b"])
+    q = product("btq,qnx->btnx", c_q, w["q_b"])
     q_nope, q_rope = jnp.split(q, [q.shape[-1] - 2 * cos.shape[-1]], axis=-1)
     q = jnp.concatenate([q_nope, rotate(q_rope, cos, sin)], axis=-1)
     c = jnp.einsum("btd,dx->btx", x, w["kv_a"])

@@ -56,6 +56,15 @@ def quantize_a8(x):
     return _quantize(x.astype(jnp.float32), -1, ACTIVATION_MAX)
 
 
+def round_w8(w, axes):
+    """(integers int8 of w's shape from -127 to 127, scale float32 without these axes) of weights w.
+
+    The scale is max |w| / 127 over the axes, those that a product sums over. Rounding, zeros and what is not
+    finite are as in `quantize_w4`.
+    """
+    return _quantize(w.astype(jnp.float32), axes, ACTIVATION_MAX)
+
+
 def pack_int4(q, group: int = GROUP):
     """int8[... k/2 n] of integers q [... k n] from -8 to 7, as the module says."""
     _check_group(q.shape[-2], group)

@@ -10,24 +10,27 @@ from pallas_kernels.w4a8_matmul.quantize import unpack_int4
 def forward(static, x, x_scale, w, w_scale, group_sizes):
     """[m n]; group_sizes None: weights without a leading expert."""
 
-    def product(x, x_scale, w, w_scale):
-        def add(g, total):
-            rows = lax.dynamic_slice_in_dim(x, g * static.group, static.group, axis=-1)
-            packed = lax.dynamic_slice_in_dim(
-                w, g * (static.group // 2), static.group // 2, axis=-2
-            )
-            weights = unpack_int4(packed, static.group)
-            sums = jnp.matmul(rows, weights, preferred_element_type=jnp.int32)
-            return total + sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(
-                w_scale, g, 1, axis=-2
-            )
-
-        shape = (*x.shape[:-1], w.shape[-1])
-        total = lax.fori_loop(0, w_scale.shape[-2], add, jnp.zeros(shape, jnp.float32))
-        return ((total * x_scale).astype(static.out_dtype),)
+    def block(*args):
+        return (product(*args, static.out_dtype),)
 
     arrays, weights = (x, x_scale[:, None]), (w, w_scale)
     if group_sizes is None:
-        return product(*arrays, *weights)[0]
+        return block(*arrays, *weights)[0]
     rows = Rows(spans(-(-x.shape[0] // w.shape[0])), group_sizes, x.shape[0])
-    return rows.map(product, arrays, weights)[0]
+    return rows.map(block, arrays, weights)[0]
+
+
+def product(x, x_scale, w, w_scale, out_dtype):
+    """[... m n] of out_dtype: rows int8[... m k], scales [... m 1], times weights [... k/2 n], [... k/group n]."""
+    groups = w_scale.shape[-2]
+    group = x.shape[-1] // groups
+
+    def add(g, total):
+        rows = lax.dynamic_slice_in_dim(x, g * group, group, axis=-1)
+        packed = lax.dynamic_slice_in_dim(w, g * (group // 2), group // 2, axis=-2)
+        weights = unpack_int4(packed, group)
+        sums = jnp.matmul(rows, weights, preferred_element_type=jnp.int32)
+        return total + sums.astype(jnp.float32) * lax.dynamic_slice_in_dim(w_scale, g, 1, axis=-2)
+
+    total = lax.fori_loop(0, groups, add, jnp.zeros((*x.shape[:-1], w.shape[-1]), jnp.float32))
+    return (total * x_scale).astype(out_dtype)

@@ -1,4 +1,4 @@
-"""Symmetric quantisation, its packing and the product of what is quantised, in NumPy float64 and int64."""
+"""Symmetric quantisation, its packing and the products of what is quantised, in NumPy float64 and int64."""
 
 import numpy as np
 
@@ -35,3 +35,9 @@ def w4a8(x, x_scale, q, w_scale):
         rows = slice(g * group, (g + 1) * group)
         total += scale * (x[:, rows].astype(np.int64) @ q[rows].astype(np.int64))
     return total * x_scale.astype(np.float64)[:, None]
+
+
+def w8a8(x, x_scale, q, w_scale):
+    """[m n] of integers x [m k], q [k n] with scales [m] and [n]."""
+    total = x.astype(np.int64) @ q.astype(np.int64)
+    return total * x_scale.astype(np.float64)[:, None] * w_scale.astype(np.float64)

@@ -1,0 +1,197 @@
+"""The table covers every leaf of every GLM model once, and a quantised tree runs through the one forward."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import Request
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import dispatch, experts, glm5
+from glm5_jax.model.generate import generate
+from pallas_kernels.quantised import Int4, Int8
+from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_a8
+from tests.mesh import cases
+from tests.oracles import quantize as oracle
+
+GROUP = 4
+CFG = cases.config(num_hidden_layers=2, indexer_types=None)
+TOKENS = cases.batch()["token_ids"][:2]
+
+
+@functools.cache
+def quantised():
+    return table.quantise(cases.params(CFG), CFG, GROUP)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def run(params, cfg=CFG):
+    out = glm5.forward(params, TOKENS, cfg)
+    return out.logits, glm5.forward_mtp(params, out.hidden, TOKENS, cfg).logits
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_every_leaf_has_one_rule_and_those_with_bits_are_these(name):
+    cfg = presets.get(name)
+    rules = table.rules_of(glm5.abstract(cfg))
+    assert rules.keys() == flatten(glm5.abstract(cfg)).keys()
+    blocks = ("dense_layers", "moe_layers") + ("mtp/block",) * cfg.num_nextn_predict_layers
+    want = {f"{b}/attn/{w}": table.W8A8 for b in blocks for w in ("q_b", "o")}
+    if cfg.index_topk:
+        want |= {f"{b}/indexer/q_b": table.W8A8 for b in blocks}
+    for w in ("gate", "up", "down"):
+        want[f"dense_layers/mlp/{w}"] = table.W8A8
+        want |= {f"{b}/shared/{w}": table.W8A8 for b in blocks[1:]}
+        want |= {f"{b}/experts/{w}": table.W4A8 for b in blocks[1:]}
+    assert {path: rule for path, rule in rules.items() if rule != table.KEEP} == want
+
+
+def test_biases_have_a_rule_and_other_attention_has_none():
+    table.rules_of(glm5.abstract(cases.config(attention_bias=True)))
+    for kind in ("gqa", "gdn"):
+        cfg = presets.ablation(kind)
+        with pytest.raises(ValueError, match=r"other than one: .*attn/q \(0\)|gdn/\w+ \(0\)"):
+            table.rules_of(glm5.abstract(cfg))
+    twice = (*table.RULES, ("eh_proj", table.W8A8))
+    with (
+        mock.patch.object(table, "RULES", twice),
+        pytest.raises(ValueError, match=r"mtp/eh_proj \(2\)"),
+    ):
+        table.rules_of(glm5.abstract(CFG))
+
+
+def test_scales_are_per_output_channel_and_per_group():
+    flat, letters = flatten(quantised()), flatten(glm5.letters(CFG))
+    for path, w in flatten(cases.params(CFG)).items():
+        got = flat[path]
+        assert got.shape == w.shape
+        names = letters[path].split()
+        if isinstance(got, Int8):
+            inputs = {"o": "nu", "gate": "d", "up": "d", "down": "f"}.get(path.split("/")[-1], "q")
+            kept = [n for n in names if n not in inputs]
+            assert got.scale.shape == tuple(w.shape[names.index(n)] for n in kept)
+            dims = tuple(i for i, n in enumerate(names) if n in inputs)
+            back = got.q * np.expand_dims(got.scale, dims)
+            assert np.all(np.abs(back - w) <= np.expand_dims(got.scale, dims) * 0.5001)
+        elif isinstance(got, Int4):
+            assert got.group == GROUP
+            step = np.repeat(got.scale, GROUP, axis=-2)
+            assert np.all(np.abs(dequantize_w4(got.packed, got.scale) - w) <= step * 0.5001)
+        else:
+            assert got is w
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda flat: flat.pop("mtp/eh_proj"), "not those of the config: mtp/eh_proj is in one"),
+        (
+            lambda flat: flat.update(
+                {"moe_layers/attn/o": flatten(quantised())["moe_layers/attn/o"]}
+            ),
+            "moe_layers/attn/o is quantised already",
+        ),
+    ],
+)
+def test_other_trees_are_refused(change, message):
+    flat = flatten(cases.params(CFG))
+    change(flat)
+    with pytest.raises(ValueError, match=message):
+        table.quantise(unflatten(flat), CFG, GROUP)
+
+
+def test_a_group_that_does_not_divide_is_refused():
+    with pytest.raises(ValueError, match="8 rows in groups of 12"):
+        table.quantise(cases.params(CFG), CFG, 12)
+
+
+def expert_by_expert(w, x, ids):
+    """float64[m a d] of rows x [m d] through their experts, both products with the oracle's integers."""
+
+    def multiply(name, e, rows):
+        group = int(w[name].group)
+        q, scale = np.asarray(w[name].packed[e]), np.asarray(w[name].scale[e])
+        halves = (q.astype(np.int8) << 4) >> 4, q >> 4
+        whole = np.concatenate([h.reshape(-1, 1, group // 2, q.shape[-1]) for h in halves], 1)
+        ints, row_scale = (np.asarray(a) for a in quantize_a8(jnp.asarray(rows, jnp.float32)))
+        return oracle.w4a8(ints, row_scale, whole.reshape(-1, q.shape[-1]), scale)
+
+    out = np.zeros((*ids.shape, x.shape[-1]))
+    for m, a in np.ndindex(*ids.shape):
+        row, e = x[m : m + 1], ids[m, a]
+        gate = multiply("gate", e, row)
+        out[m, a] = multiply("down", e, gate / (1 + np.exp(-gate)) * multiply("up", e, row))[0]
+    return out
+
+
+def test_experts_few_rows_and_many_compute_what_the_integers_say():
+    w = jax.tree.map(lambda x: x[0], quantised()["moe_layers"]["experts"])
+    draw = np.random.default_rng(0)
+    x = draw.standard_normal((24, CFG.hidden_size)).astype(np.float32)
+    ids = np.stack([draw.permutation(CFG.n_routed_experts)[:2] for _ in x]).astype(np.int32)
+    fetched = jax.jit(experts.fetched_swiglu)(x, ids, w)
+    want = expert_by_expert(w, x, ids)
+    # A hidden value next to a half may round either way.
+    np.testing.assert_allclose(fetched, want, rtol=0, atol=0.02 * np.abs(want).max())
+    assert np.median(np.abs(fetched - want)) < 1e-6 * np.abs(want).max()
+    order, inverse, counts = dispatch.sort_by_expert(
+        jnp.asarray(ids.reshape(-1)), CFG.n_routed_experts
+    )
+    together = jax.jit(experts.sorted_swiglu)(x[order // 2], counts, w)[inverse].reshape(want.shape)
+    np.testing.assert_allclose(together, want, rtol=0, atol=0.02 * np.abs(want).max())
+    assert np.median(np.abs(together - fetched)) < 1e-6 * np.abs(want).max()
+
+
+def test_the_forward_takes_a_quantised_tree_scanned_or_layer_by_layer():
+    want, got = run(cases.params(CFG)), run(quantised())
+    for x, y in zip(got, want):
+        gap = np.sqrt(np.mean((x - y) ** 2) / np.mean(y**2))
+        assert 1e-3 < gap < 0.5
+    layers = run(glm5.unstack(quantised(), CFG))
+    for x, y in zip(layers, got):
+        assert np.median(np.abs(x - y)) < 1e-4
+
+
+@pytest.mark.parametrize("stack", ["dense_layers", "moe_layers", "mtp"])
+def test_every_quantised_weight_counts(stack):
+    """Scales twice as large change the outputs, whichever leaf has them."""
+    want = run(quantised())
+    for path, w in flatten(quantised()).items():
+        if path.startswith(stack) and isinstance(w, (Int4, Int8)) and "indexer" not in path:
+            other = flatten(quantised()) | {path: dataclasses.replace(w, scale=2 * w.scale)}
+            assert max(np.abs(x - y).max() for x, y in zip(run(unflatten(other)), want)) > 1e-3, (
+                path
+            )
+
+
+def test_an_engine_serves_a_rotated_and_quantised_model():
+    params, cfg = rotation.rotate(cases.params(CFG), CFG)
+    params = table.quantise(params, cfg, GROUP)
+    prompts = TOKENS[:, :14]
+    want = generate(params, prompts, cfg, 4)
+    model = glm5.Glm5(cfg, params=params)
+    assert flatten(glm5.params_of(model)).keys() == flatten(params).keys()
+    engine = Engine(model, page_size=8, max_batch=2, max_length=24, chunk=16, num_draft=1)
+    asked = [
+        engine.submit(Request(tuple(p.tolist()), Sampling(max_tokens=4, temperature=0)))
+        for p in prompts
+    ]
+    while engine.step():
+        pass
+    for handle, row in zip(asked, want):
+        assert list(handle.completion.ids) == row[14:].tolist()
+
+
+def test_a_mesh_is_refused():
+    mesh = make_mesh(expert=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="weights are quantised or rotated, .*; use mesh=None"):
+        glm5.forward(quantised(), TOKENS, CFG, mesh=mesh)
