@@ -1,0 +1,124 @@
+"""Smoothing changes no output, and finds the channels that text makes large."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.inference.quantize import calibrate, table
+from glm5_jax.model import block, glm5
+from tests.mesh import cases
+
+GROUP = 4
+CFG = cases.config(num_hidden_layers=2, indexer_types=None)
+TOKENS = cases.batch()["token_ids"][:4]
+LARGE = 40.0
+
+
+@functools.cache
+def planted():
+    """The same function with a few large channels between up and down."""
+    flat = flatten(cases.params(CFG))
+    for path, w in flatten(cases.params(CFG)).items():
+        if path.endswith("/up") and not path.startswith("mtp"):
+            scale = np.ones(w.shape[-1], np.float32)
+            scale[[1, 6]] = LARGE
+            flat[path] = w * scale
+            down = path.removesuffix("up") + "down"
+            flat[down] = flat[down] / scale[:, None]
+    return unflatten(flat)
+
+
+@functools.cache
+def smoothed():
+    return calibrate.smooth(planted(), CFG, TOKENS, GROUP)
+
+
+@jax.jit
+def logits(params):
+    return glm5.forward(params, TOKENS, CFG).logits
+
+
+def error(params, group=GROUP):
+    """Mean square of what quantising changes."""
+    return float(jnp.mean((logits(table.quantise(params, CFG, group)) - logits(planted())) ** 2))
+
+
+def test_outputs_stay_and_up_and_down_alone_change():
+    want = logits(planted())
+    np.testing.assert_allclose(logits(smoothed()), want, rtol=0, atol=1e-4 * np.abs(want).max())
+    before = flatten(planted())
+    changed = {p for p, w in flatten(smoothed()).items() if np.any(np.asarray(w) != before[p])}
+    assert changed == {
+        f"{part}/{w}"
+        for part in ("dense_layers/mlp", "moe_layers/shared", "moe_layers/experts")
+        for w in ("up", "down")
+    }
+
+
+def test_large_channels_are_found_and_quantising_errs_less():
+    assert error(smoothed()) < 0.5 * error(planted())
+    before, after = (flatten(p)["dense_layers/mlp/up"][0] for p in (planted(), smoothed()))
+    factor = np.abs(after).max(0) / np.abs(before).max(0)
+    others = np.delete(factor, [1, 6])
+    assert factor[[1, 6]].max() < 0.25 * np.median(others)
+
+
+@pytest.mark.parametrize("group", [None, 4])
+def test_the_scale_has_the_least_error_of_all_tried(group):
+    """Tried one after another here: no scale, and every exponent."""
+    draw = np.random.default_rng(0)
+    gate, up, down, x = (
+        draw.standard_normal(shape).astype(np.float32)
+        for shape in ((8, 16), (8, 16), (16, 8), (40, 8))
+    )
+    up[:, 3] *= LARGE
+    used = draw.random(40) < 0.7
+    got = np.asarray(calibrate.scales(gate, up, down, used, x, group))
+    x = x[used].astype(np.float64)
+    hidden = x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)
+    rms, most = np.sqrt(np.sum(hidden**2, 0) / 40), np.abs(down).max(1)
+
+    def loss(scale):
+        rows, w = hidden / scale, down * scale[:, None]
+        row_step = np.abs(rows).max(1, keepdims=True) / 127
+        grouped = w.reshape(-1, group or 16, 8)
+        step = np.abs(grouped).max(1, keepdims=True) / (7 if group else 127)
+        w = (np.rint(grouped / step) * step).reshape(w.shape)
+        return np.sum((np.rint(rows / row_step) * row_step @ w - hidden @ down) ** 2)
+
+    tried = [np.ones(16)] + [rms**a / most ** (1 - a) for a in calibrate.EXPONENTS]
+    tried = [s / np.exp(np.mean(np.log(s))) for s in tried]
+    best = tried[int(np.argmin([loss(s) for s in tried]))]
+    np.testing.assert_allclose(got, best, rtol=1e-4)
+
+
+def test_an_expert_that_no_text_reaches_keeps_its_scale():
+    draw = np.random.default_rng(0)
+    gate, up, down, x = (
+        draw.standard_normal(shape).astype(np.float32)
+        for shape in ((8, 16), (8, 16), (16, 8), (40, 8))
+    )
+    got = calibrate.scales(gate, up, down, np.zeros(40, bool), x, 4)
+    np.testing.assert_array_equal(got, np.ones(16))
+
+
+def test_inputs_are_those_of_the_forward():
+    """What its blocks hand to their second half."""
+    params = glm5.unstack(cases.params(CFG), CFG)
+    want, norm = [], block.rms_norm
+
+    def seen(x, weight, eps):
+        want.append(norm(x, weight, eps))
+        return want[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "rms_norm", seen)
+        hidden = jax.jit(lambda p: (glm5.forward(p, TOKENS, CFG).hidden, want[:]))(params)[1]
+    got = [x for *_, x in calibrate.feed_forwards(cases.params(CFG), CFG, TOKENS)]
+    assert len(hidden) == 2 * len(got) == 2 * CFG.num_hidden_layers
+    for x, y in zip(got, hidden[1::2]):
+        np.testing.assert_allclose(x, y.reshape(x.shape), rtol=0, atol=1e-5 * np.abs(y).max())
