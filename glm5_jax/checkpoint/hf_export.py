@@ -19,11 +19,12 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from glm5_jax.checkpoint import hf_config, hf_int4, hf_names
+from glm5_jax.checkpoint import hf_config, hf_int4, hf_names, hf_quantised
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import hosts, tree
 from glm5_jax.core.sharding import on_every_host
 from glm5_jax.model import glm5
+from pallas_kernels.quantised import Int4
 
 _log = logging.getLogger(__name__)
 _SPARE = 2**20  # bytes of disk beside the tensors: headers and json files
@@ -45,7 +46,8 @@ def save_hf(
     `save(folder)`. dtype: of every tensor but the router bias, which is float32; by default each has
     its leaf's, so what `load_hf` had to bring to one dtype is not written bitwise as it was. The routed
     experts of a model with `int4_group` are written as int4 (`hf_int4`), quantised as they are. A tensor
-    larger than max_shard_bytes gets a file of its own. ValueError, before anything is written, if out
+    larger than max_shard_bytes gets a file of its own. What is quantised or rotated is written as it is
+    (`hf_quantised`). ValueError, before anything is written, if out
     is not empty, the disk too small or the tree not that of cfg; OSError if writing fails, and then
     nothing is left behind.
     """
@@ -64,12 +66,22 @@ def save_hf(
         )
     params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
     leaves = _checked(params, cfg)
-    table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))
+    pieces = hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg))
+    table = hf_names.by_name(pieces)
     packed = {n for n in table if cfg.int4_group is not None and hf_int4.is_expert(n)}
     kinds = {n: _dtype(p[0], leaves, None if n in packed else dtype) for n, p in table.items()}
-    sizes = {n: int(np.prod(p[0].view.shape)) * kinds[n].itemsize for n, p in table.items()}
-    for name in packed:
-        sizes[name] = hf_int4.num_bytes(table[name][0].view.shape, cfg.int4_group)
+    quantised = hf_quantised.config_of(leaves, pieces)
+    if quantised is not None:
+        config["quantization_config"] = quantised
+    group = hf_quantised.group_of(quantised) if quantised else cfg.int4_group
+    written = {}
+    for name, (piece, *_) in table.items():
+        leaf = Int4 if name in packed else type(leaves[piece.path])
+        written[name] = hf_quantised.layout(leaf, piece, kinds[name], group)
+    sizes = {
+        name: sum(int(np.prod(shape)) * kind.itemsize for shape, kind in parts.values())
+        for name, parts in written.items()
+    }
     out = pathlib.Path(out).absolute()
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
 
@@ -88,7 +100,7 @@ def save_hf(
                     part: file
                     for file, names in files.items()
                     for name in names
-                    for part in (hf_int4.names_of(name) if name in packed else [name])
+                    for part in written[name]
                 },
             }
             _write(partial / "model.safetensors.index.json", index)
@@ -99,19 +111,25 @@ def save_hf(
         os.rename(partial, out)
 
     first = jax.process_index() == 0
+
+    def tensors_of(name):
+        piece = table[name][0]
+        if tree.is_compound(leaf := leaves[piece.path]):
+            return hf_quantised.tensors(leaf, piece, _on_host, kinds[name])
+        tensor = _tensor(table[name], leaves, kinds[name])
+        if not first:
+            return {}
+        return hf_int4.pack(name, tensor, group) if name in packed else {name: tensor}
+
     hosts.first_does(begin)
     try:
         for file, names in files.items():
             tensors = {}
             for name in names:
-                tensor = _tensor(table[name], leaves, kinds[name])
-                if first and name in packed:
-                    tensors |= hf_int4.pack(name, tensor, cfg.int4_group)
-                elif first:
-                    tensors[name] = tensor
+                tensors |= tensors_of(name)
             write = functools.partial(_save, tensors, partial / file)
             hosts.first_does(write)
-            del tensors, tensor, write  # the next file's would be gathered beside them
+            del tensors, write  # the next file's would be gathered beside them
         hosts.first_does(finish)
     except OSError as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from glm5_jax.checkpoint import hf_config, hf_int4, hf_names
+from glm5_jax.checkpoint import hf_config, hf_int4, hf_names, hf_quantised
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import tree
 from glm5_jax.model import glm5
 
 _DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
+_KINDS = _DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
 _LISTED = 50  # lines per kind of problem in an error
 _COMPARED_BYTES = 2**24  # at a time, where a tensor repeats another
 _log = logging.getLogger(__name__)
@@ -57,9 +58,7 @@ def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
 
 def read_config(path) -> ModelConfig:
     """The config of a HuggingFace folder, with as many MTP layers as its files really hold."""
-    file = _folder(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist; give the folder of a HuggingFace checkpoint")
+    file = _config_file(path)
     cfg = hf_config.from_hf(_json(file), file)
     stored = int(bool(hf_names.mtp_names(cfg, _open(path))))
     if stored < cfg.num_nextn_predict_layers:
@@ -95,6 +94,49 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
     trees = (glm5.abstract(cfg),) if shardings is None else (glm5.abstract(cfg), shardings)
     there = [{p: x for p, x in tree.flatten(t).items() if p in by_leaf} for t in trees]
     return tree.map_with_path(load, *map(tree.unflatten, there))
+
+
+def load_quantised(path) -> glm5.Glm5:
+    """The quantised model of a folder that `save_hf` wrote of one, bitwise, on the default device.
+
+    ValueError that lists everything wrong with the files, before anything is loaded.
+    """
+    content = _json(_config_file(path))
+    if not isinstance(content, dict) or "quantization_config" not in content:
+        raise ValueError(f"{path} holds no quantised model; use load_hf")
+    group = hf_quantised.group_of(content.pop("quantization_config"))
+    stored = _open(path)
+    cfg = hf_config.from_hf(content, _config_file(path))
+    table = hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg))
+    kinds, by_leaf = hf_quantised.kinds_of(table, stored), collections.defaultdict(list)
+    expected = {}
+    for piece in table:
+        by_leaf[piece.path].append(piece)
+        there = stored[piece.name].kind if piece.name in stored else "F32"
+        plain = jnp.dtype(_DTYPES.get(there, jnp.float32))
+        expected |= hf_quantised.layout(kinds[piece.path], piece, plain, group)
+    found = {n: (t.shape, np.dtype(_KINDS.get(t.kind, object))) for n, t in stored.items()}
+    _refuse(
+        path,
+        [f"missing: {n} {list(shape)}" for n, (shape, _) in expected.items() if n not in found],
+        [f"unexpected: {n} {list(t.shape)}" for n, t in stored.items() if n not in expected],
+        [
+            f"wrong: {n} is {stored[n].kind}{list(found[n][0])}, expected {kind.name} {list(shape)}"
+            for n, (shape, kind) in expected.items()
+            if n in found and found[n] != (shape, kind)
+        ],
+    )
+    plain = {p: own for p, own in by_leaf.items() if kinds[p] is None}
+    dtypes = _dtypes(path, plain, stored, None)
+
+    def load(leaf_path, leaf):
+        pieces, kind = by_leaf[leaf_path], kinds[leaf_path]
+        if kind is None:
+            read = functools.partial(_read_shard, pieces, stored, dtypes[leaf_path])
+            return _place(leaf.shape, None, read)
+        return hf_quantised.read(kind, pieces, stored, leaf.shape, group)
+
+    return glm5.Glm5(cfg, params=tree.map_with_path(load, glm5.abstract(cfg)))
 
 
 def check_params(path, cfg: ModelConfig, unshared=()) -> None:
@@ -137,6 +179,13 @@ class _Stored:
 
     def __getitem__(self, index) -> np.ndarray:
         return self.handle.get_slice(self.name)[index]
+
+
+def _config_file(path) -> pathlib.Path:
+    file = _folder(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist; give the folder of a HuggingFace checkpoint")
+    return file
 
 
 def _folder(path) -> pathlib.Path:

@@ -114,10 +114,14 @@ def is_expert(name: str) -> bool:
     return bool(match) and match[2] is None
 
 
-def num_bytes(shape: tuple[int, int], group: int) -> int:
-    """Bytes of the three tensors of a weight [out in]."""
+def layout(shape: tuple[int, int], group: int) -> list[tuple]:
+    """(shape, dtype) of the three tensors of a weight [out in]."""
     out, inputs = shape
-    return out * (4 * -(-inputs // _PER_ENTRY) + 4 * (inputs // group)) + 16
+    return [
+        ((out, -(-inputs // _PER_ENTRY)), np.dtype(np.int32)),
+        ((out, inputs // group), np.dtype(np.float32)),
+        ((2,), np.dtype(np.int64)),
+    ]
 
 
 def names_of(name: str) -> list[str]:
@@ -130,13 +134,24 @@ _round = jax.jit(round_w4, static_argnames="group")
 
 def pack(name: str, weight: np.ndarray, group: int) -> dict[str, np.ndarray]:
     """The three tensors of a weight [out in], quantised on the default device, as training does there."""
-    q, scale = (np.asarray(x).T for x in _round(weight.T, group=group))
+    return packed(name, *(np.asarray(x).T for x in _round(weight.T, group=group)))
+
+
+def packed(name: str, q: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarray]:
+    """The three tensors of integers q [out in] from -8 to 7 and their scale [out, in / group]."""
     inputs = q.shape[1]
     filled = np.zeros((len(q), -(-inputs // _PER_ENTRY) * _PER_ENTRY), np.uint8)
     filled[:, :inputs] = q + _OFFSET
-    packed = (filled[:, ::2] | filled[:, 1::2] << 4).view("<i4")
-    parts = packed, np.ascontiguousarray(scale), np.array(q.shape, np.int64)
+    entries = (filled[:, ::2] | filled[:, 1::2] << 4).view("<i4")
+    parts = entries, np.ascontiguousarray(scale), np.array(q.shape, np.int64)
     return dict(zip(names_of(name), parts))
+
+
+def integers(entries: np.ndarray) -> np.ndarray:
+    """int8[out, 8 n] of packed int32[out n]: the numbers that fill up the last entry are -8."""
+    pairs = np.ascontiguousarray(entries).view(np.uint8)
+    q = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(entries), -1)
+    return q.astype(np.int8) - _OFFSET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +177,7 @@ class Packed:
             return np.ascontiguousarray(stored[rows, first:last]), inside
 
         entries, inside = read(self.packed, _PER_ENTRY)
-        pairs = entries.view(np.uint8)
-        q = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(entries), -1)[:, inside]
-        q = q.astype(np.float32) - _OFFSET
+        q = integers(entries)[:, inside].astype(np.float32)
         scale, inside = read(self.scale, group)
         return q * np.repeat(scale.astype(np.float32), group, axis=1)[:, inside]
 

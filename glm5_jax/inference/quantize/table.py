@@ -7,6 +7,7 @@ head, router and norms; q_b, the indexer's q_b, o, dense and shared experts have
 The released FP8 files keep eh_proj too.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -46,12 +47,15 @@ def rules_of(tree) -> dict[str, str]:
     return {path: rule for path, [rule] in found.items()}
 
 
-def quantise(params, cfg: ModelConfig, group: int = GROUP):
-    """The parameter tree of a model with its weights quantised by RULES, which the same `forward` takes.
+def quantise(params, cfg: ModelConfig, group: int | None = None):
+    """(parameters, config) of a model with its weights quantised by RULES, which the same `forward` takes.
 
-    group: inputs of an expert's matrix that share a scale. ValueError if it does not divide them, for a leaf
-    without a rule, and for parameters that are not those of cfg or quantised already.
+    group: inputs of an expert's matrix that share a scale (default: those that it was trained with, the config's
+    int4_group, else 128); the experts of a model that was trained as int4 become the integers that it computed
+    with. ValueError if the group does not divide, for a leaf without a rule, and for parameters that are not
+    those of cfg or quantised already.
     """
+    group = group or cfg.int4_group or GROUP
     rules, letters = rules_of(glm5.abstract(cfg)), flatten(glm5.letters(cfg))
     if odd := sorted(rules.keys() ^ flatten(params).keys()):
         raise ValueError(f"the parameters are not those of the config: {odd[0]} is in one of them")
@@ -65,7 +69,7 @@ def quantise(params, cfg: ModelConfig, group: int = GROUP):
             return Int4(*_w4(w, group=group))
         return Int8(*_w8(w, axes=summed(letters[path])))
 
-    return map_with_path(one, params)
+    return map_with_path(one, params), dataclasses.replace(cfg, int4_group=None)
 
 
 def summed(letters: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ TOKENS = cases.batch()["token_ids"][:2]
 
 @functools.cache
 def quantised():
-    return table.quantise(cases.params(CFG), CFG, GROUP)
+    return table.quantise(cases.params(CFG), CFG, GROUP)[0]
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
@@ -175,7 +175,7 @@ def test_every_quantised_weight_counts(stack):
 
 def test_an_engine_serves_a_rotated_and_quantised_model():
     params, cfg = rotation.rotate(cases.params(CFG), CFG)
-    params = table.quantise(params, cfg, GROUP)
+    params, cfg = table.quantise(params, cfg, GROUP)
     prompts = TOKENS[:, :14]
     want = generate(params, prompts, cfg, 4)
     model = glm5.Glm5(cfg, params=params)
