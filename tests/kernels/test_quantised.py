@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_prologue import mla_prologue
+from pallas_kernels.mla_prologue import gpu, mla_prologue, tpu
 from pallas_kernels.quantised import Int4, Int8, product
 from pallas_kernels.w4a8_matmul.quantize import quantize_a8, quantize_w4, round_w8
 from tests.oracles import quantize as oracle
@@ -74,6 +74,17 @@ def test_what_stands_for_a_weight_has_its_shape_also_in_a_stack():
     assert (packed.shape, packed.group) == (w.shape, 4)
     assert jax.tree.map(lambda x: x[0], packed).shape == w.shape[1:]
     assert packed.astype(jnp.bfloat16) is packed
+
+
+@pytest.mark.parametrize("form", [tpu, gpu], ids=["tpu", "gpu"])
+def test_no_fused_prologue_takes_quantised_weights(form):
+    """So that "auto" runs the one that does."""
+    sizes = {"q_a": (256, 128), "q_b": (128, 4, 128), "kv_a": (256, 160), "kv_a_norm": (128,)}
+    w = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in sizes.items()}
+    x = jnp.ones((1, 8, 256), jnp.bfloat16)
+    assert form.refuse(x, w, None) is None
+    quantised = w | {"q_b": Int8(*round_w8(w["q_b"], (0,)))}
+    assert "weights all in" in form.refuse(x, quantised, None)
 
 
 def test_the_prologue_takes_a_quantised_query_projection():
