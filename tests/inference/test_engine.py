@@ -374,3 +374,25 @@ def test_parcels_that_do_not_fit_are_refused():
         pass
     assert cancelled.sequence.handle.finish_reason == "cancelled"
     assert full.num_free_pages == 18
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_with_cancels_leave_no_page_behind():
+    rng = np.random.default_rng(0)
+    made, asked = engine(), prompts(50, most=16)
+    handles = []
+    for number in range(10_000):
+        most = int(rng.integers(1, 4))
+        request = Request(asked[number % 50], dataclasses.replace(GREEDY, max_tokens=most))
+        handles.append(made.submit(request))
+        if rng.random() < 0.3:
+            handles[rng.integers(max(0, number - 5), number + 1)].cancel()
+        if number % 4 == 3:
+            made.step()
+    while made.step():
+        pass
+    reasons = [handle.finish_reason for handle in handles]
+    assert set(reasons) == {"length", "cancelled"} and reasons.count("cancelled") > 1000
+    assert made.num_free_pages == 18 - made.num_cached_pages
+    made.update_weights(glm5.params_of(model()), 1)
+    assert made.num_free_pages == 18 and made.num_cached_pages == 0

@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import http.client
 import json
+import os
 import socket
 import time
 import urllib.error
@@ -396,3 +397,31 @@ def test_an_engine_that_fails_says_so():
         assert code == 503 and answer["error"]["message"] == "the engine has failed"
         assert get(server, "/health") == (503, '{"status":"failed"}')
         assert post(server, "/v1/completions", {"prompt": "x"})[0] == 503
+
+
+def memory():
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_thousand_tiny_requests_leave_memory_flat(healthy):
+    def some(count):
+        connection = http.client.HTTPConnection("127.0.0.1", healthy.port, timeout=60)
+        for number in range(count):
+            body = {"prompt": f"{number}", "max_tokens": 1, "stream": number % 3 == 0}
+            data = b"{" if number % 10 == 9 else json.dumps(body).encode()
+            connection.request("POST", "/v1/completions", data)
+            response = connection.getresponse()
+            assert response.read() and response.status == (400 if number % 10 == 9 else 200)
+        connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(some, [500] * 4))
+        before = memory()
+        list(pool.map(some, [2500] * 4))
+    grown = memory() - before
+    assert grown < 20e6, f"{grown / 1e6:.0f} MB more after 10,000 requests"
+    assert get(healthy, "/health")[0] == 200
