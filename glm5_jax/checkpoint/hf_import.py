@@ -96,6 +96,13 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
     return tree.map_with_path(load, *map(tree.unflatten, there))
 
 
+def is_quantised(path) -> bool:
+    """Whether the folder is one that `save_hf` wrote of a quantised model."""
+    content = _json(_config_file(path))
+    config = content.get("quantization_config") if isinstance(content, dict) else None
+    return isinstance(config, dict) and config.get("format") == hf_quantised.FORMAT
+
+
 def load_quantised(path) -> glm5.Glm5:
     """The quantised model of a folder that `save_hf` wrote of one, bitwise, on the default device.
 

@@ -22,6 +22,7 @@ from glm5_jax.model.turned import Turned
 from pallas_kernels.quantised import Compound, Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import pack_int4, unpack_int4
 
+FORMAT = "mixed-precision"
 _SCALE, _WEIGHT, _ROTATION = "_scale", ".weight", ".rotation"
 _INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _COMMON = {"type": "int", "symmetric": True, "dynamic": False}
@@ -53,7 +54,7 @@ def _config(int8: list[str], int4: list[str], group: int | None) -> dict:
         parts.append(scheme(int4, "pack-quantized", num_bits=4, strategy="group", group_size=group))
     return {
         "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
+        "format": FORMAT,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
         "ignore": [],

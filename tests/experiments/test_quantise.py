@@ -1,0 +1,56 @@
+"""The command that quantises a checkpoint, and what is served of it."""
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import quantise
+from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from pallas_kernels.quantised import Int4, Int8
+from tests.inference.test_engine import model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain")
+    save_hf(model(), out, tokenizer=Tokenizer.default())
+    return out
+
+
+@pytest.mark.parametrize("options", [["--plain"], []])
+def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, capsys, options):
+    out = tmp_path / "out"
+    assert quantise.main([str(folder), str(out), "--group=32", *options]) == 0
+    assert "bytes of weights" in capsys.readouterr().out
+    made = models.load_model(out)
+    kinds = {type(leaf) for leaf in flatten(glm5.params_of(made)).values()}
+    assert {Int4, Int8} <= kinds
+    assert quantise.size_of(glm5.params_of(made)) < 0.6 * quantise.size_of(glm5.params_of(model()))
+    tokens = np.random.default_rng(0).integers(0, 2000, (2, 32))
+    got, want = (jax.nn.log_softmax(one(tokens)) for one in (made, model()))
+    assert 0 < np.abs(got - want).mean() < 0.05
+    with pytest.raises(ValueError, match="quantised model, which runs on one device"):
+        models.load_model(out, make_mesh(data=8))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["/nowhere", "OUT"], "checkpoint /nowhere does not exist"),
+        (["PLAIN", "PLAIN"], "is not empty; give a new folder"),
+        (["PLAIN", "OUT", "--group=7"], "7"),
+        (["PLAIN", "OUT", "--text=/dev/null"], "/dev/null has 0 tokens"),
+        (["PLAIN", "OUT", "--text=/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_arguments_are_one_line(folder, tmp_path, capsys, arguments, words):
+    names = {"PLAIN": str(folder), "OUT": str(tmp_path / "out")}
+    assert quantise.main([names.get(argument, argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
