@@ -130,6 +130,7 @@ def test_kernels_need_only_jax_and_numpy():
                 "pallas_kernels/bench.py",
                 "experiments/benchmarks/",
                 "experiments/check_chats.py",
+                "experiments/quantise.py",
             ),
         ),
         (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/",)),
