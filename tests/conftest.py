@@ -6,6 +6,7 @@ flags of real runs, and the `plain_env` fixture starts a child process that way.
 
 import os
 import pathlib
+import sys
 import tempfile
 
 import hypothesis
@@ -54,6 +55,24 @@ def pytest_collection_modifyitems(items):
     from pallas_kernels.compat import read_no_program_of_a_mesh
 
     read_no_program_of_a_mesh()
+
+
+# A process may map so many pieces of memory (vm.max_map_count is 65,530), and every compiled program takes some:
+# a worker that keeps all of its tests' programs dies of it.
+MOST_MAPS = 20_000
+
+
+def _num_maps() -> int:
+    with open("/proc/self/maps") as file:
+        return sum(1 for _ in file)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_programs():
+    """Forgets compiled programs after a file of tests once there are many; the cache on disk keeps them."""
+    yield
+    if "jax" in sys.modules and _num_maps() > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture
