@@ -12,6 +12,9 @@ the device computes the other. One thread owns an engine; handles may be read an
 
 import collections
 import dataclasses
+import functools
+import heapq
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -115,6 +118,11 @@ class Engine:
         cfg = model.cfg
         max_length = max_length or cfg.max_position_embeddings
         cfg.check_length(max_length)
+        if cfg.projections != "mla" or {*cfg.layer_kinds} != {"full"}:
+            raise ValueError(
+                f"the model has {cfg.projections} projections and layers {sorted({*cfg.layer_kinds})}; an engine "
+                "serves full attention (MLA) alone, use model.generate"
+            )
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be positive")
         if num_draft and not cfg.num_nextn_predict_layers:
@@ -139,6 +147,9 @@ class Engine:
         ]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._live: dict[Running, _Live] = {}
+        self._cancelled: collections.deque[Running] = collections.deque()
+        self._deadlines: list[tuple[float, int, Running]] = []
+        self._numbers = itertools.count()
         self._parcels: collections.deque[Parcel] = collections.deque()
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
@@ -156,8 +167,8 @@ class Engine:
         sequence = Running(handle, list(request.ids), limit, seed, self.version)
         group = self._choose(sequence)
         detokenizer = Detokenizer(self._tokenizer, errors="replace") if sampling.stop else None
-        until = None if request.deadline is None else time.monotonic() + request.deadline
-        self._live[sequence] = _Live(group, until, detokenizer)
+        self._live[sequence] = _Live(group, detokenizer)
+        self._watch(sequence)
         self._schedulers[group].add(sequence)
         self.counts.num_requests += 1
         self.counts.prompt_tokens += len(request.ids)
@@ -244,6 +255,7 @@ class Engine:
         self._schedulers[0].check(theirs)
         self._parcels.append(parcel)
         self._live[parcel.sequence] = parcel.live
+        self._watch(parcel.sequence)
 
     def _unpack(self) -> None:
         """Gives room to what was adopted, in the order it came."""
@@ -374,12 +386,23 @@ class Engine:
         groups = range(len(self._schedulers))
         return 0 if len(groups) == 1 else max(groups, key=merit)
 
+    def _watch(self, sequence: Running) -> None:
+        """Has a sequence ended here when it is cancelled or late."""
+        # A deque may be appended to from any thread.
+        sequence.handle.on_cancel = functools.partial(self._cancelled.append, sequence)
+        if (seconds := sequence.handle.request.deadline) is not None:
+            until = sequence.handle.submitted + seconds
+            heapq.heappush(self._deadlines, (until, next(self._numbers), sequence))
+
     def _end_those_due(self) -> None:
-        now = time.monotonic()
-        for sequence, live in list(self._live.items()):
-            if sequence.handle.cancelled:
+        while self._cancelled:
+            sequence = self._cancelled.popleft()
+            if sequence in self._live:
                 self._end(sequence, CANCELLED)
-            elif live.until is not None and now >= live.until:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            *_, sequence = heapq.heappop(self._deadlines)
+            if sequence in self._live:
                 self._end(sequence, DEADLINE)
 
     def _receive(self) -> None:
@@ -468,11 +491,10 @@ class Parcel(NamedTuple):
 
 @dataclasses.dataclass
 class _Live:
-    """What the engine keeps beside a sequence: its group, the time it must end by, how many tokens it was told,
-    and, with stop texts, its text so far."""
+    """What the engine keeps beside a sequence: its group, how many tokens it was told, and, with stop texts, its text
+    so far."""
 
     group: int | None  # None on the way from another engine
-    until: float | None
     detokenizer: Detokenizer | None
     text: str = ""
     count: int = 0

@@ -1,7 +1,6 @@
 """What an engine is asked, and what it has answered so far."""
 
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -76,6 +75,7 @@ class Handle:
       cached_tokens: of the prompt, found in the cache; None before it was begun.
       submitted, first, ended: seconds of `time.monotonic`; first: when its first token came. None before.
       stopped_by: see `Completion`.
+      on_cancel: the engine's, called by whoever cancels.
     """
 
     def __init__(self, request: Request, listener: Callable[["Handle"], None] | None = None):
@@ -88,7 +88,7 @@ class Handle:
         self._tokens: list[Token] = []
         # In one assignment: whoever sees the last token sees that it was the last.
         self._told: tuple[int, str | None] = (0, None)
-        self._cancelled = threading.Event()
+        self.on_cancel: Callable[[], None] | None = None
 
     def tell(
         self,
@@ -124,12 +124,8 @@ class Handle:
 
     def cancel(self) -> None:
         """Ends it with the engine's next step; nothing happens if it has ended."""
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
+        if self.on_cancel:
+            self.on_cancel()
 
     @property
     def completion(self) -> Completion:

@@ -33,6 +33,7 @@ from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _log = logging.getLogger(__name__)
 
 
@@ -217,15 +218,24 @@ class Server:
             return _error(ApiError("the server has failed; its log says why", 500, "internal"))
 
     def _admit(self, request: web.Request) -> None:
-        origin = request.headers.get("Origin")
-        # A page of somebody else's in the user's browser must not reach a server on loopback.
+        origin, key = request.headers.get("Origin"), self.config.api_key
+        # A page of somebody else's in the user's browser must not reach a server on loopback, nor one whose name
+        # leads there.
         if origin is not None and urlsplit(origin).netloc != request.host:
             raise ApiError(f"pages of {origin} may not ask this server", 403, "origin")
-        if self.config.api_key is None or request.path in ("/", "/health"):
+        name = urlsplit(f"//{request.host}").hostname
+        if key is None and self.config.host in _LOOPBACK and name not in _LOOPBACK:
+            raise ApiError(
+                f"this server on {self.config.host} is not {name}; ask it as {self.config.host}, or start it with an "
+                "api_key",
+                403,
+                "host",
+            )
+        if key is None or request.path in ("/", "/health"):
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         given = given.encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self.config.api_key.encode()):
+        if not hmac.compare_digest(given, key.encode()):
             raise ApiError("the API key is missing or wrong", 401, "invalid_api_key")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

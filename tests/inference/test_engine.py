@@ -216,6 +216,20 @@ def test_requests_that_cannot_be_served_are_refused(request_of, words):
     assert not made.step()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(projections="gqa", attention="dense", index_topk=None),
+        dict(layer_attention=("window", "full"), attention="dense", index_topk=None),
+    ],
+)
+def test_models_that_pages_cannot_hold_are_refused(change):
+    cfg = dataclasses.replace(CFG, **change)
+    made = glm5.Glm5(cfg, params=glm5.init_params(cfg, jax.random.key(0)))
+    with pytest.raises(ValueError, match="serves full attention"):
+        Engine(made)
+
+
 def test_more_than_all_pages_is_refused():
     with pytest.raises(ValueError, match="exceed the 32 that the cache holds"):
         engine(num_pages=8).submit(Request([1] * 20, Sampling(max_tokens=13)))

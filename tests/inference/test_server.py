@@ -291,7 +291,7 @@ def test_a_slow_reader_holds_back_nobody(healthy):
 
 def test_half_a_request_holds_back_nobody(healthy):
     half = socket.create_connection(("127.0.0.1", healthy.port))
-    half.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+    half.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
     assert post(healthy, "/v1/completions", {"prompt": "y", "max_tokens": 3})[0] == 200
     half.close()
 
@@ -363,6 +363,10 @@ def test_pages_of_others_may_not_ask(healthy):
     own = {"Origin": healthy.url}
     assert get(healthy, "/v1/models", own)[0] == 200
     assert get(healthy, "/v1/models", {"Origin": "http://evil.example"})[0] == 403
+    # A name of theirs may lead here.
+    rebound = {"Origin": "http://evil.example", "Host": "evil.example"}
+    assert get(healthy, "/v1/models", rebound)[0] == 403
+    assert get(healthy, "/v1/models", {"Host": f"localhost:{healthy.port}"})[0] == 200
 
 
 def test_limits_and_the_end():
