@@ -18,6 +18,7 @@ import numpy as np
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.core.tree import flatten, is_compound
 from glm5_jax.data.sources import SHAKESPEARE
 from glm5_jax.inference.quantize import calibrate, rotation, table
 from glm5_jax.model import glm5
@@ -35,6 +36,10 @@ def main(arguments: list[str]) -> int:
         tokenizer = models.load_tokenizer(options.checkpoint)
         model = models.load_model(options.checkpoint)
         params, cfg = glm5.params_of(model), model.cfg
+        if any(map(is_compound, flatten(params).values())):
+            raise ValueError(
+                f"{options.checkpoint} is quantised already; give the model it was made of"
+            )
         before = size_of(params)
         group = options.group or cfg.int4_group or table.GROUP
         if not options.plain:

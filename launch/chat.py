@@ -54,7 +54,7 @@ def define() -> flags.FlagValues:
     flags.DEFINE_bool("think", True, "whether replies begin with thinking", **options)
     flags.DEFINE_bool("keep", False, "whether thinking is kept over turns", **options)
     flags.DEFINE_float("temperature", 1.0, "0: always the likeliest token", **options)
-    flags.DEFINE_integer("max_tokens", 512, "of a reply", **options)
+    flags.DEFINE_integer("max_tokens", None, "of a reply; as many as fit if not given", **options)
     return values
 
 
@@ -123,7 +123,7 @@ class Chat:
             for chunk in chunks:
                 self._show(chunk["choices"][0], reply)
         except ServerError as error:
-            self._say(f"error: {error}", "red")
+            self._say(f"error: {error} (/new forgets what was said)", "red")
             return
         except KeyboardInterrupt:
             chunks.close()

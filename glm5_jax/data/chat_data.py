@@ -144,8 +144,8 @@ class Chats:
         if wrong:
             more = f" (and {len(wrong) - 1} lines more)" if len(wrong) > 1 else ""
             raise ValueError(
-                f"source {config.name!r}: {wrong[0]}{more}; {_COMMAND} FILE --write=NEW lists them "
-                "and writes what is right"
+                f"source {config.name!r}: {wrong[0]}{more}; {_COMMAND} FILE --write=NEW "
+                f"--max_tokens={max_tokens} lists them and writes what is right"
             )
         if not places:
             split = "training" if training else "held-out"

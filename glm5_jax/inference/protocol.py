@@ -220,6 +220,7 @@ class Reader:
         """Of `/v1/chat/completions`; version: of the weights. ApiError."""
         said = self._checked(body, CHAT, version)
         thinking, clear = self._thinking(said)
+        _check_parts(said["messages"])
         tools = tuple(said.get("tools") or ()) or None
         if said.get("tool_choice") == "none":
             tools = None
@@ -394,6 +395,18 @@ def check(body, schema: Mapping) -> None:
         raise ApiError(f"{path}: no such field is known", param=path)
     message = error.message if len(error.message) <= 300 else f"{error.message[:297]}..."
     raise ApiError(f"{path}: {message}" if path else message, param=path or None)
+
+
+def _check_parts(messages: list) -> None:
+    """ApiError for a part of a message that is no text: the layout would leave it out."""
+    for i, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and part.get("type") != "text":
+                raise ApiError(
+                    f"message {i} has a part of type {part.get('type')!r}; this model reads text alone",
+                    param="messages",
+                )
 
 
 def _validator(schema: Mapping) -> jsonschema.protocols.Validator:

@@ -98,12 +98,9 @@ def render_chat(
     """
     layout = layout_of(variant)
     if reasoning_effort is not None and not (layout.effort and reasoning_effort in EFFORTS):
-        known = (
-            " or ".join(map(repr, EFFORTS))
-            if layout.effort
-            else f"none, {variant} has no such line"
-        )
-        raise ValueError(f"reasoning_effort is {reasoning_effort!r}; use {known}")
+        known = " or ".join(map(repr, EFFORTS))
+        known = f"use {known}" if layout.effort else f"leave it out, {variant} has no such line"
+        raise ValueError(f"reasoning_effort is {reasoning_effort!r}; {known}")
     if not (clear_thinking or layout.keeps):
         others = ", ".join(name for name, other in VARIANTS.items() if other.keeps)
         raise ValueError(

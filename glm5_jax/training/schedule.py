@@ -22,6 +22,10 @@ class ScheduleConfig:
     warmup_steps: int = 2000  # not printed; 0.5% of pre-training's steps
     total_steps: int = 409_633  # num_steps of the default batch ramp and 27e12 tokens
 
+    def __post_init__(self):
+        if self.total_steps < 1:
+            raise ValueError(f"total_steps is {self.total_steps}; it must be positive")
+
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     """step -> learning rate. The first step of a warm-up is above zero, so no step is wasted."""

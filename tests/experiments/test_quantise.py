@@ -34,6 +34,8 @@ def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, caps
     tokens = np.random.default_rng(0).integers(0, 2000, (2, 32))
     got, want = (jax.nn.log_softmax(one(tokens)) for one in (made, model()))
     assert 0 < np.abs(got - want).mean() < 0.05
+    assert quantise.main([str(out), str(tmp_path / "again")]) == 2
+    assert "is quantised already" in capsys.readouterr().err
     with pytest.raises(ValueError, match="quantised model, which runs on one device"):
         models.load_model(out, make_mesh(data=8))
 

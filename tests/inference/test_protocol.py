@@ -158,6 +158,11 @@ DEEP = json.loads("[" * 900 + "]" * 900)
         (dict(messages=[{"role": "wizard"}]), "message 0 has role 'wizard'", "messages"),
         (dict(messages=[{"role": "user", "content": DEEP}]), "", "messages"),
         (dict(messages=[{"role": "user", "content": "\ud800"}]), "surrogate", "messages"),
+        (
+            dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+            "a part of type 'image_url'; this model reads text alone",
+            "messages",
+        ),
         (dict(tools=[{"type": "function"}]), "", "messages"),
         (dict(tool_choice="required"), "", "tool_choice"),
         (dict(response_format={"type": "json_object"}), "", "response_format"),
