@@ -7,8 +7,8 @@ with a sample of more than --max_tokens tokens, and that a verifier rejects. --v
 whose last reply ends in the line's "answer", so that a file with several replies to each prompt becomes the right
 ones (rejection sampling); --verify=repetition rejects replies that go round in circles.
 
-Mistakes of the assistant, which stay in the context unlearnt, are told but are no reason
-(glm5_jax/data/conversation.py). The exit code is 1 if anything was left out, 2 for a wrong argument.
+Fields that nothing reads, such as misspelt ones, are told with how many lines have them. Mistakes of the
+assistant, which stay in the context unlearnt, are told but are no reason (glm5_jax/data/conversation.py). The exit code is 1 if anything was left out, 2 for a wrong argument.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
+from glm5_jax.data.conversation import unread
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{options.write} exists; give --write a new name, or remove it")
         if options.write and not options.write.parent.is_dir():
             raise ValueError(f"no folder {options.write.parent} for --write; make it first")
+        if options.max_tokens < 1:
+            raise ValueError(f"max_tokens is {options.max_tokens}; it must be positive")
         path = options.tokenizer
         tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
         # Markers that it lacks are its own fault, not every line's.
@@ -49,6 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
     total = sum(path.stat().st_size for path in options.files)
+    fields: dict[str, list] = {}  # that are not read: the first place, and how many lines
     lines = dropped = kept = samples = tokens = learnt = mistakes = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(ProgressBar(total, unit="byte"))
@@ -83,8 +87,10 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
         ):
             for i, mistake in sorted(found.conversation.mistakes.items()):
                 bar.print(f"{found.place}: message {i} is not learnt: {mistake}")
-            if unread := _behind_the_last_reply(found.conversation.messages):
-                bar.print(f"{found.place}: {unread} messages behind the last reply train nothing")
+            if behind := _behind_the_last_reply(found.conversation.messages):
+                bar.print(f"{found.place}: {behind} messages behind the last reply train nothing")
+            for name in unread(found.line):
+                fields.setdefault(name, [found.place, 0])[1] += 1
             kept, mistakes = kept + 1, mistakes + len(found.conversation.mistakes)
             samples += len(found.records)
             tokens += sum(map(len, found.records))
@@ -95,6 +101,8 @@ def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
         if out:
             out.close()
             os.replace(new, options.write)
+    for name, (place, count) in sorted(fields.items()):
+        print(f"the field {name} is not read: {count:,} lines have it, the first is {place}")
     print(
         f"{lines:,} lines, {dropped:,} of them left out; {samples:,} samples of {tokens:,} tokens, "
         f"{learnt / max(1, tokens):.0%} of them learnt; {mistakes:,} mistakes that are not learnt"

@@ -69,6 +69,23 @@ class Conversation:
         return json.dumps([messages, self.tools, self.mode, mistakes], sort_keys=True)
 
 
+# What is read of a line, and of its messages; "answer" is the verifiers'.
+LINE_FIELDS = frozenset(("messages", "tools", "functions", "mode", "answer"))
+MESSAGE_FIELDS = frozenset(
+    "role content reasoning_content tool_calls tool_call_id name function_call weight error".split()
+)
+
+
+def unread(line: str | bytes | Mapping) -> list[str]:
+    """Names of a line's fields that nothing reads ("messages.N" for those of a message) of a line that `parse`
+    takes."""
+    value = line if isinstance(line, Mapping) else _json(line)
+    found = set(value) - LINE_FIELDS
+    for message in value["messages"]:
+        found |= {f"messages.{name}" for name in set(message) - MESSAGE_FIELDS}
+    return sorted(found)
+
+
 def parse(line: str | bytes | Mapping) -> Conversation:
     """Reads a line. ChatError says what makes it useless: no JSON, not UTF-8, messages that no chat can
     hold, tools that are none."""
@@ -90,6 +107,8 @@ def parse(line: str | bytes | Mapping) -> Conversation:
     check(messages)
     _check_whole(messages)
     for i, message in enumerate(messages):
+        if message["role"] != "assistant" and message.get("content") is None:
+            raise ChatError(f"message {i} of role {message['role']!r} has no content")
         if message["role"] == "assistant" and i not in mistakes:
             if mistake := _verdict(message, i) or _broken_rule(message, i, schemas):
                 mistakes[i] = mistake

@@ -148,3 +148,22 @@ def test_wrong_arguments_are_one_line(run, capsys, tmp_path):
 def test_an_empty_file_is_told(run):
     code, out = run([])
     assert code == 0 and out[0].endswith("data.jsonl: has no line")
+
+
+def test_lengths_and_contents_that_cannot_be(run):
+    code, out = run([GOOD], "--max_tokens=0")
+    assert code == 2 and "max_tokens is 0; it must be positive" in out[-1]
+    code, out = run([{"messages": [{"role": "user"}, says("A")]}])
+    assert code == 1 and out[0] == "line 1: message 0 of role 'user' has no content"
+
+
+def test_fields_that_nothing_reads_are_told_with_their_number(run):
+    misspelt = [chat(says(f"A{i}", reasonng_content="why"), id=i) for i in range(3)]
+    code, out = run([GOOD, *misspelt, chat(says("E"), toolz=[], answer="E")])
+    assert code == 0
+    told = [line for line in out if "is not read" in line]
+    assert told == [
+        "the field id is not read: 3 lines have it, the first is line 2",
+        "the field messages.reasonng_content is not read: 3 lines have it, the first is line 2",
+        "the field toolz is not read: 1 lines have it, the first is line 5",
+    ]

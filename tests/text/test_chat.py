@@ -404,7 +404,9 @@ def test_what_no_chat_can_hold_is_named(messages, said):
 def test_wrong_options_are_named():
     with pytest.raises(ValueError, match="unknown variant 'glm6'; use one of glm5, glm4.5"):
         render_chat(CHAT, variant="glm6")
-    with pytest.raises(ValueError, match="reasoning_effort is 'high'; leave it out, glm5 has no such"):
+    with pytest.raises(
+        ValueError, match="reasoning_effort is 'high'; leave it out, glm5 has no such"
+    ):
         render_chat(CHAT, reasoning_effort="high")
     with pytest.raises(ValueError, match="reasoning_effort is 'low'; use 'high' or 'max'"):
         render_chat(CHAT, reasoning_effort="low", variant="glm5.2")
