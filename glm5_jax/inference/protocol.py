@@ -93,16 +93,10 @@ _BIAS = {
 }
 
 
-def _maybe(schema: Mapping) -> dict:
-    return {"anyOf": [{"type": "null"}, schema]}
-
-
 def _object(required: tuple[str, ...] = (), **properties) -> dict:
-    """Every property may be null, which says nothing, unless it is required."""
-    own = {name: s if name in required else _maybe(s) for name, s in properties.items()}
     return {
         "type": "object",
-        "properties": own,
+        "properties": properties,
         "required": list(required),
         "additionalProperties": False,
     }
@@ -278,7 +272,7 @@ class Reader:
             raise ApiError("give either text or input_ids", param="input_ids")
         value = said[given[0]]
         prompts = self._prompts(value, given[0])
-        own = self._said(said.get("sampling_params", {}))
+        own = dict(said.get("sampling_params", {}))
         if "sampling_seed" in own:
             own["seed"] = own["sampling_seed"]
         top = said.get("top_logprobs_num", 0)
@@ -290,9 +284,8 @@ class Reader:
         )
 
     def _checked(self, body, schema: Mapping, version: int) -> dict:
-        """What a body says; fields that are null say nothing."""
-        check(body, schema)
-        said = self._said(body)
+        """What a body says."""
+        said = checked(body, schema)
         if (name := said.get("model", self._model)) != self._model:
             raise ApiError(
                 f"the model {name!r} is not served; use {self._model!r}",
@@ -309,12 +302,9 @@ class Reader:
             )
         return said
 
-    def _said(self, body: Mapping) -> dict:
-        return {name: value for name, value in body.items() if value is not None}
-
     def _thinking(self, said: Mapping) -> tuple[bool, bool]:
         """(enable_thinking, clear_thinking) of either spelling; ApiError if they contradict each other."""
-        own, template = (self._said(said.get(n, {})) for n in ("thinking", "chat_template_kwargs"))
+        own, template = (dict(said.get(n, {})) for n in ("thinking", "chat_template_kwargs"))
         if "type" in own:
             own["enable_thinking"] = own.pop("type") == "enabled"
         for name in own.keys() & template.keys():
@@ -378,16 +368,17 @@ class Reader:
             tuple(requests),
             n,
             stream=said.get("stream", False),
-            usage=self._said(said.get("stream_options", {})).get("include_usage", False),
+            usage=said.get("stream_options", {}).get("include_usage", False),
             token_ids=said.get("return_token_ids", False),
         )
 
 
-def check(body, schema: Mapping) -> None:
-    """ApiError for a body that is not as the schema says."""
+def checked(body, schema: Mapping):
+    """The body without fields that are null, which say nothing; ApiError if it is not as the schema says."""
+    body = _stripped(body, schema)
     error = jsonschema.exceptions.best_match(_validator(schema).iter_errors(body))
     if error is None:
-        return
+        return body
     path = ".".join(map(str, error.absolute_path))
     if error.validator == "additionalProperties":
         unknown = sorted(set(error.instance) - set(error.schema["properties"]))
@@ -395,6 +386,13 @@ def check(body, schema: Mapping) -> None:
         raise ApiError(f"{path}: no such field is known", param=path)
     message = error.message if len(error.message) <= 300 else f"{error.message[:297]}..."
     raise ApiError(f"{path}: {message}" if path else message, param=path or None)
+
+
+def _stripped(value, schema: Mapping):
+    known = schema.get("properties")
+    if known is None or not isinstance(value, dict):
+        return value
+    return {n: _stripped(v, known.get(n, {})) for n, v in value.items() if v is not None}
 
 
 def _check_parts(messages: list) -> None:

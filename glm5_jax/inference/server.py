@@ -324,9 +324,8 @@ class Server:
         """New weights from a folder that this machine sees."""
         if self._load is None:
             raise ApiError("this server takes no weights", 404, "not_found")
-        said = protocol.read_json(await request.read())
-        protocol.check(said, protocol.UPDATE)
-        policy = said.get("policy") or FINISH
+        said = protocol.checked(protocol.read_json(await request.read()), protocol.UPDATE)
+        policy = said.get("policy", FINISH)
         loop = asyncio.get_running_loop()
         try:
             params = await loop.run_in_executor(None, self._load, said["path"])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from glm5_jax.inference.protocol import UPDATE, ApiError, Reader, check, read_json
+from glm5_jax.inference.protocol import UPDATE, ApiError, Reader, checked, read_json
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -142,7 +142,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
     "body, words, param",
     [
         (dict(temperature=-1), "-1 is ", "temperature"),
-        (dict(temperature="hot"), "'hot' is ", "temperature"),
+        (dict(temperature="hot"), "'hot' is not of type 'number'", "temperature"),
         (dict(top_p=0), "0 is ", "top_p"),
         (dict(n=0), "0 is ", "n"),
         (dict(n=1000), "1000 is ", "n"),
@@ -164,11 +164,11 @@ DEEP = json.loads("[" * 900 + "]" * 900)
             "messages",
         ),
         (dict(tools=[{"type": "function"}]), "", "messages"),
-        (dict(tool_choice="required"), "", "tool_choice"),
-        (dict(response_format={"type": "json_object"}), "", "response_format"),
+        (dict(tool_choice="required"), "'required' is not one of ['auto', 'none']", "tool_choice"),
+        (dict(response_format={"type": "json_object"}), "'text' was expected", "response_format"),
         (dict(top_logprobs=3), "top_logprobs needs logprobs", "top_logprobs"),
         (dict(top_logprobs=21, logprobs=True), "21 is ", "top_logprobs"),
-        (dict(frequency_penalty=1), "", "frequency_penalty"),
+        (dict(frequency_penalty=1), "0 was expected", "frequency_penalty"),
         (dict(reasoning_effort="high"), "reasoning_effort is 'high'", "messages"),
         (
             dict(thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False}),
@@ -222,5 +222,6 @@ def test_bodies_that_are_no_json(body, words):
 @pytest.mark.parametrize("body", [None, [], "x", 3, {"path": "x"}, {"path": "x", "version": -1}])
 def test_updates_are_checked(body):
     with pytest.raises(ApiError):
-        check(body, UPDATE)
-    check({"path": "x", "version": 1, "policy": "keep"}, UPDATE)
+        checked(body, UPDATE)
+    said = {"path": "x", "version": 1}
+    assert checked(said | {"policy": None}, UPDATE) == said
