@@ -107,11 +107,21 @@ def run(config: ServeConfig, workdir: pathlib.Path) -> int:
     del workdir
     try:
         server = make_server(config)
-        asyncio.run(server.serve(lambda port: _say(config, port)))
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return _fail(error)
+    try:
+        asyncio.run(server.serve(lambda port: _say(config, port)))
+    except OSError as error:
+        where = f"{config.server.host}:{config.server.port}"
+        return _fail(
+            f"cannot listen at {where} ({error.strerror}); choose another --experiment.server.port"
+        )
     return 0
+
+
+def _fail(error) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return 2
 
 
 def _say(config: ServeConfig, port: int) -> None:

@@ -64,6 +64,12 @@ def _there(path) -> pathlib.Path:
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist")
+    if path.is_dir() and not _is_run(path) and not (path / "config.json").exists():
+        stages = sorted(own.name for own in path.iterdir() if (own / "checkpoints").is_dir())
+        if stages:
+            raise ValueError(
+                f"{path} holds the stages {', '.join(stages)}; give one of them, as in {path / stages[-1]}"
+            )
     return path
 
 

@@ -70,6 +70,8 @@ def test_what_is_wrong_with_a_path(workdir, tmp_path):
         models.load_model("/nowhere")
     with pytest.raises(ValueError, match="config.json"):
         models.load_model(tmp_path)
+    with pytest.raises(ValueError, match=f"holds the stages {workdir.name}"):
+        models.load_tokenizer(workdir.parent)
     wider = dataclasses.replace(CFG, vocab_size=CFG.vocab_size + 8)
     with pytest.raises(ValueError, match="embed/weight"):
         models.open_weights(workdir, wider)
