@@ -28,7 +28,8 @@ from experiments.benchmarks.measure import pin
 
 from glm5_jax import presets  # isort: skip
 from glm5_jax.checkpoint import models
-from glm5_jax.inference.engine import Counts, Engine
+from glm5_jax.inference.counts import Counts
+from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5

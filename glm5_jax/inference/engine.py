@@ -16,12 +16,14 @@ import functools
 import heapq
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from glm5_jax.inference.counts import Counts
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -50,23 +52,6 @@ from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
 
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
 DEPTH = 1  # steps under way while the next is prepared
-
-
-@dataclasses.dataclass
-class Counts:
-    """What an engine has done. num_overlapped: steps that were sent off while the one before was computed; accepted:
-    how often a decode with drafts gave 1, 2, ... tokens."""
-
-    num_steps: int = 0
-    num_overlapped: int = 0
-    num_requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    read_tokens: int = 0
-    new_tokens: int = 0
-    host_seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    accepted: list[int] = dataclasses.field(default_factory=list)
 
 
 class _Flight(NamedTuple):
@@ -112,8 +97,8 @@ class Engine:
         max_length: of a prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at
         once; step_tokens: in a step, of all prompts (default: chunk). num_draft: tokens that the MTP layer drafts for
         every decode, which are kept or not so that what is drawn has the same distribution (4 in paper table 2).
-        batch_invariant: every reply has the same bits whatever else is served; slower. max_bias: tokens in a request's logit_bias at most. seed: of the
-        seeds of requests that bring none. ValueError for what cannot be.
+        batch_invariant: every reply has the same bits whatever else is served; slower. max_bias: tokens in a
+        request's logit_bias at most. seed: of the seeds of requests that bring none. ValueError for what cannot be.
         """
         cfg = model.cfg
         max_length = max_length or cfg.max_position_embeddings
@@ -148,7 +133,7 @@ class Engine:
         self._flights: collections.deque[_Flight] = collections.deque()
         self._live: dict[Running, _Live] = {}
         self._cancelled: collections.deque[Running] = collections.deque()
-        self._deadlines: list[tuple[float, int, Running]] = []
+        self._deadlines: list[tuple[float, int, weakref.ref]] = []
         self._numbers = itertools.count()
         self._parcels: collections.deque[Parcel] = collections.deque()
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
@@ -228,7 +213,10 @@ class Engine:
 
     def release(self, handle: Handle) -> "Parcel":
         """Takes a request out of this engine once its prompt is read, for another engine's `adopt`: one reads
-        prompts, the other decodes. Steps until it can be; ValueError if it ends before, or is not here."""
+        prompts, the other decodes. Steps until it can be; ValueError if it ends before, is not here, or the engine
+        is paused."""
+        if self.paused:
+            raise ValueError("the engine is paused, so no prompt is read; resume it first")
         [sequence] = [own for own in self._live if own.handle is handle] or [None]
         while sequence in self._live and not (sequence.ready and sequence.slot is not None):
             self.step()
@@ -270,6 +258,13 @@ class Engine:
                 parcel.live.group = group
                 self._runner.store(group, parcel.sequence, parcel.carried)
             self._parcels.popleft()
+
+    def _unpacked_anew(self, sequence: Running, version: int) -> None:
+        """Has what was adopted, and has no room yet, computed from its beginning."""
+        if sequence in self._live:
+            sequence.computed, sequence.ready, sequence.space = 0, False, version
+            self._live[sequence].group = group = self._choose(sequence)
+            self._schedulers[group].add(sequence)
 
     def _land(self) -> None:
         """Takes all that is under way."""
@@ -332,7 +327,7 @@ class Engine:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
         check_params(params, self._cfg)
         if policy == FINISH:
-            if self.paused and self.num_running:
+            if self.paused and (self.num_running or self._parcels):
                 raise ValueError("the engine is paused, so nothing finishes; use keep or recompute")
             self._finish()
         self._runner.load(params)
@@ -343,6 +338,13 @@ class Engine:
             for sequence in scheduler.sequences:
                 sequence.space = version if sequence.slot is None else None
             scheduler.prefixes.clear(self.version)
+        for parcel in self._parcels:
+            if policy == RECOMPUTE:
+                self._unpacked_anew(parcel.sequence, version)
+            else:
+                parcel.sequence.space = None
+        if policy == RECOMPUTE:
+            self._parcels.clear()
         self.version = version
 
     @property
@@ -392,7 +394,8 @@ class Engine:
         sequence.handle.on_cancel = functools.partial(self._cancelled.append, sequence)
         if (seconds := sequence.handle.request.deadline) is not None:
             until = sequence.handle.submitted + seconds
-            heapq.heappush(self._deadlines, (until, next(self._numbers), sequence))
+            # Weakly: most have ended long before.
+            heapq.heappush(self._deadlines, (until, next(self._numbers), weakref.ref(sequence)))
 
     def _end_those_due(self) -> None:
         while self._cancelled:
@@ -401,8 +404,8 @@ class Engine:
                 self._end(sequence, CANCELLED)
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
-            *_, sequence = heapq.heappop(self._deadlines)
-            if sequence in self._live:
+            *_, late = heapq.heappop(self._deadlines)
+            if (sequence := late()) in self._live:
                 self._end(sequence, DEADLINE)
 
     def _receive(self) -> None:
@@ -474,7 +477,7 @@ class Engine:
         """Ends what runs, while nothing new begins."""
         for scheduler in self._schedulers:
             scheduler.admits = False
-        while self._flights or self.num_running:
+        while self._flights or self._parcels or any(own.num_begun for own in self._schedulers):
             self.step()
         for scheduler in self._schedulers:
             scheduler.admits = True

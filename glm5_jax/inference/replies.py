@@ -50,7 +50,7 @@ class Chat:
     """One choice of a chat, taken apart as its tokens come."""
 
     def __init__(self, asked: Asked, handle: Handle, tokenizer: Tokenizer):
-        self._handle, self._tokenizer = handle, tokenizer
+        self._handle = handle
         self._parser = ReplyParser(asked.tools, tokenizer=tokenizer, thinking=asked.thinking)
         self._close = tokenizer.special_ids.get("</think>")
         stops = handle.request.sampling.stop
@@ -122,7 +122,7 @@ class Text:
     """One choice of a completion."""
 
     def __init__(self, handle: Handle, tokenizer: Tokenizer):
-        self._handle, self._tokenizer, self._seen = handle, tokenizer, 0
+        self._handle, self._seen = handle, 0
         self._bytes = Detokenizer(tokenizer, errors="replace")
         self._held = Held(handle.request.sampling.stop)
         self.text, self.ended = "", False

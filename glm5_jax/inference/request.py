@@ -7,14 +7,8 @@ from typing import NamedTuple
 
 from glm5_jax.inference.sampling import Sampling
 
-# "failed": the engine could not go on.
-STOP, LENGTH, CANCELLED, DEADLINE, FAILED = FINISHES = (
-    "stop",
-    "length",
-    "cancelled",
-    "deadline",
-    "failed",
-)
+STOP, LENGTH, CANCELLED, DEADLINE = "stop", "length", "cancelled", "deadline"
+FAILED = "failed"  # the engine could not go on
 
 
 class TooLong(ValueError):

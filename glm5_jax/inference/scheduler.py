@@ -118,7 +118,7 @@ class Scheduler:
       pool: the pages.
       prefixes: what they hold that a later request may begin with.
       num_preempted: how often a sequence gave its pages back before it had ended.
-      admits: whether those who wait are given pages.
+      admits: whether those who have not begun are given pages.
     """
 
     def __init__(self, num_pages: int, page_size: int, limits: Limits):
@@ -139,6 +139,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences without pages."""
         return len(self._waiting)
+
+    @property
+    def num_begun(self) -> int:
+        """Sequences that have pages, or had some."""
+        return sum(map(_has_begun, self.sequences))
 
     @property
     def running(self) -> tuple[Sequence, ...]:
@@ -165,7 +170,7 @@ class Scheduler:
 
     def adopt(self, sequence: Sequence) -> bool:
         """Gives a slot and pages to a sequence that is ready elsewhere; False if there is no room for it."""
-        if not (self._slots and self.admits):
+        if not self._slots:
             return False
         try:
             sequence.pages = self._take(self._num_pages(sequence.computed + 1))
@@ -190,8 +195,7 @@ class Scheduler:
             one.sequence.computed += most
             one.sequence.flying += most * one.draws
             one.sequence.ready |= one.draws
-        if self.admits:
-            self._admit()
+        self._admit()
         return Work(decodes, self._prefills())
 
     def came_back(self, work: Decode | Prefill, tokens: list[int]) -> None:
@@ -249,6 +253,9 @@ class Scheduler:
         skipped = []
         while self._waiting and self._slots and len(skipped) < self._limits.max_batch:
             sequence = self._waiting.popleft()
+            if not (self.admits or _has_begun(sequence)):
+                skipped.append(sequence)
+                continue
             if sequence.flying:  # pre-empted, and its last tokens are not back
                 skipped.append(sequence)
                 continue
@@ -348,3 +355,7 @@ class Scheduler:
 
     def _num_pages(self, tokens: int) -> int:
         return -(-tokens // self._size)
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    return sequence.handle.cached_tokens is not None

@@ -87,15 +87,22 @@ def schedule(made, asked, samplings, rng):
     return [handles[i].completion for i in range(len(asked))]
 
 
+def mixed(count, rng):
+    """Samplings of which some are greedy."""
+    temperatures = rng.choice([0.0, 1.0], count)
+    return [
+        dataclasses.replace(GREEDY, temperature=float(own), seed=i)
+        for i, own in enumerate(temperatures)
+    ]
+
+
 def gap(prompt, ours, theirs, sampling):
     """How far apart the model holds the two tokens at which two replies part: of the scores that decide, which
     hold the noise of the draw."""
     at = next(i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b)
     scores = logprobs([*prompt, *ours[:at]], sampling.temperature or 1.0)[-1]
     if sampling.temperature:
-        key = jax.random.key_data(jax.random.key(0)) * 0 + np.array(
-            [sampling.seed >> 32, sampling.seed & (2**32 - 1)], np.uint32
-        )
+        key = np.array([sampling.seed >> 32, sampling.seed & (2**32 - 1)], np.uint32)
         key = jax.random.fold_in(
             jax.random.wrap_key_data(key, impl="threefry2x32"), len(prompt) + at
         )
@@ -108,10 +115,7 @@ def test_replies_do_not_depend_on_what_else_is_served(seed):
     """Batching, chunks, pages, prefixes and pre-emption: where a token differs, two were as good as equal."""
     rng = np.random.default_rng(seed)
     asked = prompts(14, seed)
-    samplings = [
-        dataclasses.replace(GREEDY, temperature=float(rng.choice([0, 1])), seed=i)
-        for i in range(len(asked))
-    ]
+    samplings = mixed(len(asked), rng)
     made = engine(step_tokens=int(rng.integers(8, 40)))
     got = schedule(made, asked, samplings, rng)
     assert made.num_preempted and made.counts.cached_tokens
@@ -128,10 +132,7 @@ def test_replies_do_not_depend_on_what_else_is_served(seed):
 def test_batch_invariant_replies_have_the_same_bits(seed):
     rng = np.random.default_rng(seed)
     asked = prompts(10, seed)
-    samplings = [
-        dataclasses.replace(GREEDY, temperature=float(rng.choice([0, 1])), seed=i)
-        for i in range(len(asked))
-    ]
+    samplings = mixed(len(asked), rng)
     options = dict(batch_invariant=True, chunk=8)
     made = engine(**options)
     got = schedule(made, asked, samplings, rng)
@@ -284,6 +285,8 @@ def test_new_weights_in_the_middle_of_replies(policy):
     made.update_weights(glm5.params_of(model(1)), 7, policy)
     while made.step():
         pass
+    if policy == "finish":  # whatever had to give its pages back meanwhile
+        assert all(len(parts(handle.completion)) == 1 for handle in handles)
     first, last = handles[0].completion, handles[-1].completion
     # What had not begun is the new weights' alone, and finds nothing of the old ones'.
     assert parts(last) == {7: 8} and last.ids == alone(asked[-1], GREEDY, seed=1).ids
@@ -410,3 +413,31 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind():
     assert made.num_free_pages == 18 - made.num_cached_pages
     made.update_weights(glm5.params_of(model()), 1)
     assert made.num_free_pages == 18 and made.num_cached_pages == 0
+
+
+@pytest.mark.parametrize("policy", ["finish", "keep", "recompute"])
+def test_new_weights_while_parcels_wait_for_room(policy):
+    asked = prompts(4, 5)
+    reads, decodes = engine(), engine(max_batch=1)
+    handles = [reads.submit(Request(prompt, GREEDY)) for prompt in asked]
+    for handle in handles:
+        decodes.adopt(reads.release(handle))
+    decodes.step()
+    decodes.update_weights(glm5.params_of(model(1)), 1, policy)
+    while decodes.step():
+        pass
+    last = handles[-1].completion
+    assert last.finish_reason == "length" and len(last.ids) == 8
+    assert parts(last) == (
+        {0: 8} if policy == "finish" else {0: last.versions.count(0), 1: 8 - last.versions.count(0)}
+    )
+    before = last.versions.count(0)
+    if policy == "recompute":
+        sampling = dataclasses.replace(GREEDY, max_tokens=8 - before)
+        assert last.ids[before:] == alone(asked[-1] + last.ids[:before], sampling, seed=1).ids
+    if policy == "finish":
+        assert last.ids == alone(asked[-1], GREEDY).ids
+    assert decodes.num_free_pages == 18 - decodes.num_cached_pages
+    with pytest.raises(ValueError, match="resume it first"):
+        reads.pause()
+        reads.release(handles[0])
