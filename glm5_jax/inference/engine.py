@@ -115,16 +115,8 @@ class Engine:
         limits = Limits(max_batch, chunk, step_tokens or chunk, batch_invariant, num_draft)
         max_pages = -(-max_length // page_size)
         num_pages = num_pages or max_batch * max_pages
-        self._shape = Shape(
-            num_pages,
-            page_size,
-            max_batch,
-            max_pages,
-            chunk,
-            max_bias,
-            num_draft,
-            batch_invariant,
-        )
+        pages = num_pages, page_size, max_batch, max_pages
+        self._shape = Shape(*pages, chunk, max_bias, num_draft, batch_invariant)
         self._cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [
