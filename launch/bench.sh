@@ -10,6 +10,7 @@ their ratios; sets up an environment with torch for it. Without ROW all rows run
 
   forward-512 forward-1024 forward-4096 forward-8192
   train-512 train-1024 train-4096
+  prefill-512 prefill-4096
   decode-1 decode-8
 TEXT
 }

@@ -3,16 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from experiments.benchmarks.choices import Apart, replayed
 from experiments.benchmarks.measure import NEW_TOKENS, VOCAB_SIZE, Clock, gemm_rate, pin, tokens
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.process import serve
+from glm5_jax.inference.engine import KEEP, Engine
+from glm5_jax.inference.request import Request
+from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import init_cache
-from glm5_jax.model.generate import _advance as advance
-from glm5_jax.model.plan import Plan
 from glm5_jax.training.step import Rates, StepConfig, gradient_function
 
 # GLM-5's proportions in 19.4M parameters, 8.4M of them active: latents of a half and a third of the
@@ -50,13 +51,13 @@ class Arm:
     """The functions that the parent calls; `run` measures once and keeps the output for `save`."""
 
     def __init__(self):
-        params = glm5.init_params(BASELINE, jax.random.key(0))
-        self.params = jax.jit(glm5.unstack, static_argnums=1)(params, BASELINE)
+        self.model = glm5.Glm5(BASELINE, rngs=nnx.Rngs(0))
+        self.params = jax.jit(glm5.unstack, static_argnums=1)(self._stacked(), BASELINE)
         self.run = self.output = None
 
     def export(self, folder: str) -> None:
         """The weights as transformers reads them."""
-        save_hf(stacked(self.params), folder, cfg=BASELINE)
+        save_hf(self.model, folder)
 
     def gemm(self) -> float:
         """FLOP/s of a large matmul."""
@@ -65,7 +66,7 @@ class Arm:
         return gemm_rate(lambda: matmul(a, a).block_until_ready())
 
     def prepare(self, kind: str, b: int, t: int) -> float:
-        """Compiles forward, train or decode for tokens [b t]; the seconds it took, first run included."""
+        """Compiles forward, train, prefill or decode for tokens [b t]; the seconds it took, first run included."""
         clock = Clock()
         self.run = getattr(self, f"_{kind}")(b, t)
         self.measure()
@@ -126,26 +127,47 @@ class Arm:
 
         return run
 
-    def _decode(self, b, t):
-        """NEW_TOKENS steps of the loop in `generate`; the prefill is not timed."""
-        prompts = tokens(b, t)
-        ones = np.ones((b, 1), np.int32)
+    def _prefill(self, b, t):
+        """The first token of all rows, as the engine's users have it."""
+        engine = self._engine(b, t)
 
         def run():
-            cache = init_cache(BASELINE, b, t + NEW_TOKENS)
-            logits, cache = advance(
-                self.params, prompts, np.ones_like(prompts), cache, BASELINE, Plan()
-            )
-            out = [np.asarray(jnp.argmax(logits, axis=-1))]
+            # Forgets the prompts of the run before.
+            engine.update_weights(self._stacked(), engine.version + 1, KEEP)
             clock = Clock()
-            for _ in range(NEW_TOKENS):
-                logits, cache = advance(
-                    self.params, out[-1][:, None], ones, cache, BASELINE, Plan()
-                )
-                out.append(np.asarray(jnp.argmax(logits, axis=-1)))
-            return clock.read(), np.stack(out, axis=1)
+            replies = engine.generate(tokens(b, t).tolist(), _greedy(1))
+            return clock.read(), np.array([reply.ids for reply in replies])
 
         return run
+
+    def _decode(self, b, t):
+        """NEW_TOKENS tokens of all rows behind the first one, as the engine's users have them."""
+        engine = self._engine(b, t)
+
+        def run():
+            asked = [Request(ids, _greedy(NEW_TOKENS + 1)) for ids in tokens(b, t).tolist()]
+            handles = [engine.submit(request) for request in asked]
+            while not all(handle.tokens for handle in handles):
+                engine.step()
+            clock = Clock()
+            while engine.step():
+                pass
+            seconds = clock.read()
+            return seconds, np.array([handle.completion.ids for handle in handles])
+
+        return run
+
+    def _engine(self, b, t):
+        """One that reads all rows in one step."""
+        sizes = {"chunk": t, "step_tokens": b * t, "max_length": t + NEW_TOKENS + 1}
+        return Engine(self.model, max_batch=b, **sizes)
+
+    def _stacked(self):
+        return glm5.params_of(self.model)
+
+
+def _greedy(count: int) -> Sampling:
+    return Sampling(max_tokens=count, temperature=0, ignore_eos=True)
 
 
 def stacked(params):

@@ -29,7 +29,7 @@ class Arm:
         return gemm_rate(lambda: a @ a)
 
     def prepare(self, kind: str, b: int, t: int, variant: str) -> float:
-        """Makes a variant of forward, train or decode for tokens [b t]; the seconds it took, first run
+        """Makes a variant of forward, train, prefill or decode for tokens [b t]; the seconds it took, first run
         included."""
         clock = Clock()
         model, *rest = self._model(variant)
@@ -127,7 +127,20 @@ def _train(model, step, x):
     return run
 
 
-RUNS = {"forward": _forward, "train": _train}
+def _prefill(model, step, x):
+    """The first token behind x, with what a cache needs to go on."""
+    model.eval()
+
+    @torch.inference_mode()
+    def run():
+        clock, cache = Clock(), DynamicCache(config=model.config)
+        logits = step(x, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return clock.read(), logits[:, -1].argmax(-1, keepdim=True)
+
+    return run
+
+
+RUNS = {"forward": _forward, "train": _train, "prefill": _prefill}
 
 
 def _visible(topk):

@@ -1,4 +1,4 @@
-"""glm5_jax beside transformers on CPU: forward, train step and cached decoding, as ratios.
+"""glm5_jax beside transformers on CPU: forward, train step, and the engine's reading and decoding, as ratios.
 
     bash launch/bench.sh [ROW...]
 
@@ -67,7 +67,8 @@ class Row:
     @property
     def flops(self) -> float | None:
         """Model FLOPs of one run, for both arms; None for decoding, which waits for memory."""
-        per_token = {"forward": forward_flops, "train": train_flops}.get(self.kind)
+        counted = {"forward": forward_flops, "prefill": forward_flops, "train": train_flops}
+        per_token = counted.get(self.kind)
         return per_token and per_token(BASELINE, self.t) * self.tokens
 
     def variants(self) -> list[str]:
@@ -89,6 +90,8 @@ ROWS = (
     Row("train", 1, 512, 1.0),
     Row("train", 1, 1024, 1.2),
     Row("train", 1, 4096, 2.5),
+    Row("prefill", 1, 512, None),
+    Row("prefill", 1, 4096, None),
     Row("decode", 1, PROMPT, 8.0),
     Row("decode", 8, PROMPT, 5.0),
 )
@@ -118,7 +121,7 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
         times["ours"].append(ours.call("measure", SECONDS))
         times["theirs"].append(theirs.call("measure", SECONDS, variant=best))
     apart_by = {"difference": difference(row, *saved(row, ours, theirs, folder / row.name))}
-    if row.kind != "decode":
+    if row.kind in ("forward", "train"):
         path = str(folder / f"{row.name}-choices.npz")
         theirs.call("choose", SECONDS, **case, variant="sdpa grouped_mm", choices=path)
         apart = ours.call("follow", SECONDS, **case, choices=path)
@@ -176,7 +179,7 @@ def difference(row: Row, ours: pathlib.Path, theirs: pathlib.Path) -> str:
         worst = max(apart, key=apart.get)
         return f"{apart[worst]:.0e} of an array's maximum"
     a, b = np.load(ours), np.load(theirs)
-    if row.kind == "decode":
+    if row.kind in ("prefill", "decode"):
         return f"{int((a == b).sum())} of {a.size} tokens equal"
     apart = np.abs(a - b).max(-1)
     return f"{apart.max():.0e}, {np.mean(apart > 2e-4):.2%} of positions"

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, sorted_swiglu
+from pallas_kernels import dispatch
 
 
 def routed_experts(
@@ -41,7 +42,10 @@ def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
     m, a = expert_ids.shape
     local = w["gate"].shape[0]
     shards = region.expert
-    if shards == 1 and m * a <= FETCH_SHARE * local:
+    kernel = (
+        dispatch.platform() in dispatch.OF_PLATFORM
+    )  # reads none but the experts that have rows
+    if shards == 1 and not kernel and m * a <= FETCH_SHARE * local:
         return _combine(fetched_swiglu(x, expert_ids, w), combine_weights)
     order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
     rows = permute(x, order // a, inverse.reshape(m, a))

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from pallas_kernels.grouped_matmul import grouped_swiglu
 from pallas_kernels.grouped_matmul.ref import swiglu
@@ -22,27 +23,32 @@ class Experts(nnx.Module):
 
 NAMES = ("gate", "up", "down")
 
-# Fetching a row's weights reads, writes and reads them: up to this many rows per expert it is cheaper
-# than reading all experts once (measured on CPU).
+# Without a kernel the sorted rows' product reads all experts: up to this many rows per expert it is cheaper
+# to fetch each row's own (measured on CPU).
 FETCH_SHARE = 0.5
 
 
 def fetched_swiglu(x, expert_ids, w):
-    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d], by a copy of their weights."""
+    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d]."""
     m, a = expert_ids.shape
-    own = [
-        jax.tree.map(lambda v: jnp.take(v, expert_ids.reshape(-1), axis=0, mode="clip"), w[name])
-        for name in NAMES
-    ]
-    rows = jnp.repeat(x, a, axis=0)[:, None]
-    if isinstance(own[0], Int4):
+
+    def one(_, args):
+        # One row at a time, so that the copy of its expert is still in the cache when it is multiplied.
+        row, expert = args
+        own = [
+            jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w[name])
+            for name in NAMES
+        ]
+        if not isinstance(own[0], Int4):
+            return None, swiglu(row, *own)[0]
 
         def multiply(x, x_scale, w):
-            return w4a8.product(x, x_scale[..., None], w.packed, w.scale, rows.dtype)
+            return w4a8.product(x, x_scale[..., None], w.packed, w.scale, row.dtype)
 
-        y = _w4a8_swiglu(rows, *own, multiply)
-    else:
-        y, _, _ = swiglu(rows, *own)
+        return None, _w4a8_swiglu(row, *own, multiply)
+
+    rows = jnp.repeat(x, a, axis=0)[:, None]
+    _, y = lax.scan(one, None, (rows, expert_ids.reshape(-1)))
     return y.reshape(m, a, -1)
 
 

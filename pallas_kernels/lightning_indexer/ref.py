@@ -66,9 +66,10 @@ def select_paged_keys(static, idx_q, idx_w, pages, page_table, lengths, page_sca
         columns = _columns(pages[table].reshape(1, s, -1))
         scores = _scale(_index_scores(q[None], w[None], columns), scale)
         position = length - t + jnp.arange(t, dtype=jnp.int32)
-        return select(scores, visible(position, jnp.arange(s, dtype=jnp.int32)), static.k)[0]
+        return _ordered_bits(scores, visible(position, jnp.arange(s, dtype=jnp.int32)))[0]
 
-    return lax.map(one, (idx_q, idx_w, page_table, lengths))
+    # Scores of one sequence at a time, which hold a number for every head; the choice for all at once.
+    return _best(lax.map(one, (idx_q, idx_w, page_table, lengths)), static.k)
 
 
 def quantize_index(x, dtype):
