@@ -7,7 +7,8 @@
     host     the host's own time for a decode step with 78 unstacked layers' weights as arguments
     turns    multi-turn conversations: tokens of prompts that the prefix cache finds, against a cache without end
     load     requests that come at random (Poisson) and share beginnings: first token and each further one
-    drafts   decoding with the MTP layer's drafts against plain decoding, and what the parts of it cost
+    drafts   decoding with the MTP layer's drafts against plain decoding, where the trunk dominates, and every part's cost
+    lengths  first token and tokens a second of dense and of sparse attention, by length and batch (19.4M random weights)
 
 turns, load and drafts serve the trained model of --checkpoint (default: workdir/life/sft, of experiments/lifecycle.py:tiny).
 Expected figures: experiments/LOG.md. About three minutes for all on two cores.
@@ -24,6 +25,8 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks import drafting
+from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import pin
 
 from glm5_jax import presets  # isort: skip
@@ -37,6 +40,7 @@ from glm5_jax.model.cache import init_cache
 
 PAGE = 16
 MEMORY, CONVERSATION = 141e9, 32_768  # one H200; tokens
+PLAIN = Sampling(max_tokens=60, ignore_eos=True, temperature=0)
 GLM_4_5 = dict(layers=92, heads=8, width=128)  # grouped-query attention, from its config.json
 
 
@@ -176,28 +180,44 @@ def load(options) -> None:
 
 
 def drafts(options) -> None:
-    """One conversation decoded with and without drafts."""
-    prompt, sampling = list(range(5, 45)), Sampling(max_tokens=200, ignore_eos=True, temperature=0)
-    plain = None
-    for count in (0, 1, 2, 4):
-        made, _ = _engine(options, max_batch=1, num_draft=count)
-        for _ in range(3):  # the first two compile
-            made.counts = Counts(accepted=[0] * (count + 1))
-            began = time.perf_counter()
-            made.generate([prompt], sampling)
-            spent = time.perf_counter() - began
-        decodes = made.counts.num_steps - 1
-        each = spent / decodes
-        if not count:
-            plain = each
-            print(f"drafts: none: {1e3 * each:.2f} ms a token")
-            continue
-        kept = np.array(made.counts.accepted)
-        tokens = float(kept @ np.arange(1, count + 2) / kept.sum())
-        print(
-            f"drafts: {count}: {tokens:.2f} tokens a step of {1e3 * each:.2f} ms, {tokens * plain / each:.2f} times as fast; "
-            f"of {tokens:.2f} that {100 * plain / each:.0f}%"
-        )
+    """The same decoding with and without the MTP layer's drafts, by a model made deeper."""
+    model = models.load_model(options.checkpoint)
+    rng = np.random.default_rng(0)
+    vocab = model.cfg.vocab_size - len(models.load_tokenizer(options.checkpoint).special_ids)
+    prompts = [rng.integers(0, vocab, 40).tolist() for _ in range(5)]
+    drafting.compare(drafting.deepened(model, drafting.LAYERS), prompts, 200)
+
+
+def lengths(options) -> None:
+    """The same model with dense and with sparse attention: first token, and tokens a second at once."""
+    del options
+    table = Table("prompt", "attention", "first token, s", "tokens/s of 1", "tokens/s of 4")
+    for length in (1024, 4096, 16384):
+        for attention in ("dense", "sparse"):
+            model = glm5.Glm5(dataclasses.replace(BASELINE, attention=attention), rngs=nnx.Rngs(0))
+            made = Engine(model, max_batch=4, max_length=length + 64, chunk=1024)
+            first, rates = None, {}
+            for batch in (1, 4):
+                for seed in range(2):  # the first compiles
+                    rng = np.random.default_rng([batch, seed])
+                    asked = rng.integers(2, BASELINE.vocab_size, (batch, length)).tolist()
+                    handles = [made.submit(Request(ids, PLAIN)) for ids in asked]
+                    while not all(handle.tokens for handle in handles):
+                        made.step()
+                    began, had = time.monotonic(), sum(len(handle.tokens) for handle in handles)
+                    while made.step():
+                        pass
+                    had = sum(len(handle.tokens) for handle in handles) - had
+                    rates[batch] = had / (time.monotonic() - began)
+                    first = first if batch > 1 else handles[0].first - handles[0].submitted
+            cells = (
+                f"{length:,}",
+                attention,
+                f"{first:.2f}",
+                *(f"{r:.0f}" for r in rates.values()),
+            )
+            table.add_row(*cells)
+    Console().print(table)
 
 
 def _engine(options, **more) -> tuple[Engine, int]:
@@ -208,7 +228,14 @@ def _engine(options, **more) -> tuple[Engine, int]:
     return Engine(model, tokenizer, page_size=PAGE, max_length=512, chunk=256, **more), vocab
 
 
-PARTS = {"cache": cache, "host": host, "turns": turns, "load": load, "drafts": drafts}
+PARTS = {
+    "cache": cache,
+    "host": host,
+    "turns": turns,
+    "load": load,
+    "drafts": drafts,
+    "lengths": lengths,
+}
 
 if __name__ == "__main__":
     pin()

@@ -1,0 +1,120 @@
+"""What drafts gain where the trunk dominates: a trained model made deeper, decoded with and without them.
+
+The model keeps what it has learnt, and with it the share of drafts that are right: the added layers compute all
+that a layer does, but their outputs are zero. The MTP layer stays one.
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.core.tree import map_with_path
+from glm5_jax.inference.counts import Counts
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import Request
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
+from glm5_jax.model.cache import PagedCache, init_cache
+from glm5_jax.model.generate import layers_of
+
+LAYERS = 20  # of the deepened trunk
+PAGE, LENGTH = 16, 512
+OUTPUTS = ("attn/o", "mlp/down")
+
+
+def deepened(model: glm5.Glm5, num_layers: int) -> glm5.Glm5:
+    """The same function in num_layers layers: dense ones in front, whose outputs are zero."""
+    cfg, params = model.cfg, glm5.params_of(model)
+    more = num_layers - cfg.num_hidden_layers
+    deep = dataclasses.replace(
+        cfg, num_hidden_layers=num_layers, first_k_dense_replace=cfg.first_k_dense_replace + more
+    )
+    new = glm5.init_params(deep, jax.random.key(0), cfg.dtype)
+    silent = map_with_path(
+        lambda path, w: jnp.zeros_like(w) if path.endswith(OUTPUTS) else w, new["dense_layers"]
+    )
+    stack = jax.tree.map(
+        lambda added, own: jnp.concatenate([added[:more], own]), silent, params["dense_layers"]
+    )
+    return glm5.Glm5(deep, params={**params, "dense_layers": stack})
+
+
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="layers")
+def _verify(params, layers, tables, lengths, tokens, cfg):
+    out = glm5.forward(params, tokens, cfg, cache=PagedCache(layers, tables, lengths))
+    return out.cache.layers, jnp.argmax(out.logits, axis=-1)
+
+
+@functools.partial(jax.jit, static_argnames="cfg", donate_argnames="layers")
+def _draft(params, layers, tables, lengths, hidden, tokens, cfg):
+    cache = PagedCache(layers, tables, lengths)
+    out = glm5.forward_mtp(params, hidden, tokens, cfg, cache=cache)
+    return out.cache.layers, jnp.argmax(out.logits, axis=-1)
+
+
+def parts(model: glm5.Glm5, counts) -> tuple[float, dict[int, float]]:
+    """Seconds of one draft, and of a forward over so many new tokens, one sequence of LENGTH / 2 before them."""
+    cfg = model.cfg
+    params = layers_of(glm5.params_of(model), cfg)
+    tables = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
+    lengths = jnp.array([LENGTH // 2], jnp.int32)
+
+    def seconds(step, layers, *args):
+        times = []
+        for _ in range(6):  # the first compiles
+            began = time.perf_counter()
+            for _ in range(20):
+                layers, out = step(params, layers, tables, lengths, *args, cfg)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - began) / 20)
+        return min(times)
+
+    def pages(**options):
+        return init_cache(cfg, LENGTH // PAGE, PAGE, **options).layers
+
+    hidden = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype)
+    one = jnp.ones((1, 1), jnp.int32)
+    forwards = {n: seconds(_verify, pages(), jnp.ones((1, n), jnp.int32)) for n in counts}
+    return seconds(_draft, pages(num_layers=1), hidden, one), forwards
+
+
+def compare(model: glm5.Glm5, prompts: list[list[int]], num_new: int, drafts=(1, 2, 4)) -> None:
+    """Prints every term of the comparison for some numbers of drafts."""
+    draft, forwards = parts(model, (1, *(n + 1 for n in drafts)))
+    cfg, sampling = model.cfg, Sampling(max_tokens=num_new, ignore_eos=True, temperature=0)
+    print(
+        f"drafts: {cfg.num_hidden_layers} layers; T1, a forward over one token: {1e3 * forwards[1]:.2f} ms; "
+        f"Tdraft: {1e3 * draft:.2f} ms"
+    )
+    plain, wanted = None, None
+    for count in (0, *drafts):
+        engine = Engine(model, page_size=PAGE, max_length=LENGTH, max_batch=1, num_draft=count)
+        engine.generate([prompts[0]], sampling)  # compiles
+        times, replies = [], []
+        engine.counts = Counts(accepted=[0] * (count + 1))
+        for prompt in prompts:
+            handle = engine.submit(Request(prompt, sampling))
+            while engine.step():
+                pass
+            times.append((handle.ended - handle.first) / (num_new - 1))
+            replies.append(handle.completion.ids)
+        each, wanted = float(np.median(times)), wanted or replies
+        if replies != wanted:
+            raise ValueError("greedy decoding with drafts is not what it is without")
+        if not count:
+            plain = each
+            print(f"drafts: none: {1e3 * each:.2f} ms a token")
+            continue
+        kept = np.array(engine.counts.accepted)
+        accepted = float(kept @ np.arange(1, count + 2) / kept.sum())
+        possible = accepted * forwards[1] / (forwards[count + 1] + count * draft)
+        gain = plain / each
+        print(
+            f"drafts: {count}: {accepted:.2f} tokens kept a step; Tverify {1e3 * forwards[count + 1]:.2f} ms; possible "
+            f"{possible:.2f} times as fast, really {gain:.2f}: {gain / possible:.2f} of it (target 0.9) and "
+            f"{gain / accepted:.2f} of the tokens kept (target 0.6)"
+        )
