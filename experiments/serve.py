@@ -19,6 +19,7 @@ import sys
 
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.server import ServerConfig
+from glm5_jax.model.cache import check_formats
 from glm5_jax.training.experiment import MeshConfig, choose
 
 
@@ -34,7 +35,12 @@ class EngineConfig:
     step_tokens: int | None = None
     num_draft: int = 0
     batch_invariant: bool = False
+    index_cache: str | None = None
+    latent_cache: str | None = None
     seed: int = 0
+
+    def __post_init__(self):
+        check_formats(self.index_cache, self.latent_cache)
 
 
 @dataclasses.dataclass(frozen=True)

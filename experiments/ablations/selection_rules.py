@@ -21,8 +21,9 @@ from glm5_jax.model.block import block
 from glm5_jax.model.cache import Cache, init_cache, write
 from glm5_jax.model.indexer import Index, Selection
 from glm5_jax.model.plan import Plan
+from pallas_kernels.eight_bits import quantize_vectors
 from pallas_kernels.index_scores import index_scores
-from pallas_kernels.lightning_indexer import lightning_indexer, quantize_index
+from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.mask import visible
 from pallas_kernels.pointwise import rms_norm
 
@@ -89,8 +90,8 @@ def in_bfloat16(index: Index, start, segments, k: int, key) -> jax.Array:
 def in_float8(index: Index, start, segments, k: int, key) -> jax.Array:
     """Exact, of queries and keys rounded to FP8 with a scale for each."""
     own, keys = segments
-    q, scale = quantize_index(index.q, jnp.float8_e4m3fn)
-    idx_k, k_scale = quantize_index(index.k, jnp.float8_e4m3fn)
+    q, scale = quantize_vectors(index.q, jnp.float8_e4m3fn)
+    idx_k, k_scale = quantize_vectors(index.k, jnp.float8_e4m3fn)
     rest = {"start": start, "q_segments": own, "k_segments": keys}
     return lightning_indexer(q, index.w * scale, idx_k, k, k_scale=k_scale, **rest)
 

@@ -84,6 +84,8 @@ class Engine:
         step_tokens: int | None = None,
         num_draft: int = 0,
         batch_invariant: bool = False,
+        index_cache: str | None = None,
+        latent_cache: str | None = None,
         max_bias: int = 300,
         seed: int = 0,
         version: int = 0,
@@ -97,8 +99,10 @@ class Engine:
         max_length: of a prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at
         once; step_tokens: in a step, of all prompts (default: chunk). num_draft: tokens that the MTP layer drafts for
         every decode, which are kept or not so that what is drawn has the same distribution (4 in paper table 2).
-        batch_invariant: every reply has the same bits whatever else is served; slower. max_bias: tokens in a
-        request's logit_bias at most. seed: of the seeds of requests that bring none. ValueError for what cannot be.
+        batch_invariant: every reply has the same bits whatever else is served; slower. index_cache, latent_cache:
+        "int8" or "fp8", in which the pages hold index keys and latents (`init_pages`); None: in the model's dtype.
+        max_bias: tokens in a request's logit_bias at most. seed: of the seeds of requests that bring none.
+        ValueError for what cannot be.
         """
         cfg = model.cfg
         max_length = max_length or cfg.max_position_embeddings
@@ -116,7 +120,8 @@ class Engine:
         max_pages = -(-max_length // page_size)
         num_pages = num_pages or max_batch * max_pages
         pages = num_pages, page_size, max_batch, max_pages
-        self._shape = Shape(*pages, chunk, max_bias, num_draft, batch_invariant)
+        kinds = index_cache, latent_cache
+        self._shape = Shape(*pages, chunk, max_bias, num_draft, batch_invariant, *kinds)
         self._cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [

@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 class Carried(NamedTuple):
     """A sequence on its way from one engine to another: layers and mtp with its pages [n z ...] in order, and
-    slots with what stood in its slot. Both engines have pages of one size, and drafts or none."""
+    slots with what stood in its slot. Both engines have pages of one size and kind, and drafts or none."""
 
     layers: tuple[LayerCache, ...]
     mtp: LayerCache | None
@@ -95,14 +95,13 @@ class Runner:
 
     def check(self, carried: Carried) -> None:
         """ValueError unless what another engine fetched can be stored here."""
-        theirs, mine = (
-            jax.tree.map(lambda a: (a.shape[1:], a.dtype), tree)
-            for tree in (carried[:2], (self._device.layers, self._device.mtp))
-        )
-        slots = jax.tree.structure(carried.slots) == jax.tree.structure(self._device.slots)
-        if theirs != mine or not slots:
+        own, theirs = self._device, jax.tree.structure(carried)
+        pages = zip(*(jax.tree.leaves(tree[:2]) for tree in (carried, own)))
+        alike = theirs == jax.tree.structure(Carried(*own))
+        if not alike or any((a.shape[1:], a.dtype) != (b.shape[1:], b.dtype) for a, b in pages):
             raise ValueError(
-                "the parcel is of another kind of engine; model, page_size and num_draft must be the same"
+                "the parcel is of another kind of engine; model, page_size, num_draft, index_cache and latent_cache "
+                "must be the same"
             )
 
     def store(self, group: int, sequence: Sequence, carried: Carried) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import BATCH_AXES, Region
 from glm5_jax.inference.sampling import Drawn, Row, draw, keys_of, probabilities, told
-from glm5_jax.model.cache import LayerCache, PagedCache, init_cache
+from glm5_jax.model.cache import LayerCache, PagedCache, init_pages
 from glm5_jax.model.draft import verify
 from glm5_jax.model.glm5 import forward, forward_mtp
 from glm5_jax.model.plan import Plan
@@ -100,7 +100,7 @@ class Variant(NamedTuple):
 class Shape:
     """Of what the device holds. num_pages and page_size: of each group; slots: of each group; max_pages: of a
     sequence; max_bias: tokens whose logits a request may change; num_draft: tokens that a decode drafts; invariant: rows are computed one by one, in one
-    shape, so that a row's bits do not depend on the others."""
+    shape, so that a row's bits do not depend on the others. index_cache, latent_cache: as of `init_pages`."""
 
     num_pages: int
     page_size: int
@@ -110,6 +110,8 @@ class Shape:
     max_bias: int
     num_draft: int = 0
     invariant: bool = False
+    index_cache: str | None = None
+    latent_cache: str | None = None
 
     def rows(self, count: int) -> int:
         """The bucket of a decode of so many sequences."""
@@ -143,9 +145,9 @@ class Steps:
         """Empty pages and slots. dtype: of the pages."""
         shape, x = self.shape, self.groups
 
-        def pages(**options):
-            num_pages = x * shape.num_pages
-            return init_cache(self.cfg, num_pages, shape.page_size, dtype, **options).layers
+        def pages(**more):
+            kept = {"index_cache": shape.index_cache, "latent_cache": shape.latent_cache}
+            return init_pages(self.cfg, x * shape.num_pages, shape.page_size, dtype, **kept, **more)
 
         def empty():
             y = shape.slots + 1

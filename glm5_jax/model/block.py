@@ -25,6 +25,7 @@ from glm5_jax.model.indexer import (
     index_keys,
     index_loss,
     index_queries,
+    multiplied,
 )
 from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla, paged_mla
 from glm5_jax.model.mlp import Mlp, mlp
@@ -34,6 +35,7 @@ from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import rms_norm
+from pallas_kernels.sparse_flash_attention import Rows8
 
 
 class Block(nnx.Module):
@@ -184,11 +186,12 @@ def attention(
         new = LayerCache(latent, None)
         if cache.idx_k is not None:
             new = LayerCache(latent, index_keys(indexer, still, context.cos, context.sin, cfg))
-        cache = jax.tree.map(put, cache, new)
+        cache = jax.tree.map(put, cache, new.like(cache))
         if paging is None:
             latent, idx_k = cache
         elif paging.one_row:
             latent, idx_k = jax.tree.map(paging.row, cache)
+            latent = latent.rows() if isinstance(latent, Rows8) else latent
         else:
             return _paged(w, indexer, still, c_q_still, q, selection, cache, context)
     if (context.selects or learns) and indexer is not None:
@@ -203,9 +206,11 @@ def attention(
             )
             topk = None
             if context.selects:
+                index, k_scale = multiplied(index)
                 topk = lightning_indexer(
                     *index,
                     cfg.index_topk,
+                    k_scale=k_scale,
                     start=context.start,
                     q_segments=context.segments,
                     k_segments=context.key_segments,
@@ -234,12 +239,14 @@ def _paged(w, indexer, x, c_q, q, selection: Selection, cache: LayerCache, conte
     if not context.selects:
         topk = paging.visible(context.num_keys)
     elif cache.idx_k is not None:
+        queries = index_queries(indexer, x, c_q, context.cos, context.sin, cfg)
+        index, page_scales = multiplied(Index(*queries, cache.idx_k))
         topk = paged_lightning_indexer(
-            *index_queries(indexer, x, c_q, context.cos, context.sin, cfg),
-            cache.idx_k,
+            *index,
             paging.tables,
             paging.positions[:, -1] + 1,
             cfg.index_topk,
+            page_scales=page_scales,
             implementation=context.plan.kernels,
         )
         selection = Selection(topk, None)

@@ -1,6 +1,7 @@
 """What layers remember of the tokens before: latents and index keys, keys and values, or a state.
 
-Of MLA: c_kv and k_rope of every token, c + r numbers a layer, and idx_k, j a full one.
+Of MLA: c_kv and k_rope of every token, c + r numbers a layer, and idx_k, j a full one. Pages may hold them in 8
+bits: c_kv with a scale for each 128 numbers, beside k_rope as it is, and an index key with one scale.
 """
 
 from typing import NamedTuple
@@ -10,16 +11,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from glm5_jax.config import RECURRENT_KINDS
+from pallas_kernels import dispatch
+from pallas_kernels.eight_bits import FORMATS, Scaled, quantize_vectors
 from pallas_kernels.numerics import wide
+from pallas_kernels.sparse_flash_attention import LANES, Layout, Rows8
 
 FETCHING_QUERIES = 16  # of a row, above which its pages are copied whole; not yet measured
 
 
 class LayerCache(NamedTuple):
-    """latent [b s c+r]: c_kv, then k_rope; idx_k [b s j], None where the layer has no indexer."""
+    """latent [b s c+r]: c_kv, then k_rope; idx_k [b s j], None where the layer has no indexer. Of pages they may
+    be `Rows8` and `Scaled`."""
 
-    latent: jax.Array
-    idx_k: jax.Array | None
+    latent: jax.Array | Rows8
+    idx_k: jax.Array | Scaled | None
+
+    def held(self, layout: Layout | None, index_dtype) -> "LayerCache":
+        """The same with latents of that layout and index keys of that dtype of 8 bits; None: as they are."""
+        latent, idx_k = self
+        if layout is not None:
+            latent = Rows8.of(latent, layout)
+        if index_dtype is not None and idx_k is not None:
+            idx_k = quantize_vectors(idx_k, index_dtype)
+        return LayerCache(latent, idx_k)
+
+    def like(self, other: "LayerCache") -> "LayerCache":
+        """The same, held as another cache is."""
+        return self.held(
+            other.latent.layout if isinstance(other.latent, Rows8) else None,
+            other.idx_k.values.dtype if isinstance(other.idx_k, Scaled) else None,
+        )
 
 
 class KeyValues(NamedTuple):
@@ -56,7 +77,7 @@ class Cache(NamedTuple):
 
 class PagedCache(NamedTuple):
     """Sequences of any length in pages that they may share. layers: latent [p z c+r] and idx_k [p z j] of p
-    pages with z slots, as `init_cache(cfg, p, z)` makes them; tables int32[b n]: the pages of each row, of
+    pages with z slots, as `init_pages(cfg, p, z)` makes them; tables int32[b n]: the pages of each row, of
     which those behind its tokens may be anything; lengths int32[b]: tokens of each row."""
 
     layers: tuple[LayerCache, ...]
@@ -133,6 +154,47 @@ def init_cache(cfg, batch: int, capacity: int, dtype=None, num_layers: int | Non
 
     layers = tuple(layer(i) for i in range(num_layers or cfg.num_hidden_layers))
     return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def init_pages(
+    cfg,
+    num_pages: int,
+    page_size: int,
+    dtype=None,
+    num_layers: int | None = None,
+    index_cache: str | None = None,
+    latent_cache: str | None = None,
+) -> tuple[LayerCache, ...]:
+    """Empty pages of every layer of full attention (MLA); dtype and num_layers as for `init_cache`.
+
+    index_cache, latent_cache: "int8" or "fp8", in which index keys and latents are held; None: in dtype.
+    ValueError for other names, and for what cannot be.
+    """
+    check_formats(index_cache, latent_cache)
+    dtype = jnp.dtype(dtype or cfg.dtype)
+    if latent_cache and dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(f"latent_cache is {latent_cache!r} for {dtype}; use bfloat16 or float32")
+    if index_cache and cfg.attention != "sparse":
+        raise ValueError(f"index_cache is {index_cache!r}, and the model has no indexer; use None")
+    layout = None
+    if latent_cache:
+        name, rest = jnp.dtype(FORMATS[latent_cache]).name, cfg.qk_rope_head_dim
+        multiple = LANES if dispatch.platform() == "tpu" else 1
+        layout = Layout(name, cfg.kv_lora_rank, rest, dtype.name, multiple)
+
+    def layers():
+        plain = init_cache(cfg, num_pages, page_size, dtype, num_layers).layers
+        return tuple(layer.held(layout, FORMATS.get(index_cache)) for layer in plain)
+
+    # Nothing in the model's own dtype is ever there.
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(layers))
+
+
+def check_formats(index_cache: str | None, latent_cache: str | None) -> None:
+    """ValueError if one of them is no name of `init_pages`."""
+    for name, value in (("index_cache", index_cache), ("latent_cache", latent_cache)):
+        if value not in (None, *FORMATS):
+            raise ValueError(f"{name} is {value!r}; use {', '.join(FORMATS)} or None")
 
 
 def write(buffer, new, length):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.eight_bits import Scaled, quantize_vectors
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import layer_norm, rotate
@@ -37,11 +38,11 @@ class Indexer(nnx.Module):
 
 class Index(NamedTuple):
     """What an indexer says of its tokens: queries [b t i j], head weights wide[b t i] and everyone's keys
-    [b s j]."""
+    [b s j], which a cache may hold in 8 bits."""
 
     q: jax.Array
     w: jax.Array
-    k: jax.Array
+    k: jax.Array | Scaled
 
 
 class Selection(NamedTuple):
@@ -66,6 +67,17 @@ def index_queries(w, x, c_q, cos, sin, cfg):
     # The scale is applied wide: a bfloat16 product flips selections near the cut.
     heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(wide(x.dtype))
     return q, heads * cfg.index_n_heads**-0.5
+
+
+def multiplied(index: Index) -> tuple[Index, jax.Array | None]:
+    """(index, k_scale) as `lightning_indexer` takes them: queries of keys in 8 bits become such ones too.
+
+    The scores keep all scales: ReLU lets those of queries, which are positive, through to the head weights.
+    """
+    if not isinstance(index.k, Scaled):
+        return index, None
+    q, scale = quantize_vectors(index.q, index.k.values.dtype)
+    return Index(q, index.w * scale, index.k.values), index.k.scale
 
 
 def index_loss(

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import dispatch
 from pallas_kernels.index_scores import index_scores as index_scores
-from pallas_kernels.lightning_indexer.ref import quantize_index as quantize_index, select as select
+from pallas_kernels.lightning_indexer.ref import select as select
 
 
 class Static(NamedTuple):
@@ -44,7 +44,7 @@ def lightning_indexer(
     document). Scores compare as a stable descending sort in which -0.0 equals 0.0 and NaN is -inf: equal
     scores go to the lower index. Exact on every platform, and never differentiated.
 
-    idx_q and idx_k may be quantised (`quantize_index`): a key's score is multiplied by its k_scale
+    idx_q and idx_k may be quantised (`eight_bits.quantize_vectors`): a key's score is multiplied by its k_scale
     float32[b s], and whoever quantises the queries multiplies idx_w by their scale.
 
     block: queries at a time of the XLA form. implementation: see `dispatch.choose`.

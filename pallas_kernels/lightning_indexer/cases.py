@@ -5,11 +5,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
 from pallas_kernels.cost import Cost
-from pallas_kernels.lightning_indexer import (
-    lightning_indexer,
-    paged_lightning_indexer,
-    quantize_index,
-)
+from pallas_kernels.eight_bits import quantize_vectors
+from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
 
 HEADS = {"i": 32, "j": 128, "k": 2048}
 PREFILL = {"b": 1, "t": 8192, "s": 65536} | HEADS
@@ -30,8 +27,8 @@ def keys_and_queries(dtype):
         w = jax.random.normal(keys[2], (b, t, i), jnp.float32) * i**-0.5
         if dtype == "bfloat16":
             return {"idx_q": q, "idx_w": w, "idx_k": k}
-        q, scale = quantize_index(q, dtype)
-        k, k_scale = quantize_index(k, dtype)
+        q, scale = quantize_vectors(q, dtype)
+        k, k_scale = quantize_vectors(k, dtype)
         return {"idx_q": q, "idx_w": w * scale, "idx_k": k, "k_scale": k_scale}
 
     return of

@@ -6,7 +6,6 @@ from jax import lax
 from pallas_kernels.blocks import Run, join, offsets, query_runs, split
 from pallas_kernels.mask import visible
 from pallas_kernels.numerics import wide
-from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 
 
 def select_keys(static, idx_q, idx_w, idx_k, k_scale, start, q_segments, k_segments):
@@ -70,22 +69,6 @@ def select_paged_keys(static, idx_q, idx_w, pages, page_table, lengths, page_sca
 
     # Scores of one sequence at a time, which hold a number for every head; the choice for all at once.
     return _best(lax.map(one, (idx_q, idx_w, page_table, lengths)), static.k)
-
-
-def quantize_index(x, dtype):
-    """(values of dtype, float32 scales [...]) with x [... j] close to values * scales[..., None].
-
-    dtype: int8 (as `quantize_a8`) or float8_e4m3fn. A scale per vector: its largest entry becomes the
-    largest value of dtype.
-    """
-    if jnp.dtype(dtype) == jnp.int8:
-        return quantize_a8(x)
-    if jnp.dtype(dtype) != jnp.float8_e4m3fn:
-        raise ValueError(f"quantize_index: dtype {jnp.dtype(dtype)}; use int8 or float8_e4m3fn")
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1) / float(jnp.finfo(dtype).max)
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)
-    return (x / scale[..., None]).astype(dtype), scale
 
 
 def _scale(scores, scale):

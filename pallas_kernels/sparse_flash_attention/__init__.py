@@ -8,9 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
-from pallas_kernels.sparse_flash_attention.rows import pack_rows, unpack_rows
+from pallas_kernels.sparse_flash_attention.rows import LANES, pack_rows, unpack_rows
+from pallas_kernels.sparse_flash_attention.rows8 import Layout, Rows8
 
-__all__ = ["pack_rows", "paged_sparse_attention", "sparse_flash_attention", "unpack_rows"]
+__all__ = [
+    "LANES",
+    "Layout",
+    "Rows8",
+    "pack_rows",
+    "paged_sparse_attention",
+    "sparse_flash_attention",
+    "unpack_rows",
+]
 
 BLOCK = 32  # queries at a time of the XLA form
 
@@ -49,11 +58,12 @@ def paged_sparse_attention(
     topk int32[b t k] names positions of a query's own sequence (-1: none), each at most once; position i of
     sequence b is slot i % z of page page_table[b, i // z], for pages [p z x] and page_table int32[b pages].
     pages may also be int32[p z 1 w], as `pack_rows` gives them: a TPU copies single rows of no other form,
-    and packs all others at every call. Nothing carries a gradient.
+    and packs all others at every call. Or they are `Rows8`, in 8 bits, of which only rows that are chosen are
+    dequantised: on a TPU inside the kernel, elsewhere by XLA. Nothing carries a gradient.
 
     implementation: see `dispatch.choose`. ValueError if the shapes do not belong together.
     """
-    packed = pages.dtype == jnp.int32
+    packed = pages.dtype == jnp.int32  # `Rows8` have the shape and dtype of what they stand for
     if topk.shape[:2] != q.shape[:2] or page_table.shape[:1] != q.shape[:1]:
         raise ValueError(
             f"paged_sparse_attention: q {q.shape}, topk {topk.shape}, page_table {page_table.shape}; "

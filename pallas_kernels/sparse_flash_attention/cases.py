@@ -6,10 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels.cases import Case
 from pallas_kernels.cost import Cost
 from pallas_kernels.sparse_flash_attention import (
+    Layout,
+    Rows8,
     pack_rows,
     paged_sparse_attention,
     sparse_flash_attention,
 )
+from pallas_kernels.sparse_flash_attention.rows import LANES
+from pallas_kernels.sparse_flash_attention.rows8 import GROUP
 
 SIZES = {"b": 1, "t": 8192, "s": 65536, "n": 64, "x": 576, "y": 512, "k": 2048}
 SMALL = {"b": 1, "t": 20, "s": 500, "n": 16, "x": 288, "y": 256, "k": 64}
@@ -73,6 +77,17 @@ def pages(form):
     return of
 
 
+def in_eight_bits(dtype: str, multiple: int = 1):
+    """The form of latents [... x] of which all but the last ninth are values of that dtype."""
+
+    def of(latents):
+        rest = latents.shape[-1] // 9
+        layout = Layout(dtype, latents.shape[-1] - rest, rest, "bfloat16", multiple)
+        return Rows8.of(latents, layout)
+
+    return of
+
+
 def _named(sizes):
     return {"scale": sizes["x"] ** -0.5, "value_dim": sizes["y"]}
 
@@ -97,18 +112,25 @@ def decode(inputs, sizes, implementation):
     return paged_sparse_attention(**inputs, **_named(sizes), implementation=implementation)
 
 
-def cost(keys: int, values: int, outer: int):
+def cost(keys: int, values: int, outer: int, eight_bits: bool = False):
     """Of so many products with whole rows and with their first y columns; q and out pass memory `outer`
     times, the latents once, and the rows of a query once for all that can share them."""
 
     def of(sizes):
         b, t, n, x, y, k = (sizes[name] for name in "btnxyk")
         flops = 2 * b * t * k * n * (keys * x + values * y)
-        rows = b * k * (t / min(t, SHARING)) * x
+        row = y + 2 * (x - y) + 4 * (y // GROUP) if eight_bits else 2 * x
+        rows = b * k * (t / min(t, SHARING)) * row
         latents = 0 if "z" in sizes else outer * b * sizes["s"] * x
-        return Cost(flops, 2 * (outer * b * t * n * (x + y) + latents + rows) + 4 * b * t * k)
+        return Cost(flops, 2 * (outer * b * t * n * (x + y) + latents) + rows + 4 * b * t * k)
 
     return of
+
+
+def decode8(dtype: str, multiple: int = 1):
+    """Decoding over a cache in 8 bits; multiple: of words that a row has."""
+    form = pages(in_eight_bits(dtype, multiple))
+    return Case(DECODE, form, decode, cost(1, 1, 1, True), SMALL_DECODE)
 
 
 CASES = {
@@ -118,4 +140,7 @@ CASES = {
     "backward_uniform": Case(SIZES, inputs(uniform), backward, cost(4, 3, 2), SMALL),
     "decode": Case(DECODE, pages(lambda x: x), decode, cost(1, 1, 1), SMALL_DECODE),
     "decode_packed": Case(DECODE, pages(pack_rows), decode, cost(1, 1, 1), SMALL_DECODE),
+    "decode_int8": decode8("int8"),
+    "decode_float8": decode8("float8_e4m3fn"),
+    "decode_float8_lanes": decode8("float8_e4m3fn", LANES),
 }

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch, hopper
+from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.collect import TOGETHER, collect
 from pallas_kernels.numerics import join_pieces
 from pallas_kernels.sparse_flash_attention.gpu_backward import (
@@ -24,12 +25,15 @@ from pallas_kernels.sparse_flash_attention.gpu_backward import (
     spread,
 )
 from pallas_kernels.sparse_flash_attention.gpu_forward import ROWS, TILE, attend, parts_of
+from pallas_kernels.sparse_flash_attention.ref import rows_of
 from pallas_kernels.sparse_flash_attention.rows import unpack_rows
+from pallas_kernels.sparse_flash_attention.rows8 import Rows8
 from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 
 WIDEST = 576  # columns of a latent for which there is shared memory
 WIDEST_VALUES = 512  # a third warpgroup for more would wait forever for registers
 SHARING = 4  # blocks of rows whose gradients of a latent are summed before they go to memory
+QUERIES_AT_ONCE = 64  # whose latents XLA makes of 8 bits at a time: 150 MB for GLM-5
 AT_ONCE = 512  # blocks whose gradients exist at a time: 2.4 GB at the worst for GLM-5
 NONE = jnp.iinfo(jnp.int32).max
 
@@ -71,17 +75,37 @@ def forward(static, q, latents, topk, *, interpret=False):
 
 
 def paged(static, q, pages, page_table, topk, *, interpret=False):
-    """As `ref.paged`; packed pages are for a TPU: here all of them are unpacked at every call."""
+    """As `ref.paged`; packed pages are for a TPU: here all of them are unpacked at every call.
+
+    Of `Rows8` XLA makes the latents of each query first: the kernel copies rows as they are.
+    """
     b, t, n, x = q.shape
-    if pages.dtype == jnp.int32:
-        pages = unpack_rows(pages, x)
-    slots = pages.shape[1]
-    page = jnp.take_along_axis(page_table[:, None], topk // slots, axis=2, mode="clip")
-    rows = jnp.where(topk < 0, -1, page * slots + topk % slots)
+    rows = rows_of(page_table, topk, pages.shape[1]).reshape(1, b * t, -1)
     # All pages are one batch row's latents, and all sequences its queries.
-    q, rows = (a.reshape(1, b * t, *a.shape[2:]) for a in (q, rows))
-    out, lse, _ = forward(static, q, pages.reshape(1, -1, x), rows, interpret=interpret)
+    q = q.reshape(1, b * t, n, x)
+    if isinstance(pages, Rows8):
+        out, lse = _of_rows8(static, q, pages, rows, interpret)
+    else:
+        latents = unpack_rows(pages, x) if pages.dtype == jnp.int32 else pages
+        out, lse, _ = forward(static, q, latents.reshape(1, -1, x), rows, interpret=interpret)
     return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
+
+
+def _of_rows8(static, q, pages, rows, interpret):
+    """(out, lse) of q [1 t n x] over rows int32[1 t k] of all pages, QUERIES_AT_ONCE at a time."""
+    words = pages.words.reshape(-1, *pages.words.shape[2:])
+
+    def some(args):
+        q, rows = (a[:, None] for a in args)  # each query's latents are its own
+        latents = Rows8(words[jnp.maximum(rows[:, 0], 0)], pages.layout).rows()
+        own = jnp.where(rows < 0, -1, jnp.arange(rows.shape[-1], dtype=jnp.int32))
+        return tuple(a[:, 0] for a in forward(static, q, latents, own, interpret=interpret)[:2])
+
+    outs = [
+        tuple(join(a, 0) for a in lax.map(some, (split(q[0], run, 0), split(rows[0], run, 0))))
+        for run in query_runs(q.shape[1], 0, None, QUERIES_AT_ONCE)
+    ]
+    return tuple(jnp.concatenate(parts) for parts in zip(*outs))
 
 
 def _cuts(blocks: int, room: int) -> int:

@@ -8,15 +8,20 @@ from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import wide
 from pallas_kernels.sparse_flash_attention.rows import unpack_rows
+from pallas_kernels.sparse_flash_attention.rows8 import Rows8
 
 
 def _taken(latents, topk, x, foreign=False):
-    """[b t k x] rows of latents [b s x], or packed [b s 1 w]; -1 takes row 0, which the caller masks.
+    """[b t k x] rows of latents [b s x], or packed [b s 1 w], or `Rows8`; -1 takes row 0, which the caller masks.
 
     foreign: row 0 may belong to somebody else, or to nobody; zeros instead, since 0 * NaN is NaN.
     """
-    rows = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))(latents, topk)
-    rows = unpack_rows(rows, x) if rows.dtype == jnp.int32 else rows
+    take = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))
+    rows = jax.tree.map(lambda a: take(a, topk), latents)
+    if isinstance(rows, Rows8):
+        rows = rows.rows()
+    elif rows.dtype == jnp.int32:
+        rows = unpack_rows(rows, x)
     return jnp.where(topk[..., None] < 0, 0, rows) if foreign else rows
 
 
@@ -58,15 +63,19 @@ def forward(static, q, latents, topk, foreign=False):
 
 def paged(static, q, pages, page_table, topk):
     """(out [b t n y], lse wide[b t n]) of q [b t n x] over positions topk [b t k], which page_table
-    [b pages] finds in pages [p z x], or as `pack_rows` gives them."""
+    [b pages] finds in pages [p z x], `Rows8` or as `pack_rows` gives them."""
     b, t, n, _ = q.shape
-    slots = pages.shape[1]
-    page = jnp.take_along_axis(page_table[:, None], topk // slots, axis=2, mode="clip")
-    rows = jnp.where(topk < 0, -1, page * slots + topk % slots)
     # All pages are one batch row's latents, and all sequences its queries.
-    q, rows = (x.reshape(1, b * t, *x.shape[2:]) for x in (q, rows))
-    out, lse, _ = forward(static, q, pages.reshape(1, -1, *pages.shape[2:]), rows, foreign=True)
+    latents = jax.tree.map(lambda a: a.reshape(1, -1, *a.shape[2:]), pages)
+    rows = rows_of(page_table, topk, pages.shape[1]).reshape(1, b * t, -1)
+    out, lse, _ = forward(static, q.reshape(1, b * t, *q.shape[2:]), latents, rows, foreign=True)
     return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
+
+
+def rows_of(page_table, topk, slots: int):
+    """int32[b t k]: the rows of all pages, of so many slots, where positions topk are; -1 for none."""
+    page = jnp.take_along_axis(page_table[:, None], topk // slots, axis=2, mode="clip")
+    return jnp.where(topk < 0, -1, page * slots + topk % slots)
 
 
 def backward(static, saved, dout):

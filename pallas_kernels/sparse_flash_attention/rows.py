@@ -12,9 +12,13 @@ def pack_rows(rows):
     w is half of x rounded up to whole lanes of a TPU, columns beyond x are zeros, and the dimension of size
     1 keeps a row's words together in memory. `unpack_rows` is the inverse.
     """
-    width = LANES * -(-rows.shape[-1] // (2 * LANES))
+    return to_words(rows, LANES * -(-rows.shape[-1] // (2 * LANES)))[..., None, :]
+
+
+def to_words(rows, width: int):
+    """int32[... width] of bfloat16 rows [... x], of at most two columns a word; `from_words` is the inverse."""
     low, high = (_bits(part, width) for part in (rows[..., :width], rows[..., width:]))
-    return lax.bitcast_convert_type(low | (high << 16), jnp.int32)[..., None, :]
+    return lax.bitcast_convert_type(low | (high << 16), jnp.int32)
 
 
 def _bits(part, width: int):

@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import dispatch
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.sparse_flash_attention.rows import from_words, pack_rows
+from pallas_kernels.sparse_flash_attention.rows8 import Layout, Rows8, from_words8
 from pallas_kernels.sparse_flash_attention.union import Union, unite
 
 
@@ -35,11 +36,15 @@ class Blocks(NamedTuple):
 
 # Not measured. 8 queries of 64 heads fill the matrix unit, and 128 rows are its depth.
 BLOCKS = Blocks(queries=8, rows=128)
-VMEM_BYTES = 48 << 20
 SMEM_BYTES = 768 << 10  # for indices, of 1 MiB
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # chips that are one device with two cores
 LANES = 128
 SPARE = 4  # tiles of rows behind the last, for the backward's entries without a row
+PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary"),
+    vmem_limit_bytes=48 << 20,
+    disable_bounds_checks=True,  # every row that is copied is one of the array: the union holds no other
+)
 
 
 def refuse(q, latents, topk, value_dim):
@@ -51,10 +56,8 @@ def refuse(q, latents, topk, value_dim):
     queries = min(BLOCKS.queries, topk.shape[1])
     if 2 * 4 * queries * topk.shape[2] > SMEM_BYTES:
         return f"{topk.shape[2]} rows a query do not fit in scalar memory"
-    if (
-        latents.shape[0] * (latents.shape[1] + SPARE * BLOCKS.rows) * queries
-        > jnp.iinfo(jnp.int32).max
-    ):
+    numbered = latents.shape[0] * (latents.shape[1] + SPARE * BLOCKS.rows) * queries
+    if numbered > jnp.iinfo(jnp.int32).max:
         return f"latents of shape {latents.shape} have more rows than 32 bits can number"
     return None
 
@@ -77,7 +80,8 @@ def forward(static, q, latents, topk, *, interpret=False):
 
 def paged(static, q, pages, page_table, topk, *, interpret=False):
     """(out [b t n y], lse float32[b t n]) of q [b t n x] over positions topk [b t k], which page_table
-    [b pages] finds in pages [p z x], or as `pack_rows` gives them."""
+    [b pages] finds in pages [p z x], `Rows8` or as `pack_rows` gives them."""
+    pages, layout = (pages.words, pages.layout) if isinstance(pages, Rows8) else (pages, None)
 
     @sequential_vmap
     def run(q, pages, page_table, topk):
@@ -88,7 +92,8 @@ def paged(static, q, pages, page_table, topk, *, interpret=False):
         union = _united(apart, page_table.shape[1] << bits)
         packed = pages if pages.dtype == jnp.int32 else _copyable(pages)
         rows = packed.reshape(-1, 1, packed.shape[-1])
-        return _attend(static, q, rows, union, _Pages(page_table, slots, bits), interpret)[:2]
+        where = _Pages(page_table, slots, bits, layout)
+        return _attend(static, q, rows, union, where, interpret)[:2]
 
     return run(q, pages, page_table, topk)
 
@@ -109,6 +114,7 @@ class _Pages(NamedTuple):
     table: jax.Array
     slots: int
     bits: int
+    layout: Layout | None  # of `Rows8`
 
 
 def _copyable(rows):
@@ -166,7 +172,7 @@ def _attend(static, q, rows, union, pages, interpret):
         _attend_block,
         heads=n,
         scale=static.scale,
-        pages=pages and (pages.slots, pages.bits),
+        pages=pages and pages[1:],
         unroll=_unroll(interpret),
     )
     out, stats = pl.pallas_call(
@@ -188,7 +194,7 @@ def _attend(static, q, rows, union, pages, interpret):
             jax.ShapeDtypeStruct((blocks, m, y), q.dtype),
             jax.ShapeDtypeStruct((blocks, 2, m), jnp.float32),
         ],
-        compiler_params=_params(),
+        compiler_params=PARAMS,
         interpret=interpret,
         name="sparse_flash_attention",
     )(union.count.reshape(-1), *operands)
@@ -211,7 +217,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
             return lambda i: _copy(
                 rows.at[places[0, start + i]], buffers[slot], i, arrived.at[slot]
             )
-        slots, bits = pages
+        slots, bits, _ = pages
         shift = jnp.where(beyond, table.shape[1] // 2, 0)
 
         def copy(i):
@@ -229,7 +235,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
     def step(pair, _):
         for slot in range(2):
             _arrival(buffers[slot], arrived.at[slot])
-            keys = _keys(buffers[slot][...], q.shape[-1])
+            keys = _keys(buffers[slot][...], q.shape[-1], pages and pages[-1])
             _start(tile, unroll, copies(pair + 1, slot))
             own = _tile(members, 2 * pair + slot, tile)
             logits = _logits(q[...], keys, own, heads, scale)
@@ -312,7 +318,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
             jax.ShapeDtypeStruct((sums, b * stride, 1, x), jnp.float32),
         ],
         input_output_aliases={7: 1},
-        compiler_params=_params(),
+        compiler_params=PARAMS,
         interpret=interpret,
         name="sparse_flash_attention_backward",
     )(
@@ -407,15 +413,6 @@ def _unroll(interpret) -> int:
     return 1 if interpret else BLOCKS.rows
 
 
-def _params():
-    # Every row that is copied is one of the array: the union holds no other.
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"),
-        vmem_limit_bytes=VMEM_BYTES,
-        disable_bounds_checks=True,
-    )
-
-
 def _pairs(counts, tile: int):
     """Pairs of tiles of this block, at least one."""
     count = counts[pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)]
@@ -469,8 +466,10 @@ def _tile(members, j, tile: int):
     return members[:, pl.ds(pl.multiple_of(j * tile, tile), tile)]
 
 
-def _keys(rows, x: int):
-    """[r x] of the rows of a tile as they were copied."""
+def _keys(rows, x: int, layout=None):
+    """[r x] of the rows of a tile as they were copied; layout: of `Rows8`."""
+    if layout is not None:
+        return from_words8(rows, layout)
     return from_words(rows, x) if rows.dtype == jnp.int32 else rows
 
 

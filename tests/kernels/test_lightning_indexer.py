@@ -11,10 +11,10 @@ from hypothesis.extra import numpy as arrays
 from jax.sharding import Mesh, PartitionSpec as P
 
 from pallas_kernels import compat
+from pallas_kernels.eight_bits import quantize_vectors
 from pallas_kernels.lightning_indexer import (
     index_scores,
     lightning_indexer,
-    quantize_index,
     select as exact_select,
     tpu,
 )
@@ -258,8 +258,8 @@ def test_quantised_keys(implementation, dtype):
     """The products are those of the values, a key's score is multiplied by its scale."""
     rng = np.random.default_rng(3)
     t, s, k = 4, 300, 20
-    q, q_scale = quantize_index(jnp.asarray(rng.standard_normal((1, t, 3, 16))), dtype)
-    keys, k_scale = quantize_index(jnp.asarray(rng.standard_normal((1, s, 16))), dtype)
+    q, q_scale = quantize_vectors(jnp.asarray(rng.standard_normal((1, t, 3, 16))), dtype)
+    keys, k_scale = quantize_vectors(jnp.asarray(rng.standard_normal((1, s, 16))), dtype)
     assert q.dtype == keys.dtype == dtype
     w = jnp.asarray(rng.standard_normal((1, t, 3)), jnp.float32) * q_scale
 
@@ -273,20 +273,6 @@ def test_quantised_keys(implementation, dtype):
     np.testing.assert_array_equal(run(q, w, keys, k_scale), expected)
     flat = run(q, w, keys, jnp.ones_like(k_scale))
     assert (np.asarray(flat) != expected).any()
-
-
-@pytest.mark.parametrize(("dtype", "steps"), [("int8", 254), ("float8_e4m3fn", 16)])
-def test_quantising_an_index_vector(dtype, steps):
-    x = np.random.default_rng(0).standard_normal((5, 7, 64)).astype(np.float32)
-    x[0, 0] = 0
-    x[1, 1] *= 1e-30
-    values, scale = quantize_index(jnp.asarray(x), dtype)
-    assert scale.shape == (5, 7) and scale.dtype == jnp.float32
-    back = np.asarray(values, np.float64) * np.asarray(scale)[..., None]
-    assert (np.abs(back - x) <= np.abs(x).max(-1, keepdims=True) / steps).all()
-    assert not back[0, 0].any()
-    with pytest.raises(ValueError, match="float16; use int8 or float8_e4m3fn"):
-        quantize_index(x, "float16")
 
 
 @over_implementations("lightning_indexer", several_devices=True)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.lightning_indexer import paged_lightning_indexer, quantize_index, tpu
+from pallas_kernels.eight_bits import quantize_vectors
+from pallas_kernels.lightning_indexer import paged_lightning_indexer, tpu
 from tests.kernels.implementations import (
     interpreted,
     over_implementations,
@@ -90,8 +91,8 @@ def test_selection_over_pages(implementation, t, heads, dtype, k):
 def test_quantised_pages(implementation):
     dtype = "int8"
     rng = np.random.default_rng(6)
-    q, q_scale = quantize_index(jnp.asarray(rng.standard_normal((3, 1, 8, J))), dtype)
-    pages, scales = quantize_index(jnp.asarray(rng.standard_normal((PAGES, Z, J))), dtype)
+    q, q_scale = quantize_vectors(jnp.asarray(rng.standard_normal((3, 1, 8, J))), dtype)
+    pages, scales = quantize_vectors(jnp.asarray(rng.standard_normal((PAGES, Z, J))), dtype)
     w = jnp.asarray(rng.standard_normal((3, 1, 8)), jnp.float32) * q_scale
     args = q, w, pages, problem(1, 1)[3]
     lengths = LENGTHS[0]

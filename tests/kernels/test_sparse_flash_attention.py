@@ -9,7 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import compat, dispatch
+from pallas_kernels.eight_bits import FORMATS
 from pallas_kernels.sparse_flash_attention import (
+    Layout,
+    Rows8,
+    gpu,
     pack_rows,
     paged_sparse_attention,
     sparse_flash_attention,
@@ -34,6 +38,7 @@ from tests.kernels.implementations import (
     over_pallas_forms,
     watched,
 )
+from tests.oracles import eight_bits
 
 KERNEL = "sparse_flash_attention"
 
@@ -235,14 +240,43 @@ def test_decoding_over_pages(t, slots, packed, implementation):
         )
 
 
+@over_implementations(KERNEL)
+@pytest.mark.parametrize(
+    ("t", "kind", "dtype"), [(1, "fp8", jnp.bfloat16), (3, "int8", jnp.float32)]
+)
+def test_decoding_over_pages_in_eight_bits(t, kind, dtype, implementation, monkeypatch):
+    """The attention is that over what the oracle reads back of the pages, to their own precision."""
+    monkeypatch.setattr(gpu, "QUERIES_AT_ONCE", 4)  # of six
+    # Of float32: halves between two values, which bfloat16 has, may be rounded either way.
+    q, latents, pages, table, topk = paged_problem(t, 4, jnp.float32)
+    rows = Rows8.of(pages, Layout(jnp.dtype(FORMATS[kind]).name, 32, 8, jnp.dtype(dtype).name))
+    q = q.astype(dtype)
+    decode = functools.partial(
+        paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
+    )
+    got = jax.jit(decode)(q, rows, table, topk)
+    q, latents = (np.asarray(a, np.float64) for a in (q, latents))
+    kept = np.concatenate([eight_bits.kept(latents[..., :32], kind), latents[..., 32:]], -1)
+    nothing = np.zeros((*q.shape[:3], 32))
+    want, exact = (answer(q, x, nothing, topk)[:2] for x in (kept, latents))
+    for ours, theirs, whole in zip(got, want, exact, strict=True):
+        ours = np.asarray(ours, np.float64)
+        np.testing.assert_allclose(ours, theirs, atol=3e-2 if dtype == jnp.bfloat16 else 1e-4)
+        # What 8 bits change is seen, and is no more than they can.
+        off = np.abs(ours - whole)[np.isfinite(whole)].max()
+        assert (1e-3 < off) if dtype == jnp.float32 else (off < 0.2)
+
+
 @over_pallas_forms(KERNEL)
-def test_no_copy_races_when_decoding(name):
+@pytest.mark.parametrize("kind", [None, "int8"])
+def test_no_copy_races_when_decoding(name, kind):
     q, latents, pages, table, topk = paged_problem(1, 4, jnp.float32)
+    rows = pages if kind is None else Rows8.of(pages, Layout(kind, 32, 8, "float32"))
     got = paged_sparse_attention(
-        q, pages, table, topk, scale=SCALE, value_dim=32, implementation=watched(name)
+        q, rows, table, topk, scale=SCALE, value_dim=32, implementation=watched(name)
     )
     expected = answer(*(np.asarray(a) for a in (q, latents)), np.zeros((B, 1, N, 32)), topk)
-    np.testing.assert_allclose(got[0], expected[0], atol=2e-5)
+    np.testing.assert_allclose(got[0], expected[0], atol=2e-5 if kind is None else 0.1)
     assert not compat.races_found(name)
 
 
