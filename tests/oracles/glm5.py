@@ -11,7 +11,7 @@ import pathlib
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.oracles import attention, experts, indexer, indexer_kl
+from tests.oracles import attention, eight_bits, experts, indexer, indexer_kl
 
 LATENT_NORM_EPS = 1e-6  # transformers' class default, whatever rms_norm_eps says
 INDEX_NORM_EPS = 1e-6
@@ -68,7 +68,8 @@ def turns_of(config, positions):
 def index_inputs(p, config, x, c_q, turns):
     """(idx_q [b t i j], idx_k [b t j], idx_w [b t i]) from the normed input and the query latent.
 
-    RoPE turns the *first* r of the j dimensions.
+    RoPE turns the *first* r of the j dimensions. Where the config has an "index_cache", queries and keys are as they
+    are read back of those 8 bits.
     """
     b, t, _ = x.shape
     r = config["qk_rope_head_dim"]
@@ -79,7 +80,10 @@ def index_inputs(p, config, x, c_q, turns):
     def turn(v):
         return np.concatenate([attention.rope_interleaved(v[..., :r], turns), v[..., r:]], -1)
 
-    return turn(q), turn(k), linear(x, p, "weights_proj")
+    q, k, kind = turn(q), turn(k), config.get("index_cache")
+    if kind:
+        q, k = (eight_bits.kept(v, kind) for v in (q, k))
+    return q, k, linear(x, p, "weights_proj")
 
 
 def mla(p, config, x, turns, visible, topk, sparse):
@@ -87,6 +91,7 @@ def mla(p, config, x, turns, visible, topk, sparse):
 
     `topk` is the selection of an earlier layer; a layer with an indexer replaces it. Index scores
     are None without an indexer and -inf where a key is not visible. Probabilities [b t s] are summed over heads.
+    Where the config has a "latent_cache", c_kv is as it is read back of those 8 bits, for up to 128 columns.
     """
     b, t, _ = x.shape
     h, r, u = (
@@ -103,6 +108,8 @@ def mla(p, config, x, turns, visible, topk, sparse):
 
     c_kv, k_rope = np.split(linear(x, p, "kv_a_proj_with_mqa"), [c], axis=-1)
     c_kv = attention.rms_norm(c_kv, p["kv_a_layernorm.weight"], LATENT_NORM_EPS)
+    if config.get("latent_cache"):
+        c_kv = eight_bits.kept(c_kv, config["latent_cache"])
     k_rope = attention.rope_interleaved(k_rope, turns)
     kv = linear(c_kv, p, "kv_b_proj").reshape(b, t, n, h + u)
     k_rope = np.broadcast_to(k_rope[:, :, None], (b, t, n, r))

@@ -1,6 +1,7 @@
 """What `auto` picks for the whole model on a chip that is not there: its programs hold the kernels."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -9,9 +10,10 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import init_cache
+from glm5_jax.model.cache import PagedCache, init_cache, init_pages
+from pallas_kernels import dispatch
 from pallas_kernels.cross_entropy import linear_cross_entropy
-from tests.kernels.offline import compile_for
+from tests.kernels.offline import compile_for, form_of
 
 pytestmark = pytest.mark.aot
 
@@ -100,3 +102,26 @@ def test_decoding(chip, attention):
 
     found = kernels(compile_for(chip, advance, params_of(cfg), tokens, cache))
     assert found >= DECODED[chip, attention]
+
+
+@pytest.mark.parametrize("chip", ["v5p", "h200"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_decoding_over_pages_in_eight_bits(chip, kind, monkeypatch):
+    """The kernels take them as they lie: no program makes anything of the size of a layer's pages."""
+    cfg, count = dataclasses.replace(config("sparse"), index_head_dim=128), 1024
+    monkeypatch.setattr(dispatch, "platform", lambda: form_of(chip))
+    layers = jax.eval_shape(
+        lambda: init_pages(cfg, count, 64, "bfloat16", index_cache=kind, latent_cache=kind)
+    )
+    monkeypatch.undo()
+    int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    cache = PagedCache(layers, int32((8, LENGTH // 64)), int32((8,)))
+
+    def advance(params, tokens, cache):
+        out = glm5.forward(params, tokens, cfg, cache=cache)
+        return out.logits, out.cache
+
+    compiled = compile_for(chip, advance, params_of(cfg), int32((8, 1)), cache)
+    assert kernels(compiled) >= DECODED[chip, "sparse"]
+    pages = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers[0]))
+    assert compiled.memory_analysis().temp_size_in_bytes < pages / 3

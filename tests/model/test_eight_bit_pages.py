@@ -1,0 +1,110 @@
+"""Pages in 8 bits: their bytes, and a forward over them against the whole model in NumPy, with and without them."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.model import glm5
+from glm5_jax.model.cache import FETCHING_QUERIES, PagedCache, init_pages
+from pallas_kernels import dispatch
+from tests.model import golden as goldens
+from tests.oracles import glm5 as oracle
+
+FORMATS = ("int8", "fp8")
+PAGE = 4
+forward = jax.jit(glm5.forward, static_argnames="cfg")
+
+
+def num_bytes(cfg, **kinds):
+    """Of a token in all pages."""
+    pages = jax.eval_shape(lambda: init_pages(cfg, 3, 64, **kinds))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    return size / (3 * 64)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_bytes_per_token(kind):
+    """DeepSeek's 656 of a latent (512 values, 4 scales, 64 bfloat16) and 132 of an index key."""
+    cfg, latent, index = presets.glm5(), 512 + 4 * 4 + 2 * 64, 128 + 4
+    both = {"index_cache": kind, "latent_cache": kind}
+    assert num_bytes(cfg, **both) == 78 * (latent + index) == 61_464
+    assert num_bytes(presets.glm5_2(), **both) == 78 * latent + 21 * index == 53_940
+    assert num_bytes(cfg, index_cache=kind) == 78 * (1152 + index) == 100_152
+    assert num_bytes(cfg, latent_cache=kind) == 78 * (latent + 256)
+    assert num_bytes(presets.glm4_7_flash(), latent_cache=kind) == 47 * latent
+    assert num_bytes(cfg, num_layers=1, **both) == latent + index  # the MTP layer
+    assert num_bytes(cfg) == 109_824
+
+
+def test_rows_of_a_tpu_are_whole_lanes(monkeypatch):
+    """XLA would lay out all pages anew at every call, to have them so."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    assert num_bytes(presets.glm5(), latent_cache="fp8") == 78 * (1024 + 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds", "words"),
+    [
+        ({}, {"latent_cache": "int4"}, "latent_cache is 'int4'; use int8, fp8 or None"),
+        ({}, {"index_cache": "bf16"}, "index_cache is 'bf16'; use int8, fp8 or None"),
+        ({"attention": "dense"}, {"index_cache": "fp8"}, "the model has no indexer; use None"),
+        ({"dtype": "float64"}, {"latent_cache": "fp8"}, "for float64; use bfloat16 or float32"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, kinds, words):
+    with pytest.raises(ValueError, match=words):
+        init_pages(dataclasses.replace(presets.tiny(), **changes), 1, 1, **kinds)
+
+
+@functools.cache
+def whole(name, **kinds):
+    """Logits [b t v] of the oracle, whose caches are of these kinds."""
+    config, weights = oracle.load(goldens.FOLDER / name)
+    tokens = goldens.load(name).tokens
+    return oracle.forward(weights, config | kinds, tokens)["logits"]
+
+
+def logits_of(golden, kinds, chunk):
+    """[b t v] of the golden's rows, over pages, so many tokens of a row at a time."""
+    t = golden.tokens.shape[1]
+    tables = np.random.default_rng(0).permutation(-(-t // PAGE)).astype(np.int32)[None]
+    found = []
+    for row in golden.tokens:
+        layers = init_pages(golden.cfg, tables.size, PAGE, **kinds)
+        cache, logits = PagedCache(layers, tables, np.zeros(1, np.int32)), []
+        for first in range(0, t, chunk):
+            out = forward(
+                golden.params, row[None, first : first + chunk], cfg=golden.cfg, cache=cache
+            )
+            cache = out.cache
+            logits.append(np.asarray(out.logits[0]))
+        found.append(np.concatenate(logits))
+    return np.stack(found)
+
+
+CASES = {
+    "shared indices": ("hf_tiny_b", {"index_cache": "int8", "latent_cache": "fp8"}, (22, 4)),
+    "the other way": ("hf_tiny_b", {"index_cache": "fp8", "latent_cache": "int8"}, (22, 4)),
+    "dense": ("hf_tiny_d", {"latent_cache": "int8"}, (30, 5)),
+}
+
+
+@pytest.mark.parametrize("many", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_a_forward_over_pages_is_the_oracle_s(case, many):
+    """Of many queries at a time, whose pages are brought together, and of few.
+
+    A value on the border of two may be rounded to either: that moves the logits by much less than 8 bits do.
+    """
+    name, kinds, (most, few) = CASES[case]
+    assert few <= FETCHING_QUERIES < most
+    got = logits_of(goldens.load(name), kinds, most if many else few)
+    want, plain = whole(name, **kinds), whole(name)
+    effect = np.abs(want - plain).max(-1)
+    assert effect.max() > 1e-3
+    off = np.abs(got - want).max(-1)
+    assert np.median(off) < 2e-5 and off.max() < effect.max() / 5
