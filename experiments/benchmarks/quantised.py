@@ -133,7 +133,7 @@ def log_probs(params, batch, cfg):
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Against the unquantised weights, over n tokens: relative change of perplexity and its standard error,
+    """Against what is not quantised, over n tokens: relative change of perplexity and its standard error,
     mean divergence in nats, share of tokens whose likeliest successor is the same."""
 
     perplexity: float
@@ -142,13 +142,13 @@ class Measured:
     agreement: float
 
     @classmethod
-    def of(cls, params, cfg, batches, before) -> "Measured":
-        """before: `log_probs` of the unquantised weights for each batch."""
+    def of(cls, log_probs_of, batches, before) -> "Measured":
+        """log_probs_of(batch): float32[b t v]; before: those of what is not quantised, for each batch."""
         losses, divergences, same = [], [], []
         for batch, want in zip(batches, before):
             counted = batch["loss_mask"][:, 1:] > 0
             targets = batch["token_ids"][:, 1:, None]
-            want, got = (x[:, :-1] for x in (want, np.asarray(log_probs(params, batch, cfg))))
+            want, got = (x[:, :-1] for x in (want, np.asarray(log_probs_of(batch))))
             loss = np.take_along_axis(want - got, targets, -1)[..., 0]
             losses.append(loss[counted])
             divergences.append((np.exp(want) * (want - got)).sum(-1)[counted])
@@ -157,6 +157,11 @@ class Measured:
         change = float(np.expm1(loss.mean()))
         error = float(loss.std() / len(loss) ** 0.5)
         return cls(change, error, float(divergence.mean()), float(same.mean()))
+
+    def row(self) -> list[str]:
+        """Its figures, as a table shows them."""
+        change = f"{self.perplexity:+.2%} (se {self.error:.2%})"
+        return [change, f"{self.divergence:.4f}", f"{self.agreement:.1%}"]
 
 
 def plant(params, cfg: ModelConfig, kinds=KINDS, seed: int = 0):
@@ -240,9 +245,8 @@ def main(arguments: list[str]) -> None:
     for weights, kinds in (("trained", ()), *((k, (k,)) for k in KINDS), ("all three", KINDS)):
         planted = plant(params, cfg, kinds)
         for arm, quantised, arm_cfg in arms(planted, cfg, rows, int(group)):
-            m = Measured.of(quantised, arm_cfg, batches, before)
-            row = [weights, arm, f"{m.perplexity:+.2%} (se {m.error:.2%})"]
-            row += [f"{m.divergence:.4f}", f"{m.agreement:.1%}"]
+            arm_log_probs = functools.partial(log_probs, quantised, cfg=arm_cfg)
+            row = [weights, arm, *Measured.of(arm_log_probs, batches, before).row()]
             out.add_row(*row)
             print(f"| {' | '.join(row)} |", flush=True)
     Console().print(out)

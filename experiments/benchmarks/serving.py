@@ -2,25 +2,31 @@
 
     python -m experiments.benchmarks.serving [PART ...] [--checkpoint=DIR]
 
-    cache    bytes a token in the pages of GLM-5's latents and index keys and of GLM-4.5's grouped keys and values, and how
-             many conversations of 32K tokens one memory holds (any machine, at once)
+    cache    bytes a token in the pages of GLM-5's latents and index keys, in bf16 and 8 bits, and of GLM-4.5's grouped keys
+             and values, and how many conversations of 32K tokens are admitted to one memory (any machine, at once)
+    eight_bits   what pages in 8 bits change on held-out text, of weights as trained and with outliers in norms
     host     the host's own time for a decode step with 78 unstacked layers' weights as arguments
     turns    multi-turn conversations: tokens of prompts that the prefix cache finds, against a cache without end
     load     requests that come at random (Poisson) and share beginnings: first token and each further one
     drafts   decoding with the MTP layer's drafts against plain decoding, where the trunk dominates, and every part's cost
     lengths  first token and tokens a second of dense and of sparse attention, by length and batch (19.4M random weights)
 
-turns, load and drafts serve the trained model of --checkpoint (default: workdir/life/sft, of experiments/lifecycle.py:tiny).
+eight_bits, turns, load and drafts take the trained model of --checkpoint (default: workdir/life/sft, of
+experiments/lifecycle.py:tiny); eight_bits wants a workdir.
 Expected figures: experiments/LOG.md. About three minutes for all on two cores.
 """
 
 import argparse
 import dataclasses
+import functools
+import itertools
+import pathlib
 import sys
 import time
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
@@ -29,21 +35,32 @@ from rich.table import Table
 from experiments.benchmarks import drafting
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import pin
+from experiments.benchmarks.quantised import Measured, load as load_params, plant, texts
 
 from glm5_jax import presets  # isort: skip
 from glm5_jax.checkpoint import models
+from glm5_jax.config import ModelConfig
 from glm5_jax.inference.counts import Counts
 from glm5_jax.inference.engine import Engine
-from glm5_jax.inference.request import Request
+from glm5_jax.inference.request import Handle, Request
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
 from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import init_cache
+from glm5_jax.model.cache import PagedCache, init_cache, init_pages
+from pallas_kernels.eight_bits import FORMATS
 
 PAGE = 16
 MEMORY, CONVERSATION = 141e9, 32_768  # one H200; tokens
 PLAIN = Sampling(max_tokens=60, ignore_eos=True, temperature=0)
-GLM_4_5 = dict(layers=92, heads=8, width=128)  # grouped-query attention, from its config.json
+GLM_4_5 = dict(  # what its keys and values depend on, from its config.json
+    num_hidden_layers=92,
+    num_attention_heads=96,
+    num_key_value_heads=8,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -67,28 +84,86 @@ def main(arguments: list[str]) -> int:
 def cache(options) -> None:
     """Bytes a token, and conversations in one memory."""
     del options
-    grouped = 2 * 2 * GLM_4_5["layers"] * GLM_4_5["heads"] * GLM_4_5["width"]
-    rows = [("GLM-4.5: grouped keys and values, bf16", grouped)]
-    for name, index, dtype in (
-        ("GLM-5 without DSA: latents, bf16", False, "bfloat16"),
-        ("GLM-5: latents and index keys, bf16", True, "bfloat16"),
-        ("GLM-5: the same in 8 bits, without scales", True, "int8"),
-    ):
-        rows.append((name, token_bytes(presets.glm5(), index, dtype)))
-    table = Table(
-        "cache", "bytes a token", "against GLM-4.5", f"of {CONVERSATION:,} tokens in 141 GB"
-    )
-    for name, size in rows:
-        count = int(MEMORY / (size * CONVERSATION))
-        table.add_row(name, f"{size:,}", f"{100 * (size / grouped - 1):+.1f}%", str(count))
+    title = f"conversations of {CONVERSATION:,} tokens in {MEMORY / 1e9:.0f} GB"
+    table = Table("cache", "bytes a token", "change", "conversations", "times", title=title)
+    sizes = [token_bytes(cfg, **kinds) for _, cfg, kinds in caches()]
+    counts = [admitted(size) for size in sizes]
+    for (name, *_), size, count in zip(caches(), sizes, counts):
+        change, times = f"{100 * (size / sizes[0] - 1):+.1f}%", f"{count / counts[0]:.1f}"
+        table.add_row(name, f"{size:,}", change, str(count), times)
     Console().print(table)
 
 
-def token_bytes(cfg, index: bool, dtype: str) -> int:
-    """Of one token in all pages, as the engine allocates them."""
-    pages = jax.eval_shape(lambda: init_cache(cfg, 1, PAGE, dtype)).layers
-    kept = [(layer.latent, layer.idx_k if index else None) for layer in pages]
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)) // PAGE
+def caches() -> list[tuple[str, ModelConfig, dict]]:
+    """(name, model, kinds of its pages) of every row; int8 and fp8 have the same bytes."""
+    glm5, both = presets.glm5(), {"index_cache": "fp8", "latent_cache": "fp8"}
+    grouped = dataclasses.replace(presets.ablation("gqa", glm5), **GLM_4_5)
+    return [
+        ("GLM-4.5: grouped keys and values, bf16", grouped, {}),
+        ("GLM-5 without DSA: latents, bf16", presets.ablation("mla", glm5), {}),
+        ("the same in 8 bits", presets.ablation("mla", glm5), {"latent_cache": "fp8"}),
+        ("GLM-5: latents and index keys, bf16", glm5, {}),
+        ("index keys in 8 bits", glm5, {"index_cache": "fp8"}),
+        ("both in 8 bits", glm5, both),
+        ("GLM-5.2 (21 indexers), both in 8 bits", presets.glm5_2(), both),
+    ]
+
+
+def token_bytes(cfg: ModelConfig, **kinds) -> int:
+    """Of one token in all pages, scales included, as the engine allocates them; a TPU makes its rows longer."""
+
+    def pages():
+        # Only the engine's own kind of attention has pages in 8 bits.
+        make = init_pages if cfg.projections == "mla" else lambda *args: init_cache(*args).layers
+        return make(cfg, 1, PAGE, "bfloat16", **kinds)
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(pages))) // PAGE
+
+
+def admitted(size: int) -> int:
+    """Conversations that the engine's scheduler admits to pages of so many bytes a token that fill the memory."""
+    pages = int(MEMORY // (PAGE * size))
+    most = pages * PAGE
+    scheduler = Scheduler(pages, PAGE, Limits(most, chunk=most, step_tokens=most))
+    ids = [0] * (CONVERSATION - 1)  # and the token that is drawn
+    while not scheduler.num_waiting:
+        handle = Handle(Request(ids, Sampling(max_tokens=1)))
+        scheduler.add(Sequence(handle, list(ids), CONVERSATION, seed=0, space=None))
+        scheduler.schedule()
+    return len(scheduler.running)
+
+
+def eight_bits(options) -> None:
+    """Perplexity, divergence and likeliest tokens over pages in 8 bits, against pages in the model's own dtype."""
+    cfg, params, tokenizer = load_params(pathlib.Path(options.checkpoint))
+    batches, _ = texts(tokenizer)
+    table = Table("weights", "index keys", "latents", "perplexity", "divergence", "same token")
+    for weights, kinds in (("trained", ()), ("outliers in norms", ("norms",))):
+        planted = plant(params, cfg, kinds)
+        before = [np.asarray(log_probs_over_pages(planted, batch, cfg=cfg)) for batch in batches]
+        for index, latent in itertools.product((None, *FORMATS), repeat=2):
+            if not (index or latent):
+                continue
+            over_pages = functools.partial(
+                log_probs_over_pages, planted, cfg=cfg, index_cache=index, latent_cache=latent
+            )
+            row = [weights, index or cfg.dtype, latent or cfg.dtype]
+            table.add_row(*row, *Measured.of(over_pages, batches, before).row())
+    Console().print(table)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "index_cache", "latent_cache"))
+def log_probs_over_pages(params, batch, *, cfg, index_cache=None, latent_cache=None):
+    """float32[b t v] of the next token, where all that a token attends to is read from pages, its own too."""
+
+    def of(row):
+        count = -(-row.size // PAGE)
+        layers = init_pages(cfg, count, PAGE, index_cache=index_cache, latent_cache=latent_cache)
+        tables = jnp.arange(count, dtype=jnp.int32)[None]
+        cache = PagedCache(layers, tables, jnp.zeros(1, jnp.int32))
+        return jax.nn.log_softmax(glm5.forward(params, row[None], cfg, cache=cache).logits[0])
+
+    return jax.lax.map(of, batch["token_ids"])
 
 
 def host(options) -> None:
@@ -258,14 +333,7 @@ def _engine(options, **more) -> tuple[Engine, int]:
     return Engine(model, tokenizer, page_size=PAGE, max_length=512, chunk=256, **more), vocab
 
 
-PARTS = {
-    "cache": cache,
-    "host": host,
-    "turns": turns,
-    "load": load,
-    "drafts": drafts,
-    "lengths": lengths,
-}
+PARTS = {part.__name__: part for part in (cache, eight_bits, host, turns, load, drafts, lengths)}
 
 if __name__ == "__main__":
     pin()

@@ -1,7 +1,7 @@
 """Latents in 8 bits, a row of them as 32-bit words: what a cache holds, and what a kernel copies row by row.
 
-A row of GLM-5 has 656 bytes, as DeepSeek's fp8 cache has them: 512 values c_kv in 8 bits, 64 numbers k_rope in
-bfloat16, which the rotation makes sensitive, and a float32 scale for each 128 values.
+A row of GLM-5 has 656 bytes, as in DeepSeek's fp8 cache: 512 values c_kv in 8 bits, 64 numbers k_rope as they are
+in bfloat16, and a float32 scale for each 128 values.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.eight_bits import quantize_vectors
 from pallas_kernels.sparse_flash_attention.rows import from_words, to_words
 
-GROUP = 128  # values that share a scale, at most: FlashMLA's fp8 cache, "one scale per 1x128"
+GROUP = 128  # values that share a scale, at most: as in the fp8 cache of DeepSeek's FlashMLA
 PLANES = 4  # bytes of a word
 
 

@@ -280,6 +280,15 @@ def test_no_copy_races_when_decoding(name, kind):
     assert not compat.races_found(name)
 
 
+@over_pallas_forms(KERNEL)
+def test_pallas_forms_refuse_rows_of_another_precision(name):
+    q, _, pages, table, topk = paged_problem(1, 4, jnp.float32)
+    rows = Rows8.of(pages, Layout("int8", 32, 8, "bfloat16"))
+    decode = functools.partial(paged_sparse_attention, scale=SCALE, value_dim=32)
+    with pytest.raises(ValueError, match="float32 and (rows|latents) bfloat16"):
+        decode(q, rows, table, topk, implementation=interpreted(name))
+
+
 def test_pages_that_do_not_fit_are_refused():
     q, _, pages, table, topk = paged_problem(2, 4, jnp.float32)
     decode = functools.partial(paged_sparse_attention, scale=1.0, value_dim=4)
