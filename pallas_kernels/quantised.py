@@ -7,6 +7,8 @@ Rows of activations are quantised as they come, with a scale for each token (`qu
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,14 @@ class Compound:
         del dtype
         return self
 
+    def each(self, function: Callable, letters: str, shape: tuple[int, ...]) -> Self:
+        """One of this class, with function(letters, sizes) for each array.
+
+        letters and shape: of the dimensions of the whole weight, of which this may be a part ("l d f"; a stack
+        begins with l). letters and sizes: of the array's, sizes in units that a cut must leave whole.
+        """
+        raise NotImplementedError
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +51,13 @@ class Int8(Compound):
 
     q: jax.Array
     scale: jax.Array
+
+    def each(self, function, letters, shape) -> Self:
+        names = letters.split()
+        lead = int(names[0] == "l")
+        outputs = lead + len(self.q.shape) - len(self.scale.shape)
+        rest = " ".join(names[:lead] + names[outputs:]), shape[:lead] + shape[outputs:]
+        return Int8(function(letters, shape), function(*rest))
 
 
 @jax.tree_util.register_dataclass
@@ -61,10 +78,15 @@ class Int4(Compound):
         """Rows of weights that share a scale."""
         return self.shape[-2] // self.scale.shape[-2]
 
+    def each(self, function, letters, shape) -> Self:
+        sizes = (*shape[:-2], shape[-2] // self.group, shape[-1])
+        return Int4(function(letters, sizes), function(letters, sizes))
 
-def product(equation: str, x, w):
+
+def product(equation: str, x, w, cut: tuple[str, ...] = ()):
     """jnp.einsum(equation, x, w) of x [... in] and a weight w [in out], either of which may be several
-    dimensions, in their order; w may be `Int8`.
+    dimensions, in their order; w may be `Int8`. cut: mesh axes whose devices have parts of `in`;
+    the sum over them is left to the caller.
 
     Then x becomes int8 with a scale for each of its rows [in], and the integers' exact sums are scaled in
     float32:  y[.. o] = (q_x . q_w[:, o]) scale_x scale_w[o], in the dtype of x.
@@ -72,7 +94,7 @@ def product(equation: str, x, w):
     if not isinstance(w, Int8):
         return jnp.einsum(equation, x, w)
     lead = x.shape[: x.ndim - (w.q.ndim - w.scale.ndim)]
-    rows, row_scale = quantize_a8(x.reshape(*lead, -1))
+    rows, row_scale = quantize_a8(x.reshape(*lead, -1), cut)
     sums = jnp.matmul(
         rows, w.q.reshape(rows.shape[-1], -1), preferred_element_type=jnp.int32
     ).astype(jnp.float32)

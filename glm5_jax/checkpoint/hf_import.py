@@ -89,7 +89,7 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
 
     def load(leaf_path, leaf, sharding=None):
         read = functools.partial(_read_shard, by_leaf[leaf_path], stored, dtypes[leaf_path])
-        return _place(leaf.shape, sharding, read)
+        return _place(leaf.shape, read, sharding)
 
     trees = (glm5.abstract(cfg),) if shardings is None else (glm5.abstract(cfg), shardings)
     there = [{p: x for p, x in tree.flatten(t).items() if p in by_leaf} for t in trees]
@@ -103,10 +103,11 @@ def is_quantised(path) -> bool:
     return isinstance(config, dict) and config.get("format") == hf_quantised.FORMAT
 
 
-def load_quantised(path) -> glm5.Glm5:
-    """The quantised model of a folder that `save_hf` wrote of one, bitwise, on the default device.
+def load_quantised(path, mesh=None) -> glm5.Glm5:
+    """The quantised model of a folder that `save_hf` wrote of one, bitwise; mesh: as for `load_hf`.
 
-    ValueError that lists everything wrong with the files, before anything is loaded.
+    ValueError that lists everything wrong with the files, or says that the mesh cannot cut them, before anything
+    is loaded.
     """
     content = _json(_config_file(path))
     if not isinstance(content, dict) or "quantization_config" not in content:
@@ -136,14 +137,17 @@ def load_quantised(path) -> glm5.Glm5:
     plain = {p: own for p, own in by_leaf.items() if kinds[p] is None}
     dtypes = _dtypes(path, plain, stored, None)
 
-    def load(leaf_path, leaf):
+    def source(leaf_path, leaf):
         pieces, kind = by_leaf[leaf_path], kinds[leaf_path]
-        if kind is None:
-            read = functools.partial(_read_shard, pieces, stored, dtypes[leaf_path])
-            return _place(leaf.shape, None, read)
-        return hf_quantised.read(kind, pieces, stored, leaf.shape, group)
+        if kind is not None:
+            return hf_quantised.sources(kind, pieces, stored, leaf.shape, group)
+        read = functools.partial(_read_shard, pieces, stored, dtypes[leaf_path])
+        return hf_quantised.Source(leaf.shape, read)
 
-    return glm5.Glm5(cfg, params=tree.map_with_path(load, glm5.abstract(cfg)))
+    sources = tree.map_with_path(source, glm5.abstract(cfg))
+    where = () if mesh is None else (glm5.param_shardings(cfg, mesh, sources),)
+    params = jax.tree.map(lambda own, *at: _place(own.shape, own.read, *at), sources, *where)
+    return glm5.Glm5(cfg, params=params, mesh=mesh)
 
 
 def check_params(path, cfg: ModelConfig, unshared=()) -> None:
@@ -343,17 +347,13 @@ def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dt
 
 
 def _read_shard(pieces, stored, dtype, ranges) -> np.ndarray:
-    """The part of a leaf within the ranges, one slice(start, stop) per dimension."""
-    shard = np.empty([r.stop - r.start for r in ranges], dtype)
-    for piece in pieces:
-        depth = len(piece.at)
-        if all(r.start <= i < r.stop for i, r in zip(piece.at, ranges)):
-            inside = tuple(i - r.start for i, r in zip(piece.at, ranges))
-            shard[inside] = piece.view.of(stored[piece.name], ranges[depth:])
-    return shard
+    """The part of a plain leaf within the ranges."""
+    return hf_names.fill(
+        pieces, ranges, dtype, lambda piece, own: piece.view.of(stored[piece.name], own)
+    )
 
 
-def _place(shape, sharding, read) -> jax.Array:
+def _place(shape, read, sharding=None) -> jax.Array:
     """A jax.Array from its shards, read once per distinct shard and put on every device that has it."""
     if sharding is None:
         return jax.device_put(read([slice(0, n) for n in shape]))

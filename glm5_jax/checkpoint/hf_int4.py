@@ -154,6 +154,19 @@ def integers(entries: np.ndarray) -> np.ndarray:
     return q.astype(np.int8) - _OFFSET
 
 
+def read_integers(packed, rows: slice, columns: slice) -> np.ndarray:
+    """int8 of these rows and columns of a weight [out in], of packed [out n] that is indexed with slices."""
+    entries, inside = _around(packed, rows, columns, _PER_ENTRY)
+    return integers(entries)[:, inside]
+
+
+def _around(stored, rows: slice, columns: slice, per: int) -> tuple[np.ndarray, slice]:
+    """What stands for these columns, `per` of them in each entry of a row, and where they are among its own."""
+    first, last = columns.start // per, -(-columns.stop // per)
+    inside = slice(columns.start - first * per, columns.stop - first * per)
+    return np.ascontiguousarray(stored[rows, first:last]), inside
+
+
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A weight [out in] in files; indexing it with slices reads those of its numbers, in float32.
@@ -170,15 +183,8 @@ class Packed:
     def __getitem__(self, index) -> np.ndarray:
         rows, columns = index
         group = self.shape[1] // self.scale.shape[1]
-
-        def read(stored, per):
-            first, last = columns.start // per, -(-columns.stop // per)
-            inside = slice(columns.start - first * per, columns.stop - first * per)
-            return np.ascontiguousarray(stored[rows, first:last]), inside
-
-        entries, inside = read(self.packed, _PER_ENTRY)
-        q = integers(entries)[:, inside].astype(np.float32)
-        scale, inside = read(self.scale, group)
+        q = read_integers(self.packed, rows, columns).astype(np.float32)
+        scale, inside = _around(self.scale, rows, columns, group)
         return q * np.repeat(scale.astype(np.float32), group, axis=1)[:, inside]
 
 

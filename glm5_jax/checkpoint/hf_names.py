@@ -14,6 +14,9 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import axes, tree
@@ -129,6 +132,20 @@ class Piece:
     at: tuple[int, ...]  # position in the stack and expert, as far as the tensor is one of many
     name: str
     view: View
+
+
+def fill(pieces: list[Piece], ranges: Sequence[slice], dtype, read: Callable) -> np.ndarray:
+    """The part of an array within the ranges, one slice(start, stop) per dimension, of a leaf with these pieces.
+
+    read(piece, ranges): the part within them of what the piece has of it.
+    """
+    part = np.empty([r.stop - r.start for r in ranges], dtype)
+    for piece in pieces:
+        depth = len(piece.at)
+        if all(r.start <= i < r.stop for i, r in zip(piece.at, ranges)):
+            inside = tuple(i - r.start for i, r in zip(piece.at, ranges))
+            part[inside] = read(piece, ranges[depth:])
+    return part
 
 
 def pieces(

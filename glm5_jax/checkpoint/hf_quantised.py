@@ -10,11 +10,12 @@ config.json names the layers of both formats, whose inputs become int8 per token
 files, but none turns a stream back: those of a rotated model are for `hf_import.load_quantised`.
 """
 
+import dataclasses
 import re
 import reprlib
+from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.checkpoint import hf_int4, hf_names
@@ -128,28 +129,52 @@ def kinds_of(table: list[hf_names.Piece], stored) -> dict[str, type | None]:
     return kinds
 
 
-def read(kind: type, pieces: list[hf_names.Piece], stored, shape, group) -> Compound:
-    """The leaf of this class and shape from its pieces in the stored tensors."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """An array in files. read(ranges): the part of it within one slice(start, stop) per dimension."""
+
+    shape: tuple[int, ...]
+    read: Callable[[Sequence[slice]], np.ndarray]
+
+
+def sources(kind: type, pieces: list[hf_names.Piece], stored, shape, group) -> Compound:
+    """The leaf of this class and shape, of its pieces in the stored tensors, with a `Source` for each array. Those
+    of int4 are read in whole groups of rows."""
+
+    def source(shape, dtype, read):
+        return Source(shape, lambda ranges: hf_names.fill(pieces, ranges, dtype, read))
+
     if kind is Turned:
         [name] = {piece.name for piece in pieces}
-        return Turned(*(jnp.asarray(stored[n][...]) for n in (name, _rotation(name))))
-    outputs = [tuple(f.size for f in piece.view.dims[0]) for piece in pieces]
-    lead = shape[: len(pieces[0].at)]
+        own = (stored[n] for n in (name, _rotation(name)))
+        return Turned(*(Source(x.shape, lambda ranges, x=x: x[tuple(ranges)]) for x in own))
     if kind is Int8:
-        q, scale = np.empty(shape, np.int8), np.empty((*lead, *outputs[0]), np.float32)
-        for piece, sizes in zip(pieces, outputs):
-            q[piece.at] = piece.view.of(stored[piece.name])
-            scale[piece.at] = stored[piece.name + _SCALE][...].reshape(sizes)
-        return Int8(jnp.asarray(q), jnp.asarray(scale))
-    inputs, n = shape[-2:]
-    packed = np.empty((*lead, inputs // 2, n), np.int8)
-    scale = np.empty((*lead, inputs // group, n), np.float32)
-    for piece in pieces:
-        entries, factors, _ = (stored[name] for name in hf_int4.names_of(piece.name))
-        q = hf_int4.integers(entries[...])[:, :inputs]
-        packed[piece.at] = _pack(q.T, group=group)
-        scale[piece.at] = factors[...].T
-    return Int4(jnp.asarray(packed), jnp.asarray(scale))
+        lead, outputs = shape[: len(pieces[0].at)], pieces[0].view.dims[0]
+
+        def channels(piece, ranges):
+            view = hf_names.View(piece.view.dims[:1], tuple(f.letter for f in outputs))
+            return view.of(stored[piece.name + _SCALE][...].reshape(-1), ranges)
+
+        scales = (*lead, *(f.size for f in outputs))
+        return Int8(
+            source(shape, np.int8, lambda piece, own: piece.view.of(stored[piece.name], own)),
+            source(scales, np.float32, channels),
+        )
+    *lead, inputs, n = shape
+
+    def integers(piece, ranges):
+        rows, columns = ranges
+        entries = stored[hf_int4.names_of(piece.name)[0]]
+        inputs = slice(2 * rows.start, 2 * rows.stop)
+        return _pack(hf_int4.read_integers(entries, columns, inputs).T, group=group)
+
+    def factors(piece, ranges):
+        return stored[hf_int4.names_of(piece.name)[1]][tuple(reversed(ranges))].T
+
+    return Int4(
+        source((*lead, inputs // 2, n), np.int8, integers),
+        source((*lead, inputs // group, n), np.float32, factors),
+    )
 
 
 _pack = jax.jit(pack_int4, static_argnames="group")

@@ -18,13 +18,8 @@ def load_model(path, mesh=None) -> glm5.Glm5:
     """The model at a path, on its mesh; ValueError that says what is wrong there."""
     path = _there(path)
     if not _is_run(path):
-        if not hf_import.is_quantised(path):
-            return hf_import.load_hf(path, mesh=mesh)
-        if mesh is not None:
-            raise ValueError(
-                f"{path} holds a quantised model, which runs on one device; use a mesh of one"
-            )
-        return hf_import.load_quantised(path)
+        load = hf_import.load_quantised if hf_import.is_quantised(path) else hf_import.load_hf
+        return load(path, mesh=mesh)
     cfg = _run_config(path)
     return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
 

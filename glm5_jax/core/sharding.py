@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from glm5_jax.core.tree import is_compound
+
 RULES = (
     ("e", "expert"),
     ("v", "expert"),
@@ -46,22 +48,24 @@ RULES = (
 def spec_of(letters: str, shape, axis_sizes) -> P:
     """PartitionSpec of a weight declared with these letters ("l d q") on axes of these sizes.
 
-    Vectors (one letter beside `l`) stay whole: gathering them would cost more than it saves.
+    Vectors (one letter beside `l`) stay whole but for what stays cut while it is used: gathering them would cost
+    more than it saves.
     """
     names = letters.split()
     if len(names) != len(shape):
         raise ValueError(f"letters {letters!r} do not fit the shape {tuple(shape)}")
     claimed: list[list[str]] = [[] for _ in names]
-    if len([n for n in names if n != "l"]) > 1:
-        taken = set()
-        for pattern, axis in RULES:
-            dim = _dim_of(pattern, names)
-            if dim is None or axis in taken or axis_sizes[axis] == 1:
-                continue
-            parts = math.prod(axis_sizes[a] for a in claimed[dim]) * axis_sizes[axis]
-            if shape[dim] % parts == 0:
-                claimed[dim].append(axis)
-                taken.add(axis)
+    vector, keep, taken = len([n for n in names if n != "l"]) == 1, stationary(letters), set()
+    for pattern, axis in RULES:
+        dim = _dim_of(pattern, names)
+        if dim is None or axis in taken or axis_sizes[axis] == 1:
+            continue
+        if vector and axis not in keep.get(names[dim], ()):
+            continue
+        parts = math.prod(axis_sizes[a] for a in claimed[dim]) * axis_sizes[axis]
+        if shape[dim] % parts == 0:
+            claimed[dim].append(axis)
+            taken.add(axis)
     return P(*(tuple(c) if len(c) > 1 else (c[0] if c else None) for c in claimed))
 
 
@@ -73,9 +77,18 @@ def _dim_of(pattern: str, names: list[str]) -> int | None:
     return next((i + own for i in starts if names[i : i + len(wanted)] == wanted), None)
 
 
+def cut_of(w, letters: str, shape, axis_sizes):
+    """(letters, PartitionSpec) of a weight w of this whole shape, of which it may be a part; of a `Compound`, both
+    with one for each of its arrays."""
+    spec = functools.partial(spec_of, axis_sizes=axis_sizes)
+    if not is_compound(w):
+        return letters, spec(letters, shape)
+    return w.each(lambda own, _: own, letters, shape), w.each(spec, letters, shape)
+
+
 def specs_of(letters, shapes, axis_sizes):
     """Tree of PartitionSpecs for a tree of letters and a tree of things with `.shape`."""
-    return jax.tree.map(lambda le, x: spec_of(le, x.shape, axis_sizes), letters, shapes)
+    return jax.tree.map(lambda le, x: cut_of(x, le, x.shape, axis_sizes)[1], letters, shapes)
 
 
 def shardings_of(letters, shapes, mesh):
@@ -99,12 +112,15 @@ def stationary(letters: str) -> dict[str, tuple[str, ...]]:
 def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
     """Inside a manual region: this device's whole copy of a weight, cast to the compute dtype first.
 
-    Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
+    Of a `Compound` letters and spec have one for each of its arrays. Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
     in reduce_dtype (default: dtype) and returned in the weight's own dtype.
 
     The last dimension goes first, so that the gradient is scattered along the leading ones while it
     is large: XLA:TPU makes a full all-reduce of a scatter along the last dimension.
     """
+    if is_compound(w):
+        w = w.astype(dtype)
+        return jax.tree.map(lambda x, *own: gather(x, *own, region, x.dtype), w, letters, spec)
     keep = stationary(letters)
     plan = []
     for dim, (letter, entry) in reversed(list(enumerate(zip(letters.split(), spec)))):

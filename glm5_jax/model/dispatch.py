@@ -41,22 +41,22 @@ def routed_experts(
 def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
     m, a = expert_ids.shape
     local = w["gate"].shape[0]
-    shards = region.expert
+    shards, cut = region.expert, region.live(("tensor",))
     kernel = (
         dispatch.platform() in dispatch.OF_PLATFORM
     )  # reads none but the experts that have rows
     if shards == 1 and not kernel and m * a <= FETCH_SHARE * local:
-        return _combine(fetched_swiglu(x, expert_ids, w), combine_weights)
+        return _combine(fetched_swiglu(x, expert_ids, w, cut), combine_weights)
     order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
     rows = permute(x, order // a, inverse.reshape(m, a))
     if shards == 1:
-        out = sorted_swiglu(rows, counts, w, kernels=kernels)
+        out = sorted_swiglu(rows, counts, w, kernels=kernels, cut=cut)
     else:
         plan = _plan(counts, shards, local)
         received = _exchange(rows, shards * m * min(a, local), plan)
         sizes, regroup, back = _regroup(plan["received_counts"], received.shape[0])
         mine = permute(received, regroup, back[:, None])
-        done = sorted_swiglu(mine, sizes, w, expected_rows=m * a, kernels=kernels)
+        done = sorted_swiglu(mine, sizes, w, expected_rows=m * a, kernels=kernels, cut=cut)
         returned = permute(done, back, regroup[:, None])
         out = _exchange(returned, m * a, _reversed(plan))
     out = permute(out, inverse, order[:, None]).reshape(m, a, -1)

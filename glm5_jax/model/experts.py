@@ -28,8 +28,9 @@ NAMES = ("gate", "up", "down")
 FETCH_SHARE = 0.5
 
 
-def fetched_swiglu(x, expert_ids, w):
-    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d]."""
+def fetched_swiglu(x, expert_ids, w, cut: tuple[str, ...] = ()):
+    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d]. cut: mesh axes whose devices have parts of f,
+    and whose results are to be summed."""
     m, a = expert_ids.shape
 
     def one(_, args):
@@ -45,15 +46,17 @@ def fetched_swiglu(x, expert_ids, w):
         def multiply(x, x_scale, w):
             return w4a8.product(x, x_scale[..., None], w.packed, w.scale, row.dtype)
 
-        return None, _w4a8_swiglu(row, *own, multiply)
+        return None, _w4a8_swiglu(row, *own, multiply, cut)
 
     rows = jnp.repeat(x, a, axis=0)[:, None]
     _, y = lax.scan(one, None, (rows, expert_ids.reshape(-1)))
     return y.reshape(m, a, -1)
 
 
-def sorted_swiglu(x, group_sizes, w, expected_rows: int | None = None, kernels="auto"):
-    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each; see `grouped_swiglu`."""
+def sorted_swiglu(
+    x, group_sizes, w, expected_rows: int | None = None, kernels="auto", cut: tuple[str, ...] = ()
+):
+    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each; see `grouped_swiglu`. cut: as `fetched_swiglu`."""
     own = [w[name] for name in NAMES]
     if isinstance(own[0], Int4):
 
@@ -63,12 +66,12 @@ def sorted_swiglu(x, group_sizes, w, expected_rows: int | None = None, kernels="
                 rows, scale, *weights, out_dtype=x.dtype, implementation=kernels
             )
 
-        return _w4a8_swiglu(x, *own, multiply)
+        return _w4a8_swiglu(x, *own, multiply, cut)
     return grouped_swiglu(x, group_sizes, *own, expected_rows=expected_rows, implementation=kernels)
 
 
-def _w4a8_swiglu(x, gate, up, down, multiply):
+def _w4a8_swiglu(x, gate, up, down, multiply, cut):
     """With int8 rows before both products; multiply(integers, their scales, weight)."""
     rows = quantize_a8(x)
     hidden = jax.nn.silu(multiply(*rows, gate)) * multiply(*rows, up)
-    return multiply(*quantize_a8(hidden), down)
+    return multiply(*quantize_a8(hidden, cut), down)

@@ -127,8 +127,10 @@ def letters(cfg: ModelConfig) -> dict[str, Any]:
     return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
 
 
-def param_shardings(cfg: ModelConfig, mesh):
-    """Tree of NamedShardings of the parameters on a mesh. ValueError if it cannot cut the model."""
+def param_shardings(cfg: ModelConfig, mesh, params=None):
+    """Tree of NamedShardings of the parameters on a mesh; params: such a tree, or its shapes, if some of them are
+    quantised. ValueError if it cannot cut the model."""
+    params = abstract(cfg) if params is None else params
     for axis, names in DIVIDED.items():
         for name in names:
             if (size := getattr(cfg, name)) % mesh.shape[axis]:
@@ -136,8 +138,8 @@ def param_shardings(cfg: ModelConfig, mesh):
                     f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
                     "divisor"
                 )
-    shardings = sharding.shardings_of(letters(cfg), abstract(cfg), mesh)
-    quant.check_shards(cfg, abstract(cfg), shardings)
+    shardings = sharding.shardings_of(letters(cfg), params, mesh)
+    quant.check_shards(cfg, params, shardings)
     return shardings
 
 
@@ -193,12 +195,8 @@ class Weights:
     """
 
     def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
-        sizes = {axis: getattr(region, axis) for axis in AXES}
-        names, shapes = flatten(letters(cfg)), flatten(abstract(cfg))
-        self._plan = {
-            k: (names[k], sharding.spec_of(names[k], shapes[k].shape, sizes)) for k in names
-        }
-        self._region = region
+        self._letters, self._whole = flatten(letters(cfg)), flatten(abstract(cfg))
+        self._region, self._sizes = region, {axis: getattr(region, axis) for axis in AXES}
         self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
         self._reduce_dtype = plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
 
@@ -206,12 +204,14 @@ class Weights:
         """The subtree at prefix, gathered; sliced: it is one layer of a stack, without its `l`."""
 
         def one(path, w):
-            names, spec = self._plan[f"{prefix}/{path}" if path else prefix]
+            name = f"{prefix}/{path}" if path else prefix
+            names, shape = self._letters[name], self._whole[name].shape
             if sliced:
-                names, spec = names.removeprefix("l "), P(*spec[1:])
+                names, shape = names.removeprefix("l "), shape[1:]
+            own, spec = sharding.cut_of(w, names, shape, self._sizes)
             dtype = w.dtype if "router/" in path else self._dtype
             w = quant.computed(w, path, self._int4_group)
-            return sharding.gather(w, names, spec, self._region, dtype, self._reduce_dtype)
+            return sharding.gather(w, own, spec, self._region, dtype, self._reduce_dtype)
 
         return map_with_path(one, tree)
 
@@ -465,11 +465,10 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
     args = (params, inputs, positions, segment_ids, cache)
     if mesh is None:
         return local(Region(), *args)
-    quant.check_plain(params)
     region = Region.of(mesh, shard_sequence=cache is None)
     check_batch(b, t, mesh, region.shard_sequence)
     rows = batch_spec(region)
-    params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh))
+    params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh, params))
     cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim else P(), cache)
     segments_spec = None if segment_ids is None else rows
     run = jax.shard_map(

@@ -16,18 +16,19 @@ class Mlp(nnx.Module):
         self.down = declare.normal("down", "f d")
 
 
-def swiglu(w, x):
-    """x [... d] -> [... d]."""
+def swiglu(w, x, cut: tuple[str, ...] = ()):
+    """x [... d] -> [... d]; cut: mesh axes whose devices have parts of f, and whose results are to be summed."""
     gate = product("...d,df->...f", x, w["gate"])
     up = product("...d,df->...f", x, w["up"])
-    return product("...f,fd->...d", jax.nn.silu(gate) * up, w["down"])
+    return product("...f,fd->...d", jax.nn.silu(gate) * up, w["down"], cut)
 
 
 def mlp(w, x, region: Region):
     """As `swiglu` on x [b t d]; with f split over `tensor` the tokens are gathered and summed back."""
     if region.tensor == 1:
         return swiglu(w, x)
+    axes = ("tensor",)
     if not region.shard_sequence:
-        return region.psum(swiglu(w, x), ("tensor",))
-    whole = region.all_gather(x, ("tensor",), 1)
-    return region.psum_scatter(swiglu(w, whole), ("tensor",), 1)
+        return region.psum(swiglu(w, x, axes), axes)
+    whole = region.all_gather(x, axes, 1)
+    return region.psum_scatter(swiglu(w, whole, axes), axes, 1)

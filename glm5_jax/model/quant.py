@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, found, is_compound, map_with_path
+from glm5_jax.core.tree import flatten, found, map_with_path
+from pallas_kernels.quantised import Int4
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 
 _ROUTED = (r"(^|/)experts/(gate|up|down)$",)
@@ -49,31 +50,26 @@ def settled(params, cfg: ModelConfig):
     return map_with_path(one, params)
 
 
-def check_plain(params) -> None:
-    """ValueError if some leaf is quantised or turned: those are not cut over the devices of a mesh."""
-    if compound := [path for path, w in flatten(params).items() if is_compound(w)]:
-        raise ValueError(
-            f"{len(compound)} weights are quantised or rotated, {compound[0]} among them, and a mesh cuts "
-            "plain weights only; use mesh=None"
-        )
-
-
 def check_shards(cfg: ModelConfig, shapes, shardings) -> None:
     """ValueError if a device's shard of experts would end inside a group (trees of shapes and
     NamedShardings of the parameters)."""
-    if cfg.int4_group is None:
-        return
     shapes = flatten(shapes)
     for path, where in flatten(shardings).items():
         if not found(_ROUTED, path):
             continue
-        entry = where.spec[-2]
-        axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        leaf, group = shapes[path], cfg.int4_group
+        if isinstance(leaf, Int4):
+            # Other axes cut between groups alone; the devices of this one compute with what they hold.
+            where, group = where.packed, leaf.group
+            axes = ("tensor",) if path.endswith("down") else ()
+        else:
+            entry = where.spec[-2]
+            axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
         sizes = {axis: where.mesh.shape[axis] for axis in axes}
-        rows = shapes[path].shape[-2] // math.prod(sizes.values())
-        if rows % cfg.int4_group:
+        rows = leaf.shape[-2] // math.prod(sizes.values())
+        if group is not None and rows % group:
             cut = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
-                f"int4_group {cfg.int4_group}: mesh axes {cut} cut {path} into shards of {rows} rows, "
+                f"int4 in groups of {group}: mesh axes {cut} cut {path} into shards of {rows} rows, "
                 "which are not whole groups; use a group that divides them, or smaller axes"
             )

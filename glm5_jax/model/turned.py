@@ -6,6 +6,7 @@ state cannot move on, as the MTP layer norms the hidden state once more. So the 
 """
 
 import dataclasses
+from typing import Self
 
 import jax
 
@@ -23,6 +24,9 @@ class Turned(Compound):
 
     def astype(self, dtype):
         return Turned(self.weight.astype(dtype), self.back.astype(dtype))
+
+    def each(self, function, letters, shape) -> Self:
+        return Turned(function(letters, shape), function(f"{letters} {letters}", 2 * shape))
 
 
 def read_out(x, w, eps: float):

@@ -48,12 +48,13 @@ def dequantize_w4(packed, scale):
     return scale_w4(unpack_int4(packed, 2 * packed.shape[-2] // scale.shape[-2]), scale)
 
 
-def quantize_a8(x):
+def quantize_a8(x, cut: tuple[str, ...] = ()):
     """(int8[... k], scale float32[...]) of activations x [... k], scale max |x| / 127 over a row.
 
-    Rounding, zeros and what is not finite are as in `quantize_w4`.
+    cut: mesh axes whose devices have a part of each row, which has one scale. Rounding, zeros and what is not
+    finite are as in `quantize_w4`.
     """
-    return _quantize(x.astype(jnp.float32), -1, ACTIVATION_MAX)
+    return _quantize(x.astype(jnp.float32), -1, ACTIVATION_MAX, cut)
 
 
 def round_w8(w, axes):
@@ -82,8 +83,9 @@ def unpack_int4(packed, group: int = GROUP):
     return jnp.stack([(packed << 4) >> 4, packed >> 4], axis=-3).reshape(*lead, 2 * half, n)
 
 
-def _quantize(x, axis, most: int):
+def _quantize(x, axis, most: int, cut: tuple[str, ...] = ()):
     top = jnp.max(jnp.abs(x), axis=axis)
+    top = lax.pmax(top, cut) if cut else top
     # Without as many bits as the integers have, so that their product has at most 24.
     scale = lax.reduce_precision(top / most, exponent_bits=8, mantissa_bits=23 - most.bit_length())
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1, scale)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from glm5_jax.checkpoint import hf_names, hf_quantised
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import load_hf, load_quantised
+from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.model import glm5
@@ -69,6 +70,20 @@ def test_what_was_written_comes_back_bitwise(dtype, tmp_path):
         x.nbytes for f in (tmp_path / "out").glob("*.safetensors") for x in load_file(f).values()
     ]
     assert index["metadata"]["total_size"] == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 4, "expert": 2}, {"tensor": 2, "expert": 2, "context": 2}], ids=str
+)
+def test_each_device_reads_its_own_part(folder, axes):
+    """The same bits, cut as the weights of an engine are."""
+    mesh, (params, cfg) = make_mesh(axes), quantised()
+    got = glm5.params_of(load_quantised(folder, mesh))
+    same_bits(got, params)
+    where = glm5.param_shardings(cfg, mesh, params)
+    assert [x.sharding for x in jax.tree.leaves(got)] == jax.tree.leaves(where)
+    down = got["moe_layers"]["experts"]["down"]
+    assert down.packed.addressable_shards[0].data.size < down.packed.size / 3
 
 
 def test_tensors_stand_under_the_names_of_compressed_tensors(folder):

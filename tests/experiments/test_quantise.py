@@ -7,7 +7,6 @@ import pytest
 from experiments import quantise
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
@@ -36,8 +35,6 @@ def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, caps
     assert 0 < np.abs(got - want).mean() < 0.05
     assert quantise.main([str(out), str(tmp_path / "again")]) == 2
     assert "is quantised already" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="quantised model, which runs on one device"):
-        models.load_model(out, make_mesh(data=8))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An engine on a mesh: attention in parallel over requests, experts over devices, the same replies."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,36 +9,46 @@ import pytest
 
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
 from tests.mesh import cases
 
 CFG = dataclasses.replace(cases.config("sparse"), eos_token_id=())
+GROUP = 4
 SAMPLING = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
 
 
-def engine(mesh=None, **options):
-    params = cases.params(CFG)
+@functools.cache
+def quantised():
+    """(parameters, config) with every kind of weight that stands as several arrays."""
+    return table.quantise(*rotation.rotate(cases.params(CFG), CFG), GROUP)
+
+
+def engine(mesh=None, kind="plain", **options):
+    params, cfg = (cases.params(CFG), CFG) if kind == "plain" else quantised()
     if mesh is not None:
-        params = jax.device_put(params, glm5.param_shardings(CFG, mesh))
-    model = glm5.Glm5(CFG, params=params, mesh=mesh)
+        params = jax.device_put(params, glm5.param_shardings(cfg, mesh, params))
+    model = glm5.Glm5(cfg, params=params, mesh=mesh)
     options = dict(page_size=8, max_length=32, max_batch=2, num_pages=10, chunk=32) | options
     return Engine(model, **options)
 
 
-@pytest.mark.parametrize("num_draft", [0, 2])
-def test_replies_are_those_of_one_device(num_draft):
+@pytest.mark.parametrize(
+    "kind, num_draft", [("plain", 0), ("plain", 2), ("rotated and quantised", 2)]
+)
+def test_replies_are_those_of_one_device(kind, num_draft):
     """More requests than places, of different lengths, in four groups of devices; two share a beginning."""
     rng = np.random.default_rng(0)
     asked = [rng.integers(0, CFG.vocab_size, n).tolist() for n in (3, 9, 20, 1, 14, 7, 11, 2, 5)]
     asked.append(asked[2] + [4])
     mesh = make_mesh(data=2, expert=2, tensor=2)
-    made, plain = engine(mesh, num_draft=num_draft), engine(num_draft=num_draft)
-    got, want = made.generate(asked, SAMPLING), plain.generate(asked, SAMPLING)
+    made, alone = (engine(on, kind, num_draft=num_draft) for on in (mesh, None))
+    got, want = made.generate(asked, SAMPLING), alone.generate(asked, SAMPLING)
     for one, other in zip(got, want):
         assert one.ids == other.ids
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert sum(made.counts.accepted) == sum(plain.counts.accepted)
+    assert sum(made.counts.accepted) == sum(alone.counts.accepted)
     assert made.num_free_pages + made.num_cached_pages == 4 * 10
     # What continues a request goes where its beginning is.
     [first] = made.generate([asked[2]], SAMPLING)

@@ -141,7 +141,7 @@ def test_decoded_text_is_that_of_the_dequantised_weights():
 )
 def test_a_mesh_that_cuts_groups_is_refused(axes, cut):
     with pytest.raises(
-        ValueError, match=f"int4_group 4: mesh axes {cut}.*; use a group that divides"
+        ValueError, match=f"int4 in groups of 4: mesh axes {cut}.*; use a group that divides"
     ):
         glm5.param_shardings(CFG, make_mesh(axes))
     glm5.param_shardings(PLAIN, make_mesh(axes))

@@ -191,7 +191,28 @@ def test_an_engine_serves_a_rotated_and_quantised_model():
         assert list(handle.completion.ids) == row[14:].tolist()
 
 
-def test_a_mesh_is_refused():
-    mesh = make_mesh(expert=2, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="weights are quantised or rotated, .*; use mesh=None"):
-        glm5.forward(quantised(), TOKENS, CFG, mesh=mesh)
+def on(mesh):
+    return jax.device_put(quantised(), glm5.param_shardings(CFG, mesh, quantised()))
+
+
+@pytest.mark.parametrize(
+    "axes", [{"expert": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "context": 2}]
+)
+def test_on_a_mesh_it_computes_what_it_does_on_one_device(axes):
+    mesh = make_mesh(axes)
+    got = jax.jit(functools.partial(glm5.forward, cfg=CFG, mesh=mesh))(on(mesh), TOKENS).logits
+    # A row's scale is that of all its parts, so no integer but those next to a half may differ.
+    assert np.median(np.abs(got - run(quantised())[0])) < 1e-5
+
+
+def test_a_mesh_cuts_int4_between_groups_and_both_its_arrays_alike():
+    """fsdp=8 does not cut down's two groups of rows, and its columns instead."""
+    for axes in ({"fsdp": 8}, {"tensor": 2, "context": 2, "expert": 2}):
+        for path, w in flatten(on(make_mesh(axes))).items():
+            if isinstance(w, Int4):
+                packed, scale = (x.sharding.shard_shape(x.shape) for x in (w.packed, w.scale))
+                assert packed == (*scale[:-2], scale[-2] * GROUP // 2, scale[-1]), path
+                assert w.packed.size >= np.prod(packed) * (8 if "fsdp" in axes else 4)
+    cut = "tensor=4 cut moe_layers/experts/down into shards of 2 rows, which are not whole groups"
+    with pytest.raises(ValueError, match=f"int4 in groups of 4: mesh axes {cut}"):
+        on(make_mesh(tensor=4, data=2))
