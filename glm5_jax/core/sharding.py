@@ -45,22 +45,23 @@ RULES = (
 )
 
 
-def spec_of(letters: str, shape, axis_sizes) -> P:
+def spec_of(letters: str, shape, axis_sizes, small: bool = False) -> P:
     """PartitionSpec of a weight declared with these letters ("l d q") on axes of these sizes.
 
-    Vectors (one letter beside `l`) stay whole but for what stays cut while it is used: gathering them would cost
-    more than it saves.
+    Vectors (one letter beside `l`), and what else is small, stay whole but for what stays cut while it is used:
+    gathering them would cost more than it saves.
     """
     names = letters.split()
     if len(names) != len(shape):
         raise ValueError(f"letters {letters!r} do not fit the shape {tuple(shape)}")
     claimed: list[list[str]] = [[] for _ in names]
-    vector, keep, taken = len([n for n in names if n != "l"]) == 1, stationary(letters), set()
+    small = small or len([n for n in names if n != "l"]) == 1
+    keep, taken = stationary(letters), set()
     for pattern, axis in RULES:
         dim = _dim_of(pattern, names)
         if dim is None or axis in taken or axis_sizes[axis] == 1:
             continue
-        if vector and axis not in keep.get(names[dim], ()):
+        if small and axis not in keep.get(names[dim], ()):
             continue
         parts = math.prod(axis_sizes[a] for a in claimed[dim]) * axis_sizes[axis]
         if shape[dim] % parts == 0:
@@ -79,8 +80,11 @@ def _dim_of(pattern: str, names: list[str]) -> int | None:
 
 def cut_of(w, letters: str, shape, axis_sizes):
     """(letters, PartitionSpec) of a weight w of this whole shape, of which it may be a part; of a `Compound`, both
-    with one for each of its arrays."""
-    spec = functools.partial(spec_of, axis_sizes=axis_sizes)
+    with one for each of its arrays. Those of fewer dimensions than the weight are small."""
+
+    def spec(own, sizes):
+        return spec_of(own, sizes, axis_sizes, small=len(own.split()) < len(letters.split()))
+
     if not is_compound(w):
         return letters, spec(letters, shape)
     return w.each(lambda own, _: own, letters, shape), w.each(spec, letters, shape)
@@ -112,8 +116,9 @@ def stationary(letters: str) -> dict[str, tuple[str, ...]]:
 def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
     """Inside a manual region: this device's whole copy of a weight, cast to the compute dtype first.
 
-    Of a `Compound` letters and spec have one for each of its arrays. Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
-    in reduce_dtype (default: dtype) and returned in the weight's own dtype.
+    Gathers one dimension at a time over all but the stationary axes; the gradient is reduce-scattered
+    in reduce_dtype (default: dtype) and returned in the weight's own dtype. Of a `Compound`, letters and spec
+    have one for each of its arrays.
 
     The last dimension goes first, so that the gradient is scattered along the leading ones while it
     is large: XLA:TPU makes a full all-reduce of a scatter along the last dimension.

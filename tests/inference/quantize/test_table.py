@@ -206,9 +206,13 @@ def test_on_a_mesh_it_computes_what_it_does_on_one_device(axes):
 
 
 def test_a_mesh_cuts_int4_between_groups_and_both_its_arrays_alike():
-    """fsdp=8 does not cut down's two groups of rows, and its columns instead."""
+    """fsdp=8 does not cut down's two groups of rows, and its columns instead. What is small stays whole, unless it
+    is used in parts."""
     for axes in ({"fsdp": 8}, {"tensor": 2, "context": 2, "expert": 2}):
         for path, w in flatten(on(make_mesh(axes))).items():
+            if isinstance(w, Int8):
+                whole = "tensor" not in axes or not path.endswith(("gate", "up"))
+                assert w.scale.sharding.is_fully_replicated == whole, path
             if isinstance(w, Int4):
                 packed, scale = (x.sharding.shard_shape(x.shape) for x in (w.packed, w.scale))
                 assert packed == (*scale[:-2], scale[-2] * GROUP // 2, scale[-1]), path
