@@ -17,7 +17,6 @@ import functools
 from typing import NamedTuple
 
 from experiments import pretrain
-from glm5_jax.config import ModelConfig
 from glm5_jax.data.interleave import InterleaveConfig
 from glm5_jax.data.long_context import STAGES as SHARES, mid_training
 from glm5_jax.data.mixture import DataConfig
@@ -67,10 +66,18 @@ def falling(stage: str, peak: float, end: float) -> dict[str, float]:
     return {"kind": "linear", "peak": rates[0], "end": rates[1], "warmup_steps": 0}
 
 
-def long_model(model: ModelConfig) -> ModelConfig:
-    """The model with the rotary base of long contexts: 1M (GLM-4.5 2.3, and GLM-5's own config)."""
-    rope = dataclasses.replace(model.rope_parameters, rope_theta=1_000_000.0)
-    return dataclasses.replace(model, rope_parameters=rope)
+def lengthened(base: ExperimentConfig, size: str, stage: str, **changes) -> ExperimentConfig:
+    """A stage that goes on from the one before, with the rotary base of long contexts: 1M (GLM-4.5 2.3, and GLM-5's
+    own config), which the first stage meets with weights of another."""
+    rope = dataclasses.replace(base.model.rope_parameters, rope_theta=1_000_000.0)
+    return dataclasses.replace(
+        base,
+        goes_on=True,
+        unshared=("rope_theta",) if stage == "32k" else (),
+        name=f"midtrain:{size},{stage}",
+        model=dataclasses.replace(base.model, rope_parameters=rope),
+        **changes,
+    )
 
 
 def best_fit(data: DataConfig, stage: str, length: int, tasks: TaskConfig) -> DataConfig:
@@ -87,11 +94,10 @@ def tiny(stage: str) -> ExperimentConfig:
     """The last of the three ends at the 1024 positions that the tiny model has."""
     base, length = pretrain.tiny(), {"32k": 256, "128k": 512, "200k": 1024}[stage]
     tasks = TaskConfig(kind="mrcr", surface="tokens", length=length, reply_tokens=8, loss="all")
-    return dataclasses.replace(
+    return lengthened(
         base,
-        goes_on=True,
-        name=f"midtrain:tiny,{stage}",
-        model=long_model(base.model),
+        "tiny",
+        stage,
         data=best_fit(base.data, stage, length, tasks),
         batch=pretrain.constant(2048),
         schedule=ScheduleConfig(**falling(stage, 1e-3, 2.5e-4), total_steps=120),
@@ -105,11 +111,10 @@ def tiny(stage: str) -> ExperimentConfig:
 def small(stage: str) -> ExperimentConfig:
     """0.5B tokens a stage for one accelerator."""
     base, length = pretrain.small(), {"32k": 8192, "128k": 16_384, "200k": 32_768}[stage]
-    return dataclasses.replace(
+    return lengthened(
         base,
-        goes_on=True,
-        name=f"midtrain:small,{stage}",
-        model=long_model(base.model),
+        "small",
+        stage,
         data=best_fit(base.data, stage, length, TaskConfig(kind="mrcr", length=length)),
         batch=pretrain.constant(4 * 32_768),
         schedule=ScheduleConfig(**falling(stage, 4e-5, 1e-5), total_steps=4000),
@@ -134,11 +139,10 @@ def glm5(stage: str) -> ExperimentConfig:
         mtp_weight=SwitchConfig(0.1, 0.1),
         bias_update_rate=SwitchConfig(0.0, 0.0),
     )
-    return dataclasses.replace(
+    return lengthened(
         base,
-        goes_on=True,
-        name=f"midtrain:glm5,{stage}",
-        model=long_model(base.model),
+        "glm5",
+        stage,
         mesh=mesh,
         data=best_fit(base.data, stage, length, TaskConfig(kind="mrcr", length=length)),
         batch=pretrain.constant(batch),

@@ -256,6 +256,26 @@ class ModelConfig:
             scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
         return scale
 
+    @property
+    def arithmetic(self) -> dict[str, object]:
+        """{field: value} of what the same weights compute otherwise with, as no shape tells; those alone that count
+        in this model."""
+        names, kinds, rope = ["attention", "rms_norm_eps"], self.layer_kinds, self.rope_parameters
+        if self.projections == "mla":
+            names.append("latent_norm_eps")
+        if self.num_moe_layers or self.num_nextn_predict_layers:
+            names += _ROUTING
+        names += ["index_topk"] * (self.attention == "sparse")
+        names += ["index_norm_eps"] * (self.index_topk is not None)
+        names += ["sliding_window"] * ("window" in kinds)
+        names += ["simple_gdn_beta"] * ("simple_gdn" in kinds)
+        out = {name: getattr(self, name) for name in names} | {"layer_attention": kinds}
+        if full := self.full_layers:
+            types = ("full" if i in full else "shared" for i in range(self.num_hidden_layers))
+            out["indexer_types"] = tuple(types)
+        used = ("rope_type", "rope_theta") if rope.rope_type == "default" else vars(rope)
+        return out | {f"rope_parameters.{name}": getattr(rope, name) for name in used}
+
     def check_length(self, length: int) -> None:
         """ValueError if a sequence is longer than the model's positions."""
         if length > self.max_position_embeddings:
@@ -325,6 +345,9 @@ class ModelConfig:
         return attention + self._moe_parameters(self.n_routed_experts)
 
 
+_ROUTING = (
+    "int4_group num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor"
+).split()
 _POSITIVE = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim intermediate_size moe_intermediate_size "

@@ -6,6 +6,7 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig, RopeParameters, yarn_mscale
+from glm5_jax.model import glm5
 
 TINY = presets.tiny()
 REFUSED = [
@@ -96,6 +97,50 @@ def test_kinds_of_layers():
     same = dataclasses.replace(TINY, layer_attention=["full"] * 4)  # with sparse attention too
     assert same.layer_attention == ("full",) * 4
     assert presets.ablation("gqa").num_key_heads == 4
+
+
+# Of a model of every kind of layer that another field may differ in: a value of each field unlike its own.
+OTHER = {
+    field.name: getattr(TINY, field.name) * 2
+    for field in dataclasses.fields(ModelConfig)
+    if type(getattr(TINY, field.name)) in (int, float)
+} | {
+    "n_group": 4,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": not TINY.norm_topk_prob,
+    "indexer_types": ("full", "shared", "full", "full"),
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": RopeParameters(rope_theta=77.0),
+    "attention_bias": True,
+    "tie_word_embeddings": not TINY.tie_word_embeddings,
+    "attention": "dense",
+    "int4_group": 32,
+    "layer_attention": ("full", "window", "full", "full"),
+    "projections": "gqa",
+}
+# What changes no number, or (of the last three) none of this model's.
+IDLE = set(
+    "max_position_embeddings initializer_range eos_token_id pad_token_id bos_token_id dtype model_type hf_extra "
+    "num_key_value_heads linear_conv_kernel_dim topk_group".split()
+)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(ModelConfig)])
+def test_what_weights_compute_is_told_by_their_shapes_or_is_arithmetic(field):
+    if field in IDLE:
+        return
+    mixed = {"layer_attention": ("full", "window", "simple_gdn", "full")}
+    plain = {"index_topk": None, "attention": "dense"}
+    base = TINY
+    if field in ("layer_attention", "projections", "sliding_window", "simple_gdn_beta"):
+        base = dataclasses.replace(TINY, **plain, **mixed)
+    other = dataclasses.replace(base, **{field: OTHER[field]})
+    ours, theirs = base.arithmetic, other.arithmetic
+    odd = {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    if field == "rope_parameters":
+        assert odd == {"rope_parameters.rope_theta"}
+    elif glm5.abstract(base) == glm5.abstract(other):
+        assert odd == {field}
 
 
 def test_the_defaults_are_glm5():

@@ -187,11 +187,12 @@ def _instead(pattern: Pattern, kind: str) -> Pattern:
 
 def _with_kinds(last: ExperimentConfig, pattern: Pattern) -> ExperimentConfig:
     """Named by its pattern alone, so that arms which come to the same are trained once."""
+    unshared = ("layer_attention",) * (set(pattern) != {"full"}) + ("/gdn/",) * ("gdn" in pattern)
     return dataclasses.replace(
         last,
         name=f"{last.name} {letters(pattern)}",
         model=converted(last.model, pattern),
-        unshared=("/gdn/",) if "gdn" in pattern else (),
+        unshared=unshared,
     )
 
 

@@ -96,7 +96,8 @@ def small() -> Setup:
 def _life(size: str, steps: Sequence[int]) -> tuple[ExperimentConfig, ...]:
     stages = (
         pretrain.get_config(size),
-        midtrain.get_config(f"{size},200k"),
+        # It stands for all of mid-training, which raises the rotary base.
+        dataclasses.replace(midtrain.get_config(f"{size},200k"), unshared=("rope_theta",)),
         dsa_warmup.get_config(size),
     )
     return tuple(map(_short, stages, steps))

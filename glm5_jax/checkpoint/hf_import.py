@@ -98,7 +98,8 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
 
 def is_quantised(path) -> bool:
     """Whether the folder is one that `save_hf` wrote of a quantised model."""
-    content = _json(_config_file(path))
+    file = _folder(path) / "config.json"
+    content = _json(file) if file.is_file() else None
     config = content.get("quantization_config") if isinstance(content, dict) else None
     return isinstance(config, dict) and config.get("format") == hf_quantised.FORMAT
 

@@ -10,8 +10,13 @@ import jax
 
 from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.config import ModelConfig, RopeParameters
+from glm5_jax.core import tree
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
+
+# That one stage of training has otherwise than the one before: dense, then sparse with fewer and fewer keys, then
+# with experts as int4.
+CHANGED = ("attention", "index_topk", "int4_group")
 
 
 def load_model(path, mesh=None) -> glm5.Glm5:
@@ -35,13 +40,18 @@ def open_weights(
 ) -> Callable[[], dict]:
     """What loads the float32 weights at a path, which is checked before anything is read.
 
-    unshared: patterns of weights that only one of both need have (`store.check_params`). ValueError if they
-    are not there, broken, or of another model.
+    unshared: patterns of weights that only one of both need have (`store.check_params`), and of fields that may be
+    others (`check_arithmetic`). ValueError if they are not there, broken, or of another model.
     """
     path = _there(path)
+    if not _is_run(path) and hf_import.is_quantised(path):
+        raise ValueError(
+            f"{path} holds a quantised model, which is served and not trained; give the one it was made of"
+        )
     shardings = mesh and glm5.param_shardings(cfg, mesh)
     if not _is_run(path):
         hf_import.check_params(path, cfg, unshared)
+        check_arithmetic(f"checkpoint {path}", hf_import.read_config(path), cfg, unshared)
         load = functools.partial(hf_import.load_params, path, cfg, dtype="float32")
         return functools.partial(load, shardings=shardings, unshared=unshared)
     abstract = glm5.abstract(cfg)
@@ -52,7 +62,30 @@ def open_weights(
             shardings,
         )
     store.check_params(path, abstract, unshared)
+    check_arithmetic(f"checkpoint {path}", _run_config(path), cfg, unshared)
     return functools.partial(store.load_params, path, abstract, unshared)
+
+
+def check_arithmetic(
+    name: str, found: ModelConfig, cfg: ModelConfig, unshared: Sequence[str] = ()
+) -> None:
+    """ValueError, in which what was found has that name, if its weights compute otherwise in a model of cfg, but for
+    what stages change (`CHANGED`) and fields of the model in which a pattern of unshared is found."""
+    theirs, ours = found.arithmetic, cfg.arithmetic
+    odd = [
+        field
+        for field in theirs.keys() & ours.keys()
+        if theirs[field] != ours[field]
+        and field not in CHANGED
+        and not tree.found(unshared, f"model.{field}")
+    ]
+    if odd:
+        told = ", ".join(f"{field} {theirs[field]} (here {ours[field]})" for field in sorted(odd))
+        flags = " ".join(f"--experiment.model.{field}={theirs[field]}" for field in sorted(odd))
+        raise ValueError(
+            f"{name} is of a model with {told}; set {flags}, or, if that is meant to change, "
+            f"--experiment.unshared={tuple(sorted(odd))}"
+        )
 
 
 def _there(path) -> pathlib.Path:

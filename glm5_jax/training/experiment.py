@@ -73,7 +73,8 @@ class ExperimentConfig:
     checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
     goes_on: bool = False  # whether it makes no sense without a checkpoint
     # Patterns of weights that the checkpoint and the model need not share: what only the model has begins
-    # anew, what only the checkpoint has is left behind. ("indexer",) gives a dense model its indexers.
+    # anew, what only the checkpoint has is left behind. ("indexer",) gives a dense model its indexers. And of
+    # fields of the model that may change what the others compute: ("rope_theta",).
     unshared: tuple[str, ...] = ()
 
     @property

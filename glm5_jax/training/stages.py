@@ -292,7 +292,9 @@ class Pretraining:
         model, unshared = self.config.model, self.config.unshared
         if before is not None and not before.finished:
             wanted, found = ({"model": glm5.abstract(c)} for c in (model, before.config.model))
-            store.check_shapes(wanted, found, f"what {before.config.name} trains", unshared)
+            name = f"what {before.config.name} trains"
+            store.check_shapes(wanted, found, name, unshared)
+            models.check_arithmetic(name, before.config.model, model, unshared)
             return None
         return models.open_weights(path, model, mesh=self._mesh, unshared=unshared)
 

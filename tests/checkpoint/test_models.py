@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.store import Store
 from glm5_jax.core.tree import flatten
+from glm5_jax.inference.quantize import table
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -63,6 +65,32 @@ def test_a_huggingface_folder_s_model(params, tmp_path):
     same(glm5.params_of(models.load_model(tmp_path)), params)
     assert models.load_tokenizer(tmp_path).vocab_size == Tokenizer.default().vocab_size
     same(models.open_weights(tmp_path, cfg)(), params)
+
+
+def test_weights_that_would_compute_otherwise_are_refused_by_field(workdir, params, tmp_path):
+    rope = dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
+    other = dataclasses.replace(CFG, rope_parameters=rope, num_experts_per_tok=3)
+    said = (
+        "of a model with num_experts_per_tok 2 (here 3), rope_parameters.rope_theta 10000.0 (here 500000.0); set "
+        "--experiment.model.num_experts_per_tok=2 --experiment.model.rope_parameters.rope_theta=10000.0, or"
+    )
+    save_hf(params, tmp_path / "hf", cfg=dataclasses.replace(CFG, int4_group=None))
+    for path in (workdir, tmp_path / "hf"):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            models.open_weights(path, other)
+        same(models.open_weights(path, other, unshared=("rope_theta", "experts_per_tok"))(), params)
+        # What stages change: how much attention leaves out, the experts' integers, and how long texts may be.
+        stage = dict(attention="dense", index_topk=8, int4_group=None, max_position_embeddings=64)
+        same(models.open_weights(path, dataclasses.replace(CFG, **stage))(), params)
+
+
+def test_a_quantised_folder_is_none_to_train_from(params, tmp_path):
+    quantised, cfg = table.quantise(params, CFG)
+    save_hf(quantised, tmp_path, cfg=cfg)
+    with pytest.raises(
+        ValueError, match="holds a quantised model, which is served and not trained"
+    ):
+        models.open_weights(tmp_path, CFG)
 
 
 def test_what_is_wrong_with_a_path(workdir, tmp_path):

@@ -1,6 +1,7 @@
 """Redundant attention: what is trained and measured, and FLOPs against GLM-5's own formulas."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from experiments.ablations import attention_mass as ablation, retriever
 from experiments.ablations.attention_mass import RETRIEVER, TEXT, counts, reached
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
+from glm5_jax.checkpoint.models import check_arithmetic
 from glm5_jax.evals.attention_mass import Mass
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
@@ -71,6 +73,8 @@ def test_only_indexers_learn_in_the_last_stage(variant, tmp_path):
     setup = ablation.get_config(variant)
     arms = ablation.arms(setup, tmp_path)
     for arm in arms.values():
+        for before, after in itertools.pairwise(arm.stages):
+            check_arithmetic(before.name, before.model, after.model, after.unshared)
         assert all(stage.model.attention == "dense" for stage in arm.stages)
         last = arm.stages[-1]
         assert last.optimizer.frozen and last.step.index_weight and last.unshared == ("indexer",)

@@ -1,10 +1,13 @@
 """The stages of a life: each takes up what the one before it left, and trains what the paper says."""
 
 import dataclasses
+import itertools
+import re
 
 import pytest
 
 from experiments import dsa_warmup, lifecycle, midtrain
+from glm5_jax.checkpoint.models import check_arithmetic
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.training.optimizer import groups_of
@@ -36,6 +39,20 @@ def test_texts_grow_and_the_last_stages_are_sparse(size):
 def test_weights_fit_from_stage_to_stage(size):
     shapes = [glm5.abstract(config.model) for config in stages(size).values()]
     assert all(tree == shapes[0] for tree in shapes)
+    for before, after in itertools.pairwise(stages(size).values()):
+        check_arithmetic(before.name, before.model, after.model, after.unshared)
+
+
+@pytest.mark.parametrize("stage", ["midtrain_128k", "dsa_warmup", "dsa_sparse", "sft"])
+def test_only_the_first_long_stage_takes_weights_of_a_shorter_rotary_base(stage):
+    base, own = (stages("glm5")[name] for name in ("pretrain", stage))
+    said = (
+        "pretrain:glm5 is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
+        "--experiment.model.rope_parameters.rope_theta=10000.0, or, if that is meant to change, "
+        "--experiment.unshared=('rope_parameters.rope_theta',)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        check_arithmetic(base.name, base.model, own.model, own.unshared)
 
 
 @pytest.mark.parametrize("size", SIZES)
