@@ -3,11 +3,19 @@
     python -m launch.run --experiment=experiments/serve.py:tiny --experiment.checkpoint=DIR
 
 DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP or a HuggingFace
-folder; with `/update_weights` another one takes its place while it runs. Ctrl-C or SIGTERM lets what runs end.
+folder, that of experiments/quantise.py too. Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM lets
+what runs end.
+
+While it runs another DIR takes its place, if it is of the same model, and quantised alike or not at all:
+
+    curl http://127.0.0.1:8000/update_weights -d '{"path": "DIR", "version": 2, "policy": "finish"}'
+
+version is any number: each token of `/generate` tells that of the weights that drew it. policy, for what is under way: finish
+(the default) lets it end first, keep goes on from what the old weights computed, recompute begins it anew.
 
 :tiny    for two CPU cores: 8 chats at once
 :small   for one accelerator: 64 at once, drafts by the MTP layer
-:glm5    for a pod of one process: experts over its chips, attention in parallel over their chats, 4 drafts
+:glm5    for the chips of one process: experts over them, attention in parallel over their chats, 4 drafts
 
 With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 its memory holds 1.8 times as many tokens.
 Other machines reach it with --experiment.server.host=0.0.0.0; give --experiment.server.api_key then.
@@ -15,8 +23,9 @@ Other machines reach it with --experiment.server.host=0.0.0.0; give --experiment
 
 import asyncio
 import dataclasses
-import pathlib
 import sys
+
+import jax
 
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.server import ServerConfig
@@ -90,6 +99,11 @@ def make_server(config: ServeConfig):
     from glm5_jax.inference.engine import Engine
     from glm5_jax.inference.server import Server
 
+    if (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"an engine runs in one process and this pod has {count}; start a server in each without --distributed, "
+            "and a router in front of them"
+        )
     if config.checkpoint is None:
         raise ValueError(
             "nothing to serve; give --experiment.checkpoint=PATH, a run's workdir, one of its checkpoints/STEP or an "
@@ -102,16 +116,11 @@ def make_server(config: ServeConfig):
     engine = Engine(model, tokenizer, **dataclasses.asdict(config.engine))
     if config.warm:
         engine.warm(show=True)
-
-    def load(path: str):
-        return models.open_weights(path, model.cfg, mesh=mesh)()
-
-    return Server(engine, tokenizer, config.server, load)
+    return Server(engine, tokenizer, config.server, models.loader_like(model))
 
 
-def run(config: ServeConfig, workdir: pathlib.Path) -> int:
-    """Serves until it is told to end; the exit code. workdir: nothing is written there."""
-    del workdir
+def run(config: ServeConfig) -> int:
+    """Serves until it is told to end; the exit code."""
     try:
         server = make_server(config)
     except (ValueError, OSError) as error:

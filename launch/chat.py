@@ -38,7 +38,8 @@ def main(argv: list[str], read: Callable[[str], str] = input) -> int:
             client = Client(url, values.api_key)
             Chat(client, client.model(), values, read).run()
     except (ValueError, OSError, flags.Error, ServerError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        fix = "; give it as --api_key=KEY" if getattr(error, "status", None) == 401 else ""
+        print("error:", " ".join(str(error).split()) + fix, file=sys.stderr)
         return 2
     return 0
 

@@ -4,7 +4,7 @@
 
 --experiment is FILE.py:VARIANT; any field of it can be set with --experiment.FIELD=VALUE (for example
 --experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
-same command goes on with a run that was stopped or killed. An error of the user is one line and
+same command goes on with a run that was stopped or killed. (serve.py only reads; it has none.) An error of the user is one line and
 exit code 2, before anything is trained; a run that had to stop says why and exits with 1.
 
 On a pod start the same command on every host, with a workdir that all of them see and
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
-        return run(command.config, command.workdir)
+        return run(command.config)
     return _run(command.module, command.config, command.workdir)
 
 
@@ -70,7 +70,13 @@ def parse(argv: list[str]) -> Command:
     if len(rest) > 1:
         raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
     name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
-    workdir = values["workdir"].value or f"workdir/{pathlib.Path(name).name}"
+    workdir = values["workdir"].value
+    if workdir and hasattr(module, "run"):
+        raise ValueError(
+            f"--workdir={workdir}: {spec.partition(':')[0]} writes nothing and has no workdir; what it reads is "
+            f"--experiment.checkpoint={workdir}"
+        )
+    workdir = workdir or f"workdir/{pathlib.Path(name).name}"
     try:
         config = freeze(values["experiment"].value)
     except ValueError as error:

@@ -107,8 +107,21 @@ def is_quantised(path) -> bool:
 def load_quantised(path, mesh=None) -> glm5.Glm5:
     """The quantised model of a folder that `save_hf` wrote of one, bitwise; mesh: as for `load_hf`.
 
-    ValueError that lists everything wrong with the files, or says that the mesh cannot cut them, before anything
-    is loaded.
+    ValueError as `open_quantised`, or if the mesh cannot cut the weights, before anything is loaded.
+    """
+    cfg, sources = open_quantised(path)
+    return glm5.Glm5(cfg, params=place(cfg, sources, mesh), mesh=mesh)
+
+
+def place(cfg: ModelConfig, sources: dict, mesh=None) -> dict:
+    """The parameters of these `Source`s, on the default device or on a mesh."""
+    where = () if mesh is None else (glm5.param_shardings(cfg, mesh, sources),)
+    return jax.tree.map(lambda own, *at: _place(own.shape, own.read, *at), sources, *where)
+
+
+def open_quantised(path) -> tuple[ModelConfig, dict]:
+    """(config, parameter tree with a `hf_quantised.Source` for each array) of a folder that `save_hf` wrote of a
+    quantised model. ValueError that lists everything wrong with the files.
     """
     content = _json(_config_file(path))
     if not isinstance(content, dict) or "quantization_config" not in content:
@@ -145,10 +158,7 @@ def load_quantised(path, mesh=None) -> glm5.Glm5:
         read = functools.partial(_read_shard, pieces, stored, dtypes[leaf_path])
         return hf_quantised.Source(leaf.shape, read)
 
-    sources = tree.map_with_path(source, glm5.abstract(cfg))
-    where = () if mesh is None else (glm5.param_shardings(cfg, mesh, sources),)
-    params = jax.tree.map(lambda own, *at: _place(own.shape, own.read, *at), sources, *where)
-    return glm5.Glm5(cfg, params=params, mesh=mesh)
+    return cfg, tree.map_with_path(source, glm5.abstract(cfg))
 
 
 def check_params(path, cfg: ModelConfig, unshared=()) -> None:

@@ -12,7 +12,9 @@ from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.config import ModelConfig, RopeParameters
 from glm5_jax.core import tree
 from glm5_jax.model import glm5
+from glm5_jax.model.turned import Turned
 from glm5_jax.text.tokenizer import Tokenizer
+from pallas_kernels.quantised import Int4, Int8
 
 # That one stage of training has otherwise than the one before: dense, then sparse with fewer and fewer keys, then
 # with experts as int4.
@@ -71,21 +73,72 @@ def check_arithmetic(
 ) -> None:
     """ValueError, in which what was found has that name, if its weights compute otherwise in a model of cfg, but for
     what stages change (`CHANGED`) and fields of the model in which a pattern of unshared is found."""
-    theirs, ours = found.arithmetic, cfg.arithmetic
-    odd = [
-        field
-        for field in theirs.keys() & ours.keys()
-        if theirs[field] != ours[field]
-        and field not in CHANGED
-        and not tree.found(unshared, f"model.{field}")
-    ]
+    odd = {
+        field: values
+        for field, values in _differences(found, cfg).items()
+        if field not in CHANGED and not tree.found(unshared, f"model.{field}")
+    }
     if odd:
-        told = ", ".join(f"{field} {theirs[field]} (here {ours[field]})" for field in sorted(odd))
-        flags = " ".join(f"--experiment.model.{field}={theirs[field]}" for field in sorted(odd))
-        raise ValueError(
-            f"{name} is of a model with {told}; set {flags}, or, if that is meant to change, "
-            f"--experiment.unshared={tuple(sorted(odd))}"
+        flags = " ".join(
+            f"--experiment.model.{field}={theirs}" for field, (theirs, _) in odd.items()
         )
+        raise ValueError(
+            f"{name} is of a model with {_told(odd)}; set {flags}, or, if that is meant to change, "
+            f"--experiment.unshared={tuple(odd)}"
+        )
+
+
+def _differences(found: ModelConfig, cfg: ModelConfig) -> dict[str, tuple]:
+    """{field: (of the one that was found, of cfg)} of arithmetic that counts in both and differs."""
+    theirs, ours = found.arithmetic, cfg.arithmetic
+    both = sorted(theirs.keys() & ours.keys())
+    return {field: (theirs[field], ours[field]) for field in both if theirs[field] != ours[field]}
+
+
+def _told(odd: dict[str, tuple]) -> str:
+    return ", ".join(f"{field} {theirs} (here {ours})" for field, (theirs, ours) in odd.items())
+
+
+def loader_like(model: glm5.Glm5) -> Callable[[str], dict]:
+    """What loads the weights of a path in the place of a model's, to which it does not hold on. They must be of the
+    same model, and quantised as its are or not at all; ValueError before anything is loaded."""
+    cfg, mesh, kind = model.cfg, model.mesh, _kind_of(glm5.params_of(model))
+
+    def load(path) -> dict:
+        path = _there(path)
+        quantised = not _is_run(path) and hf_import.is_quantised(path)
+        if quantised:
+            found, held = hf_import.open_quantised(path)
+        else:
+            found = _run_config(path) if _is_run(path) else hf_import.read_config(path)
+            held = glm5.abstract(found)
+        if (theirs := _kind_of(held)) != kind:
+            raise ValueError(
+                f"{path} holds {theirs}, what is served is {kind}; give a folder of that kind, or serve this one anew"
+            )
+        wanted, given = ({"model": glm5.abstract(one)} for one in (cfg, found))
+        store.check_shapes(wanted, given, str(path))
+        if odd := _differences(found, cfg):
+            raise ValueError(
+                f"{path} is of a model with {_told(odd)}; give one of the model that is served, or serve it anew"
+            )
+        return (
+            hf_import.place(found, held, mesh)
+            if quantised
+            else open_weights(path, cfg, mesh=mesh)()
+        )
+
+    return load
+
+
+def _kind_of(params) -> str:
+    """How a tree of parameters is quantised, in words."""
+    leaves = tree.flatten(params).values()
+    groups = sorted({leaf.group for leaf in leaves if isinstance(leaf, Int4)})
+    kinds = ["weights in 8 bits"] * any(isinstance(leaf, Int8) for leaf in leaves)
+    kinds += [f"experts as int4 in groups of {group}" for group in groups]
+    kinds += ["rotated ones"] * any(isinstance(leaf, Turned) for leaf in leaves)
+    return ", ".join(kinds) or "plain weights"
 
 
 def _there(path) -> pathlib.Path:

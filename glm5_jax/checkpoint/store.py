@@ -262,9 +262,13 @@ def check_shapes(wanted: dict, found: dict, name: str, unshared: Sequence[str] =
         wrong = sorted(p for p in set(want) ^ set(have) if not tree.found(unshared, p))
         wrong += [p for p in want if p in have and tuple(want[p].shape) != tuple(have[p].shape)]
         if wrong:
+            there, here = (
+                own[wrong[0]].shape if wrong[0] in own else "missing" for own in (have, want)
+            )
+            whose = "model and optimiser" if "optimizer" in wanted else "model"
             raise ValueError(
-                f"{name} does not fit this model and optimiser: "
-                f"{len(wrong)} arrays differ, among them {part}/{wrong[0]}"
+                f"{name} does not fit this {whose}: {len(wrong)} arrays differ, among them {part}/{wrong[0]}, "
+                f"{there} there and {here} here"
             )
 
 

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or has answered with an error, which the message says."""
+    """The server cannot be reached, or has answered with an error, which the message says.
+
+    status: of HTTP, None if there was no answer.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
@@ -42,7 +49,7 @@ class Client:
         try:
             return urllib.request.urlopen(request, timeout=self._timeout)
         except urllib.error.HTTPError as error:
-            raise ServerError(_message(error)) from None
+            raise ServerError(_message(error), error.code) from None
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise ServerError(f"no server answers at {self._url}: {reason}") from None

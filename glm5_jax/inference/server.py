@@ -78,7 +78,8 @@ class ServerConfig:
 class Server:
     """Serves one engine, whose only owner it is from then on.
 
-    load(path) gives the weights of a folder, for `/update_weights`; without it there are none.
+    load(path) gives the weights of a folder, for `/update_weights`, or says in a ValueError why it does not; without
+    it there are none.
     """
 
     def __init__(
@@ -207,6 +208,9 @@ class Server:
             return _error(
                 ApiError(f"the body is longer than {self.config.max_body} bytes", 413, "too_large")
             )
+        except web.HTTPNotFound:
+            there = "; ".join(f"{how} {', '.join(paths)}" for how, paths in _paths(request.app))
+            return _error(ApiError(f"there is no {request.path}; there are {there}", 404))
         except web.HTTPException as error:
             if error.status < 400:
                 raise
@@ -440,6 +444,15 @@ class _Waiting:
     def _hear(self, index: int) -> None:
         self._heard.add(index)
         self._event.set()
+
+
+def _paths(app: web.Application) -> list[tuple[str, list[str]]]:
+    """(method, paths) of all that is served."""
+    found = {"GET": [], "POST": []}
+    for route in app.router.routes():
+        if route.method in found:
+            found[route.method].append(route.resource.canonical)
+    return list(found.items())
 
 
 def _check_failed(handles) -> None:

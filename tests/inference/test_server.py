@@ -183,7 +183,8 @@ def metrics(server):
         ("/generate", {}, 400, "either text or input_ids"),
         ("/update_weights", {"path": "x"}, 400, "version"),
         ("/update_weights", {"path": "x", "version": 1}, 400, "invalid literal"),
-        ("/nowhere", {}, 404, "Not Found"),
+        ("/v1/chat/completion", {}, 404, "no /v1/chat/completion; there are GET /, /v1/models, "),
+        ("/nowhere", {}, 404, "POST /v1/chat/completions, /v1/completions, /generate, /pause"),
         ("/health", {}, 405, "Method Not Allowed"),
     ],
 )

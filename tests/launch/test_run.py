@@ -89,6 +89,14 @@ def refused(capsys, workdir, *argv) -> str:
             "source 'jsonl:no/*.jsonl': no file matches",
         ),
         (
+            [f"--experiment={ROOT}/experiments/serve.py:tiny"],
+            "has no workdir; what it reads is --experiment.checkpoint=",
+        ),
+        (
+            [LIFE, "--experiment.midtrain_32k.model.num_experts_per_tok=3"],
+            "midtrain_32k: what pretrain:tiny trains is of a model with num_experts_per_tok 2 (here 3); set ",
+        ),
+        (
             [LIFE, "--experiment.midtrain_32k.batch.start=100"],
             "midtrain_32k: batch.start is 100 tokens",
         ),

@@ -52,6 +52,14 @@ def test_a_question_that_is_refused_can_be_asked_otherwise(server, capsys):
     assert code == 0 and "error: the prompt has" in shown.out and shown.out.count("(cut off)") == 1
 
 
+def test_a_missing_key_is_asked_for(capsys):
+    with serving(api_key="secret") as running:
+        assert chat.main(["chat", f"--url={running.url}"], lines()) == 2
+        said = "error: the API key is missing or wrong; give it as --api_key=KEY\n"
+        assert capsys.readouterr().err == said
+        assert chat.main(["chat", f"--url={running.url}", "--api_key=secret"], lines()) == 0
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [

@@ -1,0 +1,123 @@
+"""What is served of a folder, which other folders take its place, and what is said of those that do not."""
+
+import dataclasses
+import json
+import urllib.error
+import urllib.request
+
+import jax
+import pytest
+
+from experiments import serve
+from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.server import ServerConfig
+from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.inference.test_engine import CFG, model
+
+ENGINE = dict(page_size=16, max_batch=2, chunk=32, max_length=64)
+PROMPT = Tokenizer.default().encode("To be, or")
+QUANTISED = "weights in 8 bits, experts as int4 in groups of 32"
+KINDS = {
+    "plain": lambda params, cfg: (params, cfg),
+    "quantised": lambda params, cfg: table.quantise(params, cfg, 32),
+    "other groups": lambda params, cfg: table.quantise(params, cfg, 16),
+    "rotated": lambda params, cfg: table.quantise(*rotation.rotate(params, cfg), 32),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{(kind, seed): folder} of models."""
+    root, made = tmp_path_factory.mktemp("folders"), {}
+    for kind, change in KINDS.items():
+        for seed in (0, 1) if kind in ("plain", "quantised") else (0,):
+            params, cfg = change(glm5.params_of(model(seed)), CFG)
+            made[kind, seed] = root / f"{kind}-{seed}"
+            save_hf(params, made[kind, seed], cfg=cfg, tokenizer=Tokenizer.default())
+    return made
+
+
+def config(folder):
+    engine = serve.EngineConfig(**ENGINE)
+    server = ServerConfig(port=0, model="tiny")
+    return serve.ServeConfig(str(folder), engine=engine, server=server, warm=False)
+
+
+def post(url, path, body):
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]["message"]
+
+
+def generate(url):
+    sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    return post(url, "/generate", {"input_ids": PROMPT, "sampling_params": sampling})[1]
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(serve, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantised"])
+def test_a_folder_of_its_kind_takes_the_place_of_what_is_served(folders, one_device, kind):
+    want = Engine(models.load_model(folders[kind, 1]), **ENGINE)
+    [want] = want.generate([PROMPT], Sampling(max_tokens=6, temperature=0, ignore_eos=True))
+    with serve.make_server(config(folders[kind, 0])).running() as url:
+        assert generate(url)["output_ids"] != want.ids
+        update = {"path": str(folders[kind, 1]), "version": 3}
+        assert post(url, "/update_weights", update) == (200, {"success": True, "version": 3})
+        got = generate(url)
+    assert got["output_ids"] == want.ids and got["meta_info"]["weight_versions"] == [3] * 6
+
+
+def test_another_kind_or_model_is_refused_in_one_line_and_nothing_changes(
+    folders, one_device, tmp_path
+):
+    rope = dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
+    others = {"rope": dict(rope_parameters=rope), "wide": dict(intermediate_size=96)}
+    for name, changes in others.items():
+        cfg = dataclasses.replace(CFG, **changes)
+        params = glm5.init_params(cfg, jax.random.key(0))
+        save_hf(params, tmp_path / name, cfg=cfg)
+        save_hf(table.quantise(params, cfg, 32)[0], tmp_path / f"quantised-{name}", cfg=cfg)
+    cases = {
+        "plain": {
+            folders["quantised", 0]: f"holds {QUANTISED}, what is served is plain weights; give",
+            tmp_path / "rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
+            tmp_path / "wide": "model/dense_layers/mlp/down, (1, 96, 128) there and (1, 384, 128)",
+        },
+        "quantised": {
+            folders["plain", 0]: f"holds plain weights, what is served is {QUANTISED}; give",
+            folders["other groups", 0]: "experts as int4 in groups of 16, what is served is",
+            folders["rotated", 0]: f"holds {QUANTISED}, rotated ones, what is served",
+            tmp_path / "quantised-rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
+            tmp_path / "quantised-wide": "(1, 96, 128) there and (1, 384, 128) here",
+            tmp_path / "nothing": "nothing does not exist",
+        },
+    }
+    for kind, wrong in cases.items():
+        with serve.make_server(config(folders[kind, 0])).running() as url:
+            before = generate(url)
+            for folder, said in wrong.items():
+                update = {"path": str(folder), "version": 3}
+                status, answer = post(url, "/update_weights", update)
+                assert status == 400 and said in answer, answer
+                assert "\n" not in answer and len(answer) < 300 + len(str(folder))
+            assert generate(url)["output_ids"] == before["output_ids"]
+
+
+def test_a_pod_of_several_processes_is_told_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert serve.run(config("/nowhere")) == 2
+    said = "error: an engine runs in one process and this pod has 2; start a server in each without"
+    assert capsys.readouterr().err.startswith(said)
