@@ -18,6 +18,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from experiments.arguments import Parser
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
 from glm5_jax.data.conversation import unread
@@ -132,19 +133,8 @@ def _lines(
         before += path.stat().st_size
 
 
-class _Parser(argparse.ArgumentParser):
-    """Whose errors are ValueErrors, to be told like all others."""
-
-    def error(self, message: str):
-        raise ValueError(f"{message}; see python -m experiments.check_chats --help")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        "python -m experiments.check_chats",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("experiments.check_chats", __doc__)
     parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE.jsonl")
     parser.add_argument("--write", type=pathlib.Path, help="where the lines that are right go")
     parser.add_argument("--max_tokens", type=int, default=LONGEST, help="of a sample")

@@ -1,5 +1,7 @@
 """The command that quantises a checkpoint, and what is served of it."""
 
+import sys
+
 import jax
 import numpy as np
 import pytest
@@ -42,9 +44,21 @@ def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, caps
     [
         (["/nowhere", "OUT"], "checkpoint /nowhere does not exist"),
         (["PLAIN", "PLAIN"], "is not empty; give a new folder"),
-        (["PLAIN", "OUT", "--group=7"], "7"),
-        (["PLAIN", "OUT", "--text=/dev/null"], "/dev/null has 0 tokens"),
-        (["PLAIN", "OUT", "--text=/nowhere"], "/nowhere"),
+        (
+            ["PLAIN", "OUT", "--group=7"],
+            "--group=7: int4_group is 7; use an even divisor of hidden",
+        ),
+        (
+            ["PLAIN", "OUT", "--group=0"],
+            "--group=0: int4_group is 0; use an even divisor of hidden",
+        ),
+        (["PLAIN", "OUT", "--group=x"], "argument --group: invalid int value: 'x'; see python -m"),
+        (["PLAIN"], "arguments are required: OUT; see python -m experiments.quantise --help"),
+        (["PLAIN", "OUT", "--grup=4"], "unrecognized arguments: --grup=4"),
+        (["PLAIN", __file__], "is a file; give a new folder"),
+        (["PLAIN", "OUT", "--group=32", "--text=/dev/null"], "/dev/null has 0 tokens"),
+        (["PLAIN", "OUT", "--text=/nowhere"], "no file /nowhere for --text; give a text file"),
+        (["PLAIN", "OUT", "--group=32", f"--text={sys.executable}"], "is not UTF-8 text"),
     ],
 )
 def test_wrong_arguments_are_one_line(folder, tmp_path, capsys, arguments, words):
