@@ -238,7 +238,11 @@ class Runs:
             if before is not None:
                 stage = dataclasses.replace(stage, checkpoint=str(before))
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "log.txt").open("a") as log, contextlib.redirect_stdout(log):
+            with (
+                (folder / "log.txt").open("a") as log,
+                contextlib.redirect_stdout(log),
+                contextlib.redirect_stderr(log),
+            ):
                 training = Pretraining(
                     stage, folder, self._evaluator and self._shared, step_maker=self._steps
                 )

@@ -1,4 +1,4 @@
-"""What a run prints: a progress bar on a terminal, plain lines everywhere else."""
+"""How far a run is: a progress bar on a terminal, plain lines everywhere else."""
 
 import sys
 import time
@@ -12,10 +12,14 @@ _LINE_SECONDS = 15.0  # between two plain lines of progress
 
 
 class ProgressBar:
-    """Counts steps up to `total`, starting at `done`; use as a context manager."""
+    """Counts steps up to `total`, starting at `done`; use as a context manager.
+
+    It shows on standard error, so that what is printed can be piped; stream: where both go instead.
+    """
 
     def __init__(self, total: int, done: int = 0, unit: str = "step", stream=None):
-        self._console = Console(file=stream or sys.stdout, highlight=False)
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._out = Console(file=stream or sys.stdout, highlight=False)
         self._total, self._done, self._unit = total, done, unit
         self._first = None  # (step, its time): what comes before it is compilation
         self._printed = float("-inf")
@@ -30,6 +34,7 @@ class ProgressBar:
                 TimeRemainingColumn(compact=True),
                 console=self._console,
                 refresh_per_second=4,
+                redirect_stdout=self._out.is_terminal,
             )
             self._task = self._bar.add_task(unit, total=total, completed=done, text="compiling ...")
 
@@ -54,12 +59,14 @@ class ProgressBar:
             step, began = self._first or (done, now)
             eta = (now - began) / max(1, done - step) * (self._total - done)
             note = f"  eta {_clock(eta)}" if done > step else ""
-            self.print(f"{self._unit} {done}/{self._total}  {text}{note}")
+            line = f"{self._unit} {done}/{self._total}  {text}{note}"
+            self._console.print(Text(line), soft_wrap=True)
         self._first = self._first or (done, now)
 
     def print(self, text: str) -> None:
-        """A line above the bar, without any markup."""
-        self._console.print(Text(text), soft_wrap=True)
+        """A line of output without any markup, above the bar if that is on the same terminal."""
+        above = self._bar and self._out.is_terminal
+        (self._console if above else self._out).print(Text(text), soft_wrap=True)
 
 
 def _clock(seconds: float) -> str:

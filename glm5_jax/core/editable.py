@@ -80,7 +80,11 @@ def _typed(value, hint, path):
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if typing.get_origin(hint) is tuple and isinstance(value, (tuple, list)):
-        value = tuple(_built(item, typing.get_args(hint)[0]) for item in value)
+        kind = typing.get_args(hint)[0]
+        try:
+            value = tuple(_built(item, kind) for item in value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if not _fits(value, hint):
         name = hint.__name__ if isinstance(hint, type) else str(hint)
         raise ValueError(f"{path} is {value!r}; it must be of type {name}")

@@ -22,7 +22,7 @@ import numpy as np
 
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_tasks import ChatTaskConfig, lines
-from glm5_jax.data.conversation import Conversation, parse, record, trained
+from glm5_jax.data.conversation import Conversation, parse, record, trained, unlearnt
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import held_out
 from glm5_jax.text.chat import ChatError
@@ -132,7 +132,7 @@ class Chats:
                 conversation = parse(line)
                 samples = trained(conversation, config.mode, config.mask_errors, config.variant)
                 if not samples:
-                    raise ChatError("no token of it is learnt; remove it, or correct a reply")
+                    raise ChatError(unlearnt(conversation))
                 if _bytes_at_most(line, conversation) > max_tokens:
                     check_length(max(map(self._tokens(conversation), samples)), max_tokens)
             except ValueError as error:
@@ -281,7 +281,7 @@ def select(
                 raise ChatError(f"the same conversation stands in {seen[key]}; remove one")
             samples = trained(conversation, mode, variant=variant)
             if not samples:
-                raise ChatError("no token of it is learnt; remove it, or correct a reply")
+                raise ChatError(unlearnt(conversation))
             found = [record(s, conversation, tokenizer, variant=variant) for s in samples]
             check_length(max(map(len, found)), max_tokens)
             for verifier in verifiers:

@@ -4,7 +4,7 @@ A line is a JSON object:
 
     {"messages": [...], "tools": [...], "mode": "preserved"}
 
-messages and tools are in OpenAI's form; mode (text/thinking.py) and tools may be missing. An assistant's
+messages and tools are in OpenAI's form; mode (text/thinking.py) may be missing, and tools that nothing calls. An assistant's
 message may have `"weight": 0`, or `"error": "why"`: a verdict from outside, such as a step that was taken
 back later. What a chat of text cannot hold (images, calls in an older form) is refused, not left out.
 
@@ -100,7 +100,7 @@ def parse(line: str | bytes | Mapping) -> Conversation:
         raise ChatError(f"mode is {mode!r}; use one of {', '.join(MODES)}")
     if tools is not None and not isinstance(tools, list):
         raise ChatError(f"tools is of type {type(tools).__name__}; give a list of definitions")
-    schemas = None if tools is None else _schemas(json.dumps(tools))
+    schemas = _schemas(json.dumps(tools or []))
     messages, mistakes = value["messages"], {}
     if isinstance(messages, list):
         messages = [_readable(m, i, mistakes) for i, m in enumerate(messages)]
@@ -145,6 +145,16 @@ def trained(
     unlearnt = conversation.mistakes if mask_errors else ()
     found = samples(conversation.messages, mode)
     return [sample for sample in found if not all(i in unlearnt for i in sample.learnt)]
+
+
+def unlearnt(conversation: Conversation) -> str:
+    """Why `trained` has no sample of a conversation."""
+    (i, why), *more = sorted(conversation.mistakes.items())
+    others = f" (and {len(more)} more)" * bool(more)
+    return (
+        f"no token of it is learnt, as all its replies are left out: message {i}, {why}{others}; remove it, or "
+        "correct a reply"
+    )
 
 
 def record(
@@ -347,12 +357,10 @@ def _verdict(message: Mapping, i: int) -> str | None:
 
 
 def _broken_rule(message: Mapping, i: int, schemas) -> str | None:
-    """What is wrong with the message's calls, if the tools are known."""
-    if schemas is None:
-        return None
+    """What is wrong with the message's calls of the line's tools."""
     for name, arguments in reply_of(message, i).calls:
         if name not in schemas:
-            return f"no tool is named {name!r}; there are {', '.join(schemas)}"
+            return f"no tool is named {name!r}; there are {', '.join(schemas) or 'none'}"
         error = _broken_by(schemas[name], arguments, name)
         if error is not None:
             return f"{name!r} does not allow its arguments: {error.message[:_SHOWN]}"

@@ -104,7 +104,8 @@ _FREE = (
 def choose(variant: str, variants: dict[str, Callable[[], ExperimentConfig]]) -> ExperimentConfig:
     """The variant's config; ValueError with the list of variants if there is none of that name."""
     if variant not in variants:
-        raise ValueError(f"unknown variant {variant!r}; use one of {', '.join(variants)}")
+        between = " or " if any("," in name for name in variants) else ", "
+        raise ValueError(f"unknown variant {variant!r}; use one of {between.join(variants)}")
     return variants[variant]()
 
 

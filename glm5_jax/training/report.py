@@ -33,10 +33,9 @@ class Summary:
     baseline_tokens: int | None  # of the training text that they counted; None: all of it
     tokens_per_second: float | None  # median
     mfu: float | None  # median
-    sample: str
 
     def __str__(self) -> str:
-        lines = [self.sample.rstrip(), ""] if self.sample else []
+        lines = []
         if self.loss is not None:
             lines.append(
                 f"training loss       {self.loss:.4f} nats per token after {self.step} steps"
@@ -61,7 +60,6 @@ def summarise(workdir) -> Summary:
     rows = read(workdir)
     steps, losses = column(rows, "loss/ce")
     rates, mfu = (column(rows, f"speed/{name}")[1] for name in ("tokens_per_second", "mfu"))
-    samples = _samples(workdir)
     return Summary(
         workdir=workdir,
         step=max((row["step"] for row in rows), default=0),
@@ -72,7 +70,6 @@ def summarise(workdir) -> Summary:
         baseline_tokens=(column(rows, BASELINE_TOKENS)[1] or [None])[-1],
         tokens_per_second=statistics.median(rates) if rates else None,
         mfu=statistics.median(mfu) if mfu else None,
-        sample=samples[-1][1] if samples else "",
     )
 
 

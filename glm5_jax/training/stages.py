@@ -5,7 +5,6 @@ import dataclasses
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -163,7 +162,7 @@ class Pretraining:
         own = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
         with contextlib.ExitStack() as stack:
             stack.callback(self._loader.close)
-            screen = sys.stdout if first else stack.enter_context(open(os.devnull, "w"))
+            screen = None if first else stack.enter_context(open(os.devnull, "w"))
             checkpoints = stack.enter_context(store.Store(self.workdir, config.train.keep))
             state, counters = loop.resume(
                 checkpoints, self._step.abstract, self._initialise, self._loader

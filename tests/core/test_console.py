@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from glm5_jax.core import console
 from glm5_jax.core.console import ProgressBar
 
@@ -52,6 +54,23 @@ def test_printed_text_is_taken_literally():
     with ProgressBar(3, stream=out) as progress:
         progress.print("[bold]ROMEO[/bold]: \\ :smile: " + "x" * 300)
     assert out.getvalue() == "[bold]ROMEO[/bold]: \\ :smile: " + "x" * 300 + "\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_output_can_be_piped(monkeypatch, terminal):
+    """The bar, or its lines, are no part of it."""
+    monkeypatch.setenv("TERM", "xterm")
+    out, shown = io.StringIO(), Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", shown)
+    with ProgressBar(2) as progress:
+        progress.update(1, "loss 1.25")
+        progress.print("a finding")
+        print("another")
+        progress.update(2, "done")
+    assert out.getvalue() == "a finding\nanother\n"
+    assert "2/2" in shown.getvalue() and "done" in shown.getvalue()
+    assert "finding" not in shown.getvalue() and "another" not in shown.getvalue()
 
 
 def test_a_terminal_shows_a_bar(monkeypatch):

@@ -127,10 +127,10 @@ def test_wrong_lines_are_told_before_anything_is_read(tmp_path):
 def test_checking_much_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
     config = source(tmp_path, *(chat((f"{i}?", "1")) for i in range(50)))
     opened(config)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(chat_data, "QUIET_BYTES", 1000)
     opened(config)
-    assert capsys.readouterr().out.startswith("byte 1")
+    assert capsys.readouterr().err.startswith("byte 1")
 
 
 def test_the_longest_sample_is_the_longest_and_no_longer(tmp_path):

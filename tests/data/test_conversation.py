@@ -88,8 +88,12 @@ def test_arguments_that_cannot_be_read_stand_as_text():
     assert '<arg_key>arguments</arg_key><arg_value>{"text": </arg_value>' in text(record)
 
 
-def test_without_tools_no_call_breaks_a_rule():
-    assert not parse(line(calls(name="any", arguments="{}"), tools=())).mistakes
+def test_a_call_is_a_mistake_where_the_line_has_no_tools():
+    wrong = json.loads(line(calls(name="any", arguments="{}"), tools=()))
+    for conversation in (parse(wrong), parse({"messages": wrong["messages"]})):
+        assert conversation.mistakes == {1: "no tool is named 'any'; there are none"}
+        [record] = records(conversation, TOKENIZER)
+        assert learnt(record) == "A<|user|>"
 
 
 def test_the_mode_of_a_line_comes_first():
@@ -237,13 +241,13 @@ def test_deep_arguments_are_a_mistake():
 
 
 def two_calls(*results, then=True):
-    calls = [{"id": i, "function": {"name": "f", "arguments": {"x": i}}} for i in ("a", "b")]
+    calls = [{"id": i, "function": {"name": "find", "arguments": {"text": i}}} for i in ("a", "b")]
     messages = [ASKED, {"role": "assistant", "tool_calls": calls}]
     messages += [
         {"role": "tool", "content": text} | ({"tool_call_id": i} if i else {})
         for i, text in results
     ]
-    return {"messages": [*messages, ANSWER] if then else messages}
+    return {"messages": [*messages, ANSWER] if then else messages, "tools": [TOOL]}
 
 
 def test_results_follow_the_order_of_their_calls():

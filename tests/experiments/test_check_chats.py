@@ -25,14 +25,15 @@ MISTAKEN = chat(CALL, {"role": "tool", "content": "no"}, says("D"))
 
 @pytest.fixture
 def run(capsys, tmp_path):
-    """run(lines, *options) -> (exit code, lines of output), places without the file."""
+    """run(lines, *options) -> (exit code, lines of output, or of an error), places without the file."""
 
     def run(lines, *options):
         path = tmp_path / "data.jsonl"
         path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
         code = check_chats.main([str(path), *options])
         printed = capsys.readouterr()
-        return code, [x.replace(f"{path}, ", "") for x in (printed.out + printed.err).splitlines()]
+        said = printed.err if code == 2 else printed.out
+        return code, [x.replace(f"{path}, ", "") for x in said.splitlines()]
 
     return run
 
@@ -51,8 +52,22 @@ def test_every_wrong_line_is_told(run):
     assert out[0].startswith("line 1: the line is not JSON")
     assert "line 3: no message is an assistant's" in out[1]
     assert out[2].startswith("line 4: the same conversation stands in") and "line 2;" in out[2]
-    assert out[3].startswith("line 5: no token of it is learnt")
+    assert out[3] == (
+        "line 5: no token of it is learnt, as all its replies are left out: message 1, weight 0; remove it, or "
+        "correct a reply"
+    )
     assert out[-1].startswith("5 lines, 4 of them left out; 1 samples")
+
+
+def test_a_call_of_a_line_without_tools_is_told(run):
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    result = {"role": "tool", "content": "no"}
+    code, out = run([chat(call, result, says("D")), chat(call, result, call)])
+    assert code == 1
+    assert out[0] == "line 1: message 1 is not learnt: no tool is named 'f'; there are none"
+    assert (
+        "left out: message 1, no tool is named 'f'; there are none (and 1 more); remove" in out[1]
+    )
 
 
 def test_what_is_right_is_written_as_it_was(run, tmp_path):

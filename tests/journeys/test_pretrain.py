@@ -88,7 +88,7 @@ def losses(workdir) -> list:
 def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, capsys):
     here = {"mesh.fsdp": 2, "mesh.expert": 4}
     assert run.main(command(tmp_path, **here)) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     rows = metrics_log.read(tmp_path)
     steps, loss = metrics_log.column(rows, "loss/ce")
     assert steps == list(range(1, 13))
@@ -102,10 +102,12 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
     assert (tmp_path / "tokenizer" / "tokenizer.json").exists()
     assert any((tmp_path / "tensorboard").iterdir())
     assert json.loads((tmp_path / "config.json").read_text())["model"]["hidden_size"] == 32
+    sample = (tmp_path / "samples" / "12.txt").read_text()
     page = (tmp_path / "report" / "index.html").read_text()
     assert "bigram baseline" in page
-    for part in ("step 12/12", "ROMEO:", "bits per byte  (baselines: unigram", "tokens/s"):
+    for part in ("ROMEO:", "bits per byte  (baselines: unigram", "tokens/s"):
         assert part in out
+    assert "step 12/12" in err and out.count("sample at step 12") == out.count(sample) == 1
     summary = out[out.index("\n\n") :]
 
     began = time.monotonic()

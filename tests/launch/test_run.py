@@ -85,6 +85,18 @@ def refused(capsys, workdir, *argv) -> str:
             "hf_tiny_a cannot be loaded: missing:",
         ),
         (
+            [TINY, "--experiment.data.sources=[{'chats': 'x', 'category': 'poetry'}]"],
+            "error: --experiment.data.sources: category is 'poetry'; use one of general, reasoning",
+        ),
+        (
+            [TINY, "--experiment.data.sources=[{'chats': 'x', 'colour': 'red'}]"],
+            "error: --experiment.data.sources: {'chats': 'x', 'colour': 'red'} is no SourceConfig; its",
+        ),
+        (
+            [f"--experiment={ROOT}/experiments/sft.py:tiny"],
+            "unknown variant 'tiny'; use one of tiny,interleaved or tiny,preserved or tiny,turn_level",
+        ),
+        (
             [TINY, "--experiment.data.sources=[{'kind': 'jsonl', 'path': 'no/*.jsonl'}]"],
             "source 'jsonl:no/*.jsonl': no file matches",
         ),

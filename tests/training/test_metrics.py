@@ -29,7 +29,7 @@ def record(tmp_path, capsys, feed, **settings):
     with metrics_log.MetricsLog(tmp_path) as log, ProgressBar(9) as progress:
         recorder = Recorder(log, progress, Counters(), **settings)
         feed(recorder)
-    return metrics_log.read(tmp_path), capsys.readouterr().out
+    return metrics_log.read(tmp_path), "".join(capsys.readouterr())
 
 
 def test_throughput_leaves_out_compiling_and_pauses(tmp_path, capsys, clock):
