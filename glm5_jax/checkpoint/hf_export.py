@@ -106,6 +106,8 @@ def save_hf(
             _write(partial / "model.safetensors.index.json", index)
         _write(partial / "config.json", config)
         _write(partial / "generation_config.json", _generation(cfg))
+        for file in files:  # safetensors makes its own readable to nobody else, whatever the umask
+            shutil.copymode(partial / "config.json", partial / file)
         if tokenizer is not None:
             tokenizer.save(partial)
         os.rename(partial, out)

@@ -26,6 +26,7 @@ from glm5_jax.checkpoint.hf_import import load_hf, load_params, read_config
 from glm5_jax.core import tree
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
 from tests.contracts.source_tree import ROOT
 from tests.mesh import cases
 
@@ -150,6 +151,17 @@ def test_json_files_say_what_transformers_needs(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["GlmMoeDsaForCausalLM"]
     assert config["num_nextn_predict_layers"] == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_the_umask_says_who_may_read_the_files(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        save_hf(load_hf(A), tmp_path / "out", tokenizer=Tokenizer.default(), max_shard_bytes=2e5)
+    finally:
+        os.umask(before)
+    files = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert set(files.values()) == {mode} and len(files) > 5
 
 
 def test_a_full_folder_is_refused_and_an_empty_one_is_used(tmp_path):
