@@ -35,14 +35,20 @@ def engine(mesh=None, kind="plain", **options):
 
 
 @pytest.mark.parametrize(
-    "kind, num_draft", [("plain", 0), ("plain", 2), ("rotated and quantised", 2)]
+    "kind, num_draft, axes",
+    [
+        ("plain", 0, {"data": 2, "expert": 2, "tensor": 2}),
+        ("plain", 2, {"data": 2, "expert": 2, "tensor": 2}),
+        # Experts are fetched for few rows where no axis parts them.
+        ("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}),
+    ],
 )
-def test_replies_are_those_of_one_device(kind, num_draft):
+def test_replies_are_those_of_one_device(kind, num_draft, axes):
     """More requests than places, of different lengths, in four groups of devices; two share a beginning."""
     rng = np.random.default_rng(0)
     asked = [rng.integers(0, CFG.vocab_size, n).tolist() for n in (3, 9, 20, 1, 14, 7, 11, 2, 5)]
     asked.append(asked[2] + [4])
-    mesh = make_mesh(data=2, expert=2, tensor=2)
+    mesh = make_mesh(axes)
     made, alone = (engine(on, kind, num_draft=num_draft) for on in (mesh, None))
     got, want = made.generate(asked, SAMPLING), alone.generate(asked, SAMPLING)
     for one, other in zip(got, want):
