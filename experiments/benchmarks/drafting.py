@@ -18,7 +18,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import PagedCache, init_cache
+from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.generate import layers_of
 
 LAYERS = 20  # of the deepened trunk
@@ -74,7 +74,7 @@ def parts(model: glm5.Glm5, counts) -> tuple[float, dict[int, float]]:
         return min(times)
 
     def pages(**options):
-        return init_cache(cfg, LENGTH // PAGE, PAGE, **options).layers
+        return init_pages(cfg, LENGTH // PAGE, PAGE, **options)
 
     hidden = jnp.zeros((1, 1, cfg.hidden_size), cfg.dtype)
     one = jnp.ones((1, 1), jnp.int32)
