@@ -23,6 +23,10 @@ MOST_PROMPTS = 2048
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Where a router sends the requests of a session; the server itself needs none of it.
 ROUTING = ("session_id", "routing_key")
+# Added to every body by sglang-router: the first has values that are served, the second change nothing.
+_OFF, _ON = {"const": False}, {"const": True}
+_ROUTER = dict(no_stop_trim=_OFF, skip_special_tokens=_ON, return_hidden_states=_OFF)
+LOGGING = ("log_metrics", "no_logs")
 
 
 class ApiError(Exception):
@@ -125,6 +129,7 @@ _COMMON = dict(
     return_token_ids=_FLAG,
     weight_version={"type": "integer"},
     **{name: {} for name in (*IGNORED, *ROUTING)},
+    **_ROUTER,
 )
 CHAT = _object(
     ("messages",),
@@ -141,6 +146,9 @@ CHAT = _object(
     thinking=_object(type={"enum": ["enabled", "disabled"]}, clear_thinking=_FLAG),
     chat_template_kwargs=_object(enable_thinking=_FLAG, clear_thinking=_FLAG),
     reasoning_effort=_TEXT,
+    separate_reasoning=_ON,
+    stream_reasoning=_ON,
+    continue_final_message=_OFF,
     **_COMMON,
 )
 COMPLETION = _object(
@@ -168,7 +176,13 @@ GENERATE = _object(
     stream=_FLAG,
     rid=_TEXT,
     weight_version={"type": "integer"},
-    **{name: {} for name in ROUTING},
+    model=_TEXT,
+    return_text_in_logprobs=_OFF,
+    return_hidden_states=_OFF,
+    return_entropy=_OFF,
+    return_bytes=_OFF,
+    background=_OFF,
+    **{name: {} for name in (*ROUTING, *LOGGING)},
 )
 UPDATE = _object(
     ("path", "version"),

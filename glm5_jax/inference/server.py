@@ -373,6 +373,7 @@ class Server:
         return _json(
             {
                 "model": self.config.model,
+                "served_model_name": self.config.model,  # where routers look for it
                 "variant": self.config.variant,
                 "weight_version": engine.version,
                 "paused": engine.paused,

@@ -130,6 +130,20 @@ def test_generate_reads_sglang_s_schema():
     assert READER.generate({"text": "To be"}, 0).requests[0].ids == tuple(TOKENIZER.encode("To be"))
 
 
+def test_what_sglang_router_adds_changes_nothing():
+    """As sglang-router 0.3.2 sends them on."""
+    body = dict(no_stop_trim=False, skip_special_tokens=True, return_hidden_states=False)
+    added = dict(continue_final_message=False, separate_reasoning=True, stream_reasoning=True)
+    assert chat(**body, **added, ignore_eos=False, logprobs=False) == chat()
+    assert READER.completion({"prompt": "x", **body}, 0) == READER.completion({"prompt": "x"}, 0)
+    added = dict.fromkeys(("return_entropy", "return_bytes", "background", "no_logs"), False)
+    added |= dict(model=None, return_text_in_logprobs=False, return_hidden_states=False)
+    ids = {"input_ids": [1, 2]}
+    assert READER.generate({**ids, **added, "log_metrics": True}, 0) == READER.generate(ids, 0)
+    with pytest.raises(ApiError, match="continue_final_message"):
+        chat(continue_final_message=True)
+
+
 def test_a_long_list_of_ids_is_read_in_no_time():
     body = {"input_ids": np.arange(200_000).clip(0, 2000).tolist()}
     assert len(READER.generate(body, 0).requests[0].ids) == 200_000

@@ -155,6 +155,7 @@ def test_what_the_server_says_of_itself(healthy):
     assert get(healthy, "/health") == (200, '{"status":"ok"}')
     info = json.loads(get(healthy, "/server_info")[1])
     assert info["max_length"] == LENGTH and info["weight_version"] == 0 and not info["paused"]
+    assert info["served_model_name"] == "tiny"
     assert json.loads(get(healthy, "/model_info")[1])["max_context_length"] == LENGTH
     before = metrics(healthy)
     post(healthy, "/v1/completions", {"prompt": "x", "max_tokens": 3, "temperature": 0})
