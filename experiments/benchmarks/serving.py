@@ -10,10 +10,11 @@
     load     requests that come at random (Poisson) and share beginnings: first token and each further one
     drafts   decoding with the MTP layer's drafts against plain decoding, where the trunk dominates, and every part's cost
     lengths  first token and tokens a second of dense and of sparse attention, by length and batch (19.4M random weights)
+    timeline when the host prepares a step and the device computes it: workdir/benchmarks/timeline.html
 
 eight_bits, turns, load and drafts take the trained model of --checkpoint (default: workdir/life/sft, of
 experiments/lifecycle.py:tiny); eight_bits wants a workdir.
-Expected figures: experiments/LOG.md. About three minutes for all on two cores.
+Expected figures: experiments/LOG.md. About half an hour for all on two cores, most of it compilation.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks import drafting
+from experiments.benchmarks import drafting, timeline as picture
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import pin
 from experiments.benchmarks.quantised import Measured, load as load_params, plant, texts
@@ -51,6 +52,7 @@ from glm5_jax.model.cache import PagedCache, init_cache, init_pages
 from pallas_kernels.eight_bits import FORMATS
 
 PAGE = 16
+RESULTS = pathlib.Path("workdir/benchmarks")
 MEMORY, CONVERSATION = 141e9, 32_768  # one H200; tokens
 PLAIN = Sampling(max_tokens=60, ignore_eos=True, temperature=0)
 GLM_4_5 = dict(  # what its keys and values depend on, from its config.json
@@ -325,6 +327,12 @@ def lengths(options) -> None:
     Console().print(table)
 
 
+def timeline(options) -> None:
+    """What host and device do when."""
+    del options
+    picture.timeline(RESULTS)
+
+
 def _engine(options, **more) -> tuple[Engine, int]:
     """The checkpoint's engine, and ids that a prompt may have."""
     model = models.load_model(options.checkpoint)
@@ -333,7 +341,10 @@ def _engine(options, **more) -> tuple[Engine, int]:
     return Engine(model, tokenizer, page_size=PAGE, max_length=512, chunk=256, **more), vocab
 
 
-PARTS = {part.__name__: part for part in (cache, eight_bits, host, turns, load, drafts, lengths)}
+PARTS = {
+    part.__name__: part
+    for part in (cache, eight_bits, host, turns, load, drafts, lengths, timeline)
+}
 
 if __name__ == "__main__":
     pin()

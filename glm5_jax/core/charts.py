@@ -111,6 +111,28 @@ def heat_map(
         return _svg(figure, y_label)
 
 
+def span_chart(
+    rows: dict[str, list[tuple[float, float]]],
+    *,
+    x_label: str,
+    y_label: str = "",
+    size: tuple[float, float] = (5.6, 2.0),
+) -> str:
+    """What each row does when: bars from start to end, in two shades by turns; the first row on top."""
+    with rc_context(_style()):
+        figure, axes = _axes(size)
+        for i, spans in enumerate(rows.values()):
+            colour = _COLOUR[f"--series-{i % NUM_COLOURS + 1}"]
+            for turn, shade in enumerate((0.9, 0.5)):
+                bars = [(start, end - start) for start, end in spans[turn::2]]
+                axes.broken_barh(bars, (-i - 0.35, 0.7), color=colour, alpha=shade, linewidth=0)
+        axes.set_yticks([-i for i in range(len(rows))], list(rows))
+        axes.grid(False)
+        axes.set_xlabel(x_label)
+        axes.set_title(y_label, loc="left")
+        return _svg(figure, y_label)
+
+
 def _style() -> dict:
     muted = _COLOUR["--muted"]
     return {

@@ -29,6 +29,16 @@ def test_a_line_chart_is_svg_with_its_labels(options):
         assert f">{word}</text>" in svg
 
 
+def test_a_span_chart_has_a_bar_for_every_span():
+    svg = charts.span_chart(
+        {"host": [(0, 1), (2, 3), (4, 5)], "device": [(1, 3)]}, x_label="ms", y_label="steps"
+    )
+    ElementTree.fromstring(svg)
+    assert all(f">{word}</text>" in svg for word in ("host", "device", "ms", "steps"))
+    assert len(re.findall(r"fill: var\(--series-1\)", svg)) == 3
+    assert len(re.findall(r"fill: var\(--series-2\)", svg)) == 1
+
+
 def test_every_colour_is_a_variable_of_the_page():
     lines = [(str(i), X, Y) for i in range(charts.NUM_COLOURS + 1)]
     svg = charts.line_chart(lines, smooth=True, levels=(("a", 1.0),))

@@ -142,6 +142,24 @@ def test_batch_invariant_replies_have_the_same_bits(seed):
         assert own._replace(cached_tokens=0) == want._replace(cached_tokens=0)
 
 
+def test_work_is_sent_off_before_that_of_the_last_step_has_come_back():
+    made, told = engine(), []
+    launch, receive = made._runner.launch, made._receive
+
+    def sent(works):
+        parts = launch(works)
+        told.extend(["sent"] * bool(parts))
+        return parts
+
+    def received():
+        told.append("received")
+        receive()
+
+    made._runner.launch, made._receive = sent, received
+    made.generate(prompts(3), GREEDY)
+    assert told == ["sent", *["sent", "received"] * (made.counts.num_steps - 1), "received"]
+
+
 def test_what_ends_a_reply():
     """Its own end token, ids and texts to stop at, its length, a deadline, and a cancellation."""
     made, tokenizer = engine(), Tokenizer.default()
