@@ -84,7 +84,7 @@ def check_arithmetic(
         )
         raise ValueError(
             f"{name} is of a model with {_told(odd)}; set {flags}, or, if that is meant to change, "
-            f"--experiment.unshared={tuple(odd)}"
+            f'--experiment.unshared="{tuple(odd)}"'
         )
 
 

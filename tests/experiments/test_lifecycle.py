@@ -49,7 +49,7 @@ def test_only_the_first_long_stage_takes_weights_of_a_shorter_rotary_base(stage)
     said = (
         "pretrain:glm5 is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
         "--experiment.model.rope_parameters.rope_theta=10000.0, or, if that is meant to change, "
-        "--experiment.unshared=('rope_parameters.rope_theta',)"
+        "--experiment.unshared=\"('rope_parameters.rope_theta',)\""
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         check_arithmetic(base.name, base.model, own.model, own.unshared)
