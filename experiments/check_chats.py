@@ -11,7 +11,6 @@ Fields that nothing reads, such as misspelt ones, are told with how many lines h
 assistant, which stay in the context unlearnt, are told but are no reason (glm5_jax/data/conversation.py). The exit code is 1 if anything was left out, 2 for a wrong argument.
 """
 
-import argparse
 import contextlib
 import os
 import pathlib
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> int:
     return _check(options, tokenizer)
 
 
-def _check(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
+def _check(options, tokenizer: Tokenizer) -> int:
     total = sum(path.stat().st_size for path in options.files)
     fields: dict[str, list] = {}  # that are not read: the first place, and how many lines
     lines = dropped = kept = samples = tokens = learnt = mistakes = 0

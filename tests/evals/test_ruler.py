@@ -206,6 +206,6 @@ def test_lengths_beyond_the_model_are_refused_before_any_work():
 def test_long_evaluations_show_how_far_they_are(monkeypatch, capsys):
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     ruler(params(), CFG, TOKENIZER, CONFIG)
-    assert "sample 20/20  multi_value at 64" in capsys.readouterr().out
+    assert "sample 20/20  multi_value at 64" in capsys.readouterr().err
     ruler(params(), CFG, TOKENIZER, CONFIG, progress=False)
-    assert not capsys.readouterr().out
+    assert not any(capsys.readouterr())
