@@ -5,6 +5,7 @@ only when all of it is on disk, so a process killed in the middle of a save lose
 nothing else. This is the only module that knows Orbax.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -167,7 +168,9 @@ def _join_threads() -> None:
     """Waits for what Orbax leaves running of a save that failed: at the interpreter's exit it would complain."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            thread.join(_PATIENCE)
+            # Each raises what went wrong in its own part of the save, of which `wait` has raised one.
+            with contextlib.suppress(OSError, ValueError):
+                thread.join(_PATIENCE)
 
 
 def latest_step(workdir) -> int | None:

@@ -1,5 +1,7 @@
 """Checkpoints: what goes in comes out, on any mesh, and never half."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,3 +179,20 @@ def test_space_that_its_own_checkpoints_take_counts_as_free(workdir, monkeypatch
 def test_keeping_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep is 0"):
         Store(tmp_path, keep=0)
+
+
+def test_other_parts_of_a_failed_save_do_not_hide_its_error(monkeypatch, tmp_path):
+    """Orbax's threads raise their own failure, once joined."""
+
+    class Failing(threading.Thread):
+        def join(self, timeout=None):
+            super().join(timeout)
+            raise ValueError("NOT_FOUND: Failed to create directory")
+
+    monkeypatch.setattr(Failing, "__module__", "orbax.futures")
+    ended = threading.Event()
+    thread = Failing(target=ended.wait)
+    thread.start()
+    threading.Timer(0.2, ended.set).start()
+    Store(tmp_path).close()
+    assert not thread.is_alive()
