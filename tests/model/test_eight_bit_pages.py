@@ -68,6 +68,17 @@ def whole(name, **kinds):
     return oracle.forward(weights, config | kinds, tokens)["logits"]
 
 
+def near(got, want, plain):
+    """Whether logits are the oracle's, on which 8 bits have an effect.
+
+    A value on the border of two may be rounded to either: that moves the logits by much less than 8 bits do.
+    """
+    effect = np.abs(want - plain).max(-1)
+    assert effect.max() > 1e-3
+    off = np.abs(got - want).max(-1)
+    assert np.median(off) < 2e-5 and off.max() < effect.max() / 5
+
+
 def logits_of(golden, kinds, chunk):
     """[b t v] of the golden's rows, over pages, so many tokens of a row at a time."""
     t = golden.tokens.shape[1]
@@ -96,15 +107,30 @@ CASES = {
 @pytest.mark.parametrize("many", [True, False])
 @pytest.mark.parametrize("case", CASES)
 def test_a_forward_over_pages_is_the_oracle_s(case, many):
-    """Of many queries at a time, whose pages are brought together, and of few.
-
-    A value on the border of two may be rounded to either: that moves the logits by much less than 8 bits do.
-    """
+    """Of many queries at a time, whose pages are brought together, and of few."""
     name, kinds, (most, few) = CASES[case]
     assert few <= FETCHING_QUERIES < most
     got = logits_of(goldens.load(name), kinds, most if many else few)
-    want, plain = whole(name, **kinds), whole(name)
-    effect = np.abs(want - plain).max(-1)
-    assert effect.max() > 1e-3
-    off = np.abs(got - want).max(-1)
-    assert np.median(off) < 2e-5 and off.max() < effect.max() / 5
+    near(got, whole(name, **kinds), whole(name))
+
+
+def test_drafting_over_pages_is_the_oracle_s():
+    golden, kinds = goldens.load("hf_tiny_a"), {"index_cache": "fp8", "latent_cache": "int8"}
+    config, weights = oracle.load(goldens.FOLDER / "hf_tiny_a")
+    hidden = golden.arrays["final_hidden"]
+    want, plain = (
+        oracle.mtp(weights, config | own, golden.tokens, hidden)[0]["logits"] for own in (kinds, {})
+    )
+    layers = init_pages(golden.cfg, 20, PAGE, num_layers=1, **kinds)
+    tables = np.random.default_rng(0).permutation(20).reshape(2, 10).astype(np.int32)
+    cache, got = PagedCache(layers, tables, np.zeros(2, np.int32)), []
+    draft = jax.jit(glm5.forward_mtp, static_argnums=3)
+    for first in range(0, 39, 13):
+        after = slice(first + 1, first + 14)
+        # The oracle's places begin at 1: what is rotated so is rounded so.
+        places = np.tile(np.arange(first + 1, first + 14, dtype=np.int32), (2, 1))
+        args = golden.params, hidden[:, first : first + 13], golden.tokens[:, after], golden.cfg
+        out = draft(*args, positions=places, cache=cache)
+        cache = out.cache
+        got.append(np.asarray(out.logits))
+    near(np.concatenate(got, axis=1), want, plain)
