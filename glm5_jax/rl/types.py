@@ -1,0 +1,72 @@
+"""What a task asks, what a policy made of it, and what that is worth: where rewards and environments meet the learner."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_content, tool_calls
+
+FINISHED = ("stop", "length", "failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A problem. id: of its own among all; kind: of task, whose verifier judges it; messages: what the policy is
+    given; data: what the verifier needs, a result or tests, which the policy never sees; tools: that it may
+    call, as OpenAI describes functions."""
+
+    id: str
+    kind: str
+    messages: tuple[Message, ...]
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self):
+        if not self.messages:
+            raise ValueError(f"task {self.id!r} has no message; give at least the user's")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """messages: behind those of the task, the policy's replies and what tools answered. finish_reason: "stop",
+    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why)."""
+
+    messages: tuple[Message, ...]
+    finish_reason: str = "stop"
+    error: str = ""
+
+    def __post_init__(self):
+        if self.finish_reason not in FINISHED:
+            raise ValueError(
+                f"finish_reason is {self.finish_reason!r}; use one of {', '.join(FINISHED)}"
+            )
+
+    @property
+    def reply(self) -> str:
+        """What the last message of the policy says, without its reasoning; "" if it never replied."""
+        said = [m.get("content") or "" for m in self.messages if m["role"] == "assistant"]
+        return said[-1] if said else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+    """value: None for a failure of the environment, which is not the policy's fault: the attempt is repaired or left
+    out, and never counts as 0. What the policy itself broke (no answer, its code hangs) is 0, with `error` saying
+    what. parts: what it is made of, by name."""
+
+    value: float | None
+    parts: Mapping[str, float | None] = dataclasses.field(default_factory=dict)
+    error: str = ""
+
+    def __post_init__(self):
+        for name, value in {"value": self.value, **self.parts}.items():
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"a reward's {name} is {value}; it must be finite or None")
+
+
+class Verifier(Protocol):
+    """Judges attempts at tasks of its kind. Never raises for what a policy wrote; whatever else fails is a `Reward`
+    of None."""
+
+    async def __call__(self, task: Task, attempt: Attempt) -> Reward: ...
