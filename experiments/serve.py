@@ -25,8 +25,6 @@ import asyncio
 import dataclasses
 import sys
 
-import jax
-
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.model.cache import check_formats
@@ -99,11 +97,6 @@ def make_server(config: ServeConfig):
     from glm5_jax.inference.engine import Engine
     from glm5_jax.inference.server import Server
 
-    if (count := jax.process_count()) > 1:
-        raise ValueError(
-            f"an engine runs in one process and this pod has {count}; start a server in each without --distributed, "
-            "and a router in front of them"
-        )
     if config.checkpoint is None:
         raise ValueError(
             "nothing to serve; give --experiment.checkpoint=PATH, a run's workdir, one of its checkpoints/STEP or an "

@@ -70,6 +70,12 @@ def parse(argv: list[str]) -> Command:
     if len(rest) > 1:
         raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
     name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
+    pod = values["distributed"].value
+    if pod and hasattr(module, "run"):
+        raise ValueError(
+            f"--distributed={pod}: {spec.partition(':')[0]} runs in one process; start one on each host without the "
+            "flag, and a router in front of them"
+        )
     workdir = values["workdir"].value
     if workdir and hasattr(module, "run"):
         raise ValueError(
@@ -81,7 +87,7 @@ def parse(argv: list[str]) -> Command:
         config = freeze(values["experiment"].value)
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
-    return Command(module, config, pathlib.Path(workdir), values["distributed"].value)
+    return Command(module, config, pathlib.Path(workdir), pod)
 
 
 def _join(pod: str) -> None:

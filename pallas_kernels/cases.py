@@ -27,6 +27,7 @@ KERNELS = (
     "mla_prologue",
     "cross_entropy",
     "gated_delta",
+    "write_rows",
 )
 
 

@@ -35,7 +35,7 @@ from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.numerics import wide
 from pallas_kernels.pointwise import rms_norm
-from pallas_kernels.sparse_flash_attention import Rows8
+from pallas_kernels.sparse_flash_attention import WordRows
 
 
 class Block(nnx.Module):
@@ -182,7 +182,10 @@ def attention(
     if cache is None:
         latent = region.whole_sequence(latent)
     else:
-        put = functools.partial(write, length=context.start) if paging is None else paging.write
+        if paging is None:
+            put = functools.partial(write, length=context.start)
+        else:
+            put = functools.partial(paging.write, kernels=context.plan.kernels)
         new = LayerCache(latent, None)
         if cache.idx_k is not None:
             new = LayerCache(latent, index_keys(indexer, still, context.cos, context.sin, cfg))
@@ -191,7 +194,7 @@ def attention(
             latent, idx_k = cache
         elif paging.one_row:
             latent, idx_k = jax.tree.map(paging.row, cache)
-            latent = latent.rows() if isinstance(latent, Rows8) else latent
+            latent = latent.rows() if isinstance(latent, WordRows) else latent
         else:
             return _paged(w, indexer, still, c_q_still, q, selection, cache, context)
     if (context.selects or learns) and indexer is not None:

@@ -14,23 +14,24 @@ from glm5_jax.config import RECURRENT_KINDS
 from pallas_kernels import dispatch
 from pallas_kernels.eight_bits import FORMATS, Scaled, quantize_vectors
 from pallas_kernels.numerics import wide
-from pallas_kernels.sparse_flash_attention import LANES, Layout, Rows8
+from pallas_kernels.sparse_flash_attention import LANES, Layout, WordRows
+from pallas_kernels.write_rows import write_rows
 
 FETCHING_QUERIES = 16  # of a row, above which its pages are copied whole; not yet measured
 
 
 class LayerCache(NamedTuple):
     """latent [b s c+r]: c_kv, then k_rope; idx_k [b s j], None where the layer has no indexer. Of pages they may
-    be `Rows8` and `Scaled`."""
+    be `WordRows` and `Scaled`."""
 
-    latent: jax.Array | Rows8
+    latent: jax.Array | WordRows
     idx_k: jax.Array | Scaled | None
 
     def held(self, layout: Layout | None, index_dtype) -> "LayerCache":
         """The same with latents of that layout and index keys of that dtype of 8 bits; None: as they are."""
         latent, idx_k = self
         if layout is not None:
-            latent = Rows8.of(latent, layout)
+            latent = WordRows.of(latent, layout)
         if index_dtype is not None and idx_k is not None:
             idx_k = quantize_vectors(idx_k, index_dtype)
         return LayerCache(latent, idx_k)
@@ -38,7 +39,7 @@ class LayerCache(NamedTuple):
     def like(self, other: "LayerCache") -> "LayerCache":
         """The same, held as another cache is."""
         return self.held(
-            other.latent.layout if isinstance(other.latent, Rows8) else None,
+            other.latent.layout if isinstance(other.latent, WordRows) else None,
             other.idx_k.values.dtype if isinstance(other.idx_k, Scaled) else None,
         )
 
@@ -113,13 +114,16 @@ class Paging(NamedTuple):
         """[1 s ...] of the only row's pages."""
         return pages[self.tables].reshape(1, -1, *pages.shape[2:])
 
-    def write(self, pages, new):
-        """pages [p z ...] with new [b t ...] in their slots."""
+    def write(self, pages, new, kernels):
+        """pages [p z ...] with new [b t ...] in their slots; kernels: the implementation."""
         slots = pages.shape[1]
         page = jnp.take_along_axis(self.tables, self.positions // slots, axis=1, mode="clip")
-        page = jnp.where(self.real, page, pages.shape[0])
-        written = pages.at[page, self.positions % slots].set(new.astype(pages.dtype), mode="drop")
-        return lax.optimization_barrier(written)  # as in `write`
+        place = jnp.where(self.real, page * slots + self.positions % slots, -1)
+        rows, new = pages.reshape(-1, *pages.shape[2:]), new.reshape(-1, *pages.shape[2:])
+        written = write_rows(
+            rows, new.astype(pages.dtype), place.reshape(-1), implementation=kernels
+        )
+        return lax.optimization_barrier(written.reshape(pages.shape))  # as in `write`
 
     def visible(self, num_keys: int):
         """topk int32[b t num_keys]: every key up to a query's own, -1 behind."""
@@ -167,7 +171,8 @@ def init_pages(
 ) -> tuple[LayerCache, ...]:
     """Empty pages of every layer of full attention (MLA); dtype and num_layers as for `init_cache`.
 
-    index_cache, latent_cache: "int8" or "fp8", in which index keys and latents are held; None: in dtype.
+    index_cache, latent_cache: "int8" or "fp8", in which index keys and latents are held; None: in dtype. On a TPU
+    latents are `WordRows` in any case: it copies single rows of no other form.
     ValueError for other names, and for what cannot be.
     """
     check_formats(index_cache, latent_cache)
@@ -176,11 +181,13 @@ def init_pages(
         raise ValueError(f"latent_cache is {latent_cache!r} for {dtype}; use bfloat16 or float32")
     if index_cache and cfg.attention != "sparse":
         raise ValueError(f"index_cache is {index_cache!r}, and the model has no indexer; use None")
-    layout = None
+    layout, c, r = None, cfg.kv_lora_rank, cfg.qk_rope_head_dim
+    on_tpu = dispatch.platform() == "tpu"
     if latent_cache:
-        name, rest = jnp.dtype(FORMATS[latent_cache]).name, cfg.qk_rope_head_dim
-        multiple = LANES if dispatch.platform() == "tpu" else 1
-        layout = Layout(name, cfg.kv_lora_rank, rest, dtype.name, multiple)
+        name, multiple = jnp.dtype(FORMATS[latent_cache]).name, LANES if on_tpu else 1
+        layout = Layout(name, c, r, dtype.name, multiple)
+    elif on_tpu and dtype in (jnp.bfloat16, jnp.float32):
+        layout = Layout.exact(c + r, dtype)
 
     def layers():
         plain = init_cache(cfg, num_pages, page_size, dtype, num_layers).layers

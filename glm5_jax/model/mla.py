@@ -113,7 +113,7 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None, window=None) -> A
 
 
 def paged_mla(w, q, pages, tables, topk, cfg, plan):
-    """The gathered form over a paged cache, y [b t d]: q [b t n h+r], pages [p z c+r] or `Rows8`, tables
+    """The gathered form over a paged cache, y [b t d]: q [b t n h+r], pages [p z c+r] or `WordRows`, tables
     int32[b n], topk int32[b t k] of positions (-1: none)."""
     out, _ = paged_sparse_attention(
         absorbed_queries(w, q, cfg),

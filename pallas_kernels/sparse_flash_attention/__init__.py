@@ -4,21 +4,17 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import dispatch
-from pallas_kernels.sparse_flash_attention.rows import LANES, pack_rows, unpack_rows
-from pallas_kernels.sparse_flash_attention.rows8 import Layout, Rows8
+from pallas_kernels.sparse_flash_attention.rows import LANES, Layout, WordRows
 
 __all__ = [
     "LANES",
     "Layout",
-    "Rows8",
-    "pack_rows",
+    "WordRows",
     "paged_sparse_attention",
     "sparse_flash_attention",
-    "unpack_rows",
 ]
 
 BLOCK = 32  # queries at a time of the XLA form
@@ -57,22 +53,21 @@ def paged_sparse_attention(
 
     topk int32[b t k] names positions of a query's own sequence (-1: none), each at most once; position i of
     sequence b is slot i % z of page page_table[b, i // z], for pages [p z x] and page_table int32[b pages].
-    pages may also be int32[p z 1 w], as `pack_rows` gives them: a TPU copies single rows of no other form,
-    and packs all others at every call. Or they are `Rows8`, in 8 bits, of which only rows that are chosen are
-    dequantised: on a TPU inside the kernel, elsewhere by XLA. Nothing carries a gradient.
+    pages may also be `WordRows`: a TPU copies single rows of no other form, and makes all others into it at every
+    call. Of them only rows that are chosen are read: on a TPU inside the kernel, elsewhere by XLA. Nothing carries a
+    gradient.
 
     implementation: see `dispatch.choose`. ValueError if the shapes do not belong together.
     """
-    packed = pages.dtype == jnp.int32  # `Rows8` have the shape and dtype of what they stand for
     if topk.shape[:2] != q.shape[:2] or page_table.shape[:1] != q.shape[:1]:
         raise ValueError(
             f"paged_sparse_attention: q {q.shape}, topk {topk.shape}, page_table {page_table.shape}; "
             "give topk the first two dimensions of q, and page_table the first"
         )
-    if pages.ndim != 3 + packed or (not packed and pages.shape[2] != q.shape[3]):
+    if pages.ndim != 3 or pages.shape[2] != q.shape[3]:
         raise ValueError(
             f"paged_sparse_attention: pages {pages.dtype}{pages.shape} for q {q.shape}; use pages [p z x] "
-            "with the last dimension of q, or what pack_rows gives for them"
+            "with the last dimension of q"
         )
     choice = dispatch.choose("sparse_flash_attention", implementation, q, pages, topk, value_dim)
     static = Static(choice, scale, BLOCK, value_dim)

@@ -26,8 +26,7 @@ from pallas_kernels.sparse_flash_attention.gpu_backward import (
 )
 from pallas_kernels.sparse_flash_attention.gpu_forward import ROWS, TILE, attend, parts_of
 from pallas_kernels.sparse_flash_attention.ref import rows_of
-from pallas_kernels.sparse_flash_attention.rows import unpack_rows
-from pallas_kernels.sparse_flash_attention.rows8 import Rows8
+from pallas_kernels.sparse_flash_attention.rows import WordRows
 from pallas_kernels.sparse_flash_attention.union import MOST_QUERIES, unite
 
 WIDEST = 576  # columns of a latent for which there is shared memory
@@ -75,29 +74,25 @@ def forward(static, q, latents, topk, *, interpret=False):
 
 
 def paged(static, q, pages, page_table, topk, *, interpret=False):
-    """As `ref.paged`; packed pages are for a TPU: here all of them are unpacked at every call.
-
-    Of `Rows8` XLA makes the latents of each query first: the kernel copies rows as they are.
-    """
+    """As `ref.paged`; of `WordRows` XLA makes the latents of each query first: the kernel copies rows as they are."""
     b, t, n, x = q.shape
     rows = rows_of(page_table, topk, pages.shape[1]).reshape(1, b * t, -1)
     # All pages are one batch row's latents, and all sequences its queries.
     q = q.reshape(1, b * t, n, x)
-    if isinstance(pages, Rows8):
-        out, lse = _of_rows8(static, q, pages, rows, interpret)
+    if isinstance(pages, WordRows):
+        out, lse = _of_words(static, q, pages, rows, interpret)
     else:
-        latents = unpack_rows(pages, x) if pages.dtype == jnp.int32 else pages
-        out, lse, _ = forward(static, q, latents.reshape(1, -1, x), rows, interpret=interpret)
+        out, lse, _ = forward(static, q, pages.reshape(1, -1, x), rows, interpret=interpret)
     return out.reshape(b, t, n, -1), lse.reshape(b, t, n)
 
 
-def _of_rows8(static, q, pages, rows, interpret):
+def _of_words(static, q, pages, rows, interpret):
     """(out, lse) of q [1 t n x] over rows int32[1 t k] of all pages, QUERIES_AT_ONCE at a time."""
     words = pages.words.reshape(-1, *pages.words.shape[2:])
 
     def some(args):
         q, rows = (a[:, None] for a in args)  # each query's latents are its own
-        latents = Rows8(words[jnp.maximum(rows[:, 0], 0)], pages.layout).rows()
+        latents = WordRows(words[jnp.maximum(rows[:, 0], 0)], pages.layout).rows()
         own = jnp.where(rows < 0, -1, jnp.arange(rows.shape[-1], dtype=jnp.int32))
         return tuple(a[:, 0] for a in forward(static, q, latents, own, interpret=interpret)[:2])
 

@@ -7,21 +7,17 @@ from jax import lax
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import wide
-from pallas_kernels.sparse_flash_attention.rows import unpack_rows
-from pallas_kernels.sparse_flash_attention.rows8 import Rows8
+from pallas_kernels.sparse_flash_attention.rows import WordRows
 
 
-def _taken(latents, topk, x, foreign=False):
-    """[b t k x] rows of latents [b s x], or packed [b s 1 w], or `Rows8`; -1 takes row 0, which the caller masks.
+def _taken(latents, topk, foreign=False):
+    """[b t k x] rows of latents [b s x], an array or `WordRows`; -1 takes row 0, which the caller masks.
 
     foreign: row 0 may belong to somebody else, or to nobody; zeros instead, since 0 * NaN is NaN.
     """
     take = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))
     rows = jax.tree.map(lambda a: take(a, topk), latents)
-    if isinstance(rows, Rows8):
-        rows = rows.rows()
-    elif rows.dtype == jnp.int32:
-        rows = unpack_rows(rows, x)
+    rows = rows.rows() if isinstance(rows, WordRows) else rows
     return jnp.where(topk[..., None] < 0, 0, rows) if foreign else rows
 
 
@@ -38,7 +34,7 @@ def forward(static, q, latents, topk, foreign=False):
 
     def one(args):
         q, topk = args
-        rows = _taken(latents, topk, q.shape[-1], foreign)
+        rows = _taken(latents, topk, foreign)
         logits = _logits(q, rows, topk, scale)
         # Without the barrier XLA:CPU computes the maximum again for every element.
         top = lax.optimization_barrier(jnp.max(logits, axis=2))
@@ -63,7 +59,7 @@ def forward(static, q, latents, topk, foreign=False):
 
 def paged(static, q, pages, page_table, topk):
     """(out [b t n y], lse wide[b t n]) of q [b t n x] over positions topk [b t k], which page_table
-    [b pages] finds in pages [p z x], `Rows8` or as `pack_rows` gives them."""
+    [b pages] finds in pages [p z x], an array or `WordRows`."""
     b, t, n, _ = q.shape
     # All pages are one batch row's latents, and all sequences its queries.
     latents = jax.tree.map(lambda a: a.reshape(1, -1, *a.shape[2:]), pages)
@@ -91,7 +87,7 @@ def backward(static, saved, dout):
 
     def one(dlatents, args):
         q, topk, dout, lse, delta = args
-        rows = _taken(latents, topk, q.shape[-1])
+        rows = _taken(latents, topk)
         p = jnp.exp(_logits(q, rows, topk, scale) - lse[:, :, None])
         dp = jnp.einsum("btkx,btnx->btkn", rows, dout, preferred_element_type=inner)
         ds = (p * (dp - delta[:, :, None]) * scale).astype(q.dtype)

@@ -22,8 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
 from pallas_kernels.mask import HIDDEN
-from pallas_kernels.sparse_flash_attention.rows import from_words, pack_rows
-from pallas_kernels.sparse_flash_attention.rows8 import Layout, Rows8, from_words8
+from pallas_kernels.sparse_flash_attention.rows import LANES, Layout, WordRows, from_words
 from pallas_kernels.sparse_flash_attention.union import Union, unite
 
 
@@ -38,7 +37,6 @@ class Blocks(NamedTuple):
 BLOCKS = Blocks(queries=8, rows=128)
 SMEM_BYTES = 768 << 10  # for indices, of 1 MiB
 TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")  # chips that are one device with two cores
-LANES = 128
 SPARE = 4  # tiles of rows behind the last, for the backward's entries without a row
 PARAMS = pltpu.CompilerParams(
     dimension_semantics=("parallel", "arbitrary"),
@@ -50,8 +48,7 @@ PARAMS = pltpu.CompilerParams(
 def refuse(q, latents, topk, value_dim):
     """Why these cannot be taken: a reason in words, or None."""
     del value_dim
-    rows = jnp.dtype(jnp.bfloat16 if latents.dtype == jnp.int32 else latents.dtype)
-    if rows not in (jnp.bfloat16, jnp.float32) or q.dtype != rows:
+    if latents.dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != latents.dtype:
         return f"queries are {q.dtype} and rows {latents.dtype}, not both bfloat16 or both float32"
     queries = min(BLOCKS.queries, topk.shape[1])
     if 2 * 4 * queries * topk.shape[2] > SMEM_BYTES:
@@ -80,8 +77,7 @@ def forward(static, q, latents, topk, *, interpret=False):
 
 def paged(static, q, pages, page_table, topk, *, interpret=False):
     """(out [b t n y], lse float32[b t n]) of q [b t n x] over positions topk [b t k], which page_table
-    [b pages] finds in pages [p z x], `Rows8` or as `pack_rows` gives them."""
-    pages, layout = (pages.words, pages.layout) if isinstance(pages, Rows8) else (pages, None)
+    [b pages] finds in pages [p z x], an array or `WordRows`."""
 
     @sequential_vmap
     def run(q, pages, page_table, topk):
@@ -90,9 +86,8 @@ def paged(static, q, pages, page_table, topk, *, interpret=False):
         # Page and slot apart, so that a shift finds them: scalar cores have no division.
         apart = jnp.where(topk < 0, -1, (topk // slots << bits) | (topk % slots))
         union = _united(apart, page_table.shape[1] << bits)
-        packed = pages if pages.dtype == jnp.int32 else _copyable(pages)
-        rows = packed.reshape(-1, 1, packed.shape[-1])
-        where = _Pages(page_table, slots, bits, layout)
+        rows = jax.tree.map(lambda a: a.reshape(-1, 1, a.shape[-1]), _copyable(pages))
+        where = _Pages(page_table, slots, bits)
         return _attend(static, q, rows, union, where, interpret)[:2]
 
     return run(q, pages, page_table, topk)
@@ -114,12 +109,13 @@ class _Pages(NamedTuple):
     table: jax.Array
     slots: int
     bits: int
-    layout: Layout | None  # of `Rows8`
 
 
-def _copyable(rows):
-    """Rows [... x] as [... 1 w] of 32 bits each, of which one row can be copied alone."""
-    return pack_rows(rows) if rows.dtype == jnp.bfloat16 else rows[..., None, :]
+def _copyable(rows) -> WordRows:
+    """Rows [... x] in a form of which one can be copied alone."""
+    if isinstance(rows, WordRows):
+        return rows
+    return WordRows.of(rows, Layout.exact(rows.shape[-1], rows.dtype))
 
 
 def _united(topk, s: int) -> Union:
@@ -163,7 +159,8 @@ def _attend(static, q, rows, union, pages, interpret):
         spec(m, x),
         pl.BlockSpec(memory_space=pltpu.HBM),
     ]
-    operands = [places, union.members.reshape(blocks, 1, room), _gathered_heads(q, groups), rows]
+    words = rows.words
+    operands = [places, union.members.reshape(blocks, 1, room), _gathered_heads(q, groups), words]
     if pages is not None:
         tables = jnp.broadcast_to(pages.table[:, None], (b, groups, pages.table.shape[1]))
         operands.append(_before_next(tables, tables))
@@ -172,6 +169,7 @@ def _attend(static, q, rows, union, pages, interpret):
         _attend_block,
         heads=n,
         scale=static.scale,
+        layout=rows.layout,
         pages=pages and pages[1:],
         unroll=_unroll(interpret),
     )
@@ -183,7 +181,7 @@ def _attend(static, q, rows, union, pages, interpret):
             in_specs=in_specs,
             out_specs=[spec(m, y), spec(2, m)],
             scratch_shapes=[
-                *[pltpu.VMEM((BLOCKS.rows, rows.shape[-1]), rows.dtype)] * 2,
+                *[pltpu.VMEM((BLOCKS.rows, words.shape[-1]), jnp.int32)] * 2,
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.VMEM((m, min(LANES, BLOCKS.rows)), jnp.float32),
                 pltpu.VMEM((m, min(LANES, BLOCKS.rows)), jnp.float32),
@@ -202,7 +200,7 @@ def _attend(static, q, rows, union, pages, interpret):
     return _scattered_heads(out, b, t, n), lse, jnp.max(stats[:, 1])
 
 
-def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, unroll):
+def _attend_block(counts, places, members, q, rows, *refs, heads, scale, layout, pages, unroll):
     """One block of queries: the online softmax over its union, tile by tile."""
     table, refs = (None, refs) if pages is None else (refs[0], refs[1:])
     out, stats, *buffers, arrived, top, total, acc = refs
@@ -217,7 +215,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
             return lambda i: _copy(
                 rows.at[places[0, start + i]], buffers[slot], i, arrived.at[slot]
             )
-        slots, bits, _ = pages
+        slots, bits = pages
         shift = jnp.where(beyond, table.shape[1] // 2, 0)
 
         def copy(i):
@@ -235,7 +233,7 @@ def _attend_block(counts, places, members, q, rows, *refs, heads, scale, pages, 
     def step(pair, _):
         for slot in range(2):
             _arrival(buffers[slot], arrived.at[slot])
-            keys = _keys(buffers[slot][...], q.shape[-1], pages and pages[-1])
+            keys = from_words(buffers[slot][...], layout)
             _start(tile, unroll, copies(pair + 1, slot))
             own = _tile(members, 2 * pair + slot, tile)
             logits = _logits(q[...], keys, own, heads, scale)
@@ -291,7 +289,11 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     dq, total = pl.pallas_call(
         functools.partial(
-            _differentiate_block, heads=n, scale=static.scale, unroll=_unroll(interpret)
+            _differentiate_block,
+            heads=n,
+            scale=static.scale,
+            layout=rows.layout,
+            unroll=_unroll(interpret),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -307,7 +309,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
             ],
             out_specs=[spec(m, x), hbm],
             scratch_shapes=[
-                *[pltpu.VMEM((tile, rows.shape[-1]), rows.dtype)] * 2,
+                *[pltpu.VMEM((tile, rows.layout.width), jnp.int32)] * 2,
                 *[pltpu.VMEM((tile, x), jnp.float32)] * 4,
                 pltpu.VMEM((m, x), jnp.float32),
                 *[pltpu.SemaphoreType.DMA((2,))] * 3,
@@ -328,7 +330,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
         _gathered_heads(q, groups),
         _gathered_heads(dout, groups),
         jnp.pad(stats, ((0, 0), (0, 6), (0, 0))),
-        rows,
+        rows.words,
         jnp.zeros((sums, b * stride, 1, x), jnp.float32),
     )
     dlatents = jnp.sum(total.reshape(sums, b, stride, x)[:, :, :s], axis=0)
@@ -336,7 +338,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
 
 
 def _differentiate_block(
-    counts, places, members, q, dout, stats, rows, _, dq, total, *refs, heads, scale, unroll
+    counts, places, members, q, dout, stats, rows, _, dq, total, *refs, heads, scale, layout, unroll
 ):
     """One block of queries: its own gradient, and its rows' added to the sums in HBM."""
     *buffers, old0, old1, new0, new1, acc, arrived, read, written = refs
@@ -371,7 +373,7 @@ def _differentiate_block(
         for slot in range(2):
             j, other = 2 * pair + slot, 1 - slot
             _arrival(buffers[slot], arrived.at[slot])
-            keys = _keys(buffers[slot][...], q.shape[-1])
+            keys = from_words(buffers[slot][...], layout)
             # The sums of the tile before go out and those of the next come in while this is multiplied.
             moving = copies(pair + 1, slot), writes(j - 1, other), reads(j + 1, other)
             _start(tile, unroll, *moving)
@@ -464,13 +466,6 @@ def _arrival(buffer, semaphore):
 
 def _tile(members, j, tile: int):
     return members[:, pl.ds(pl.multiple_of(j * tile, tile), tile)]
-
-
-def _keys(rows, x: int, layout=None):
-    """[r x] of the rows of a tile as they were copied; layout: of `Rows8`."""
-    if layout is not None:
-        return from_words8(rows, layout)
-    return from_words(rows, x) if rows.dtype == jnp.int32 else rows
 
 
 def _lanes(x):

@@ -114,10 +114,3 @@ def test_another_kind_or_model_is_refused_in_one_line_and_nothing_changes(
                 assert status == 400 and said in answer, answer
                 assert "\n" not in answer and len(answer) < 300 + len(str(folder))
             assert generate(url)["output_ids"] == before["output_ids"]
-
-
-def test_a_pod_of_several_processes_is_told_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert serve.run(config("/nowhere")) == 2
-    said = "error: an engine runs in one process and this pod has 2; start a server in each without"
-    assert capsys.readouterr().err.startswith(said)

@@ -19,8 +19,9 @@ def form_of(chip: str) -> str:
     return "gpu" if chip == "h200" else "tpu"
 
 
-def compile_for(chip: str, function, *shapes):
+def compile_for(chip: str, function, *shapes, donate=()):
     """`function(*shapes)` compiled for one device of a chip of TOPOLOGIES; shapes without shardings.
+    donate: numbers of the arguments that it may write over.
 
     Skips the test where the compiler is not installed.
     """
@@ -35,4 +36,4 @@ def compile_for(chip: str, function, *shapes):
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tuple(shapes)
     )
-    return jax.jit(local).lower(*shapes).compile()
+    return jax.jit(local, donate_argnums=donate).lower(*shapes).compile()

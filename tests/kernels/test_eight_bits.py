@@ -1,4 +1,4 @@
-"""Vectors and rows in 8 bits against the NumPy oracle: what is read back, in how many bytes."""
+"""Vectors and rows in 8 bits against the NumPy oracle, and rows as words: what is read back, in how many bytes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.eight_bits import FORMATS, quantize_vectors
-from pallas_kernels.sparse_flash_attention import Layout, Rows8
+from pallas_kernels.sparse_flash_attention import Layout, WordRows
 from tests.oracles import eight_bits as oracle
 
 over_kinds = pytest.mark.parametrize("kind", FORMATS)
@@ -56,10 +56,10 @@ def test_what_is_read_back_is_the_oracle_s_and_within_its_bound(kind):
 def test_rows_are_read_back(kind, values, rest, dtype, groups):
     x = vectors(2, 6, values + rest)
     form = layout(kind, values, rest, dtype)
-    rows = jax.jit(Rows8.of, static_argnums=1)(jnp.asarray(x), form)
+    rows = jax.jit(WordRows.of, static_argnums=1)(jnp.asarray(x), form)
     assert rows.shape == x.shape and rows.dtype == dtype and rows.ndim == 3
     assert rows.words.shape[2:] == (1, sum(form.parts)) and form.parts[2] == groups
-    back = np.asarray(jax.jit(Rows8.rows)(rows), np.float64)
+    back = np.asarray(jax.jit(WordRows.rows)(rows), np.float64)
     want = oracle.kept(x[..., :values].astype(np.float64), kind, values // groups)
     want = np.asarray(jnp.asarray(want, jnp.float32).astype(dtype), np.float64)
     # A rounding of the product may be the other one.
@@ -85,7 +85,9 @@ def test_every_value_of_8_bits(kind):
     words = octets.reshape(4, 64).astype(np.uint32)
     words = sum(words[p] << 8 * p for p in range(4)).view(np.int32)
     ones = np.ones(2, np.float32).view(np.int32)
-    rows = Rows8(jnp.asarray(np.concatenate([words, ones]))[None], layout(kind, 256, 0, "float32"))
+    rows = WordRows(
+        jnp.asarray(np.concatenate([words, ones]))[None], layout(kind, 256, 0, "float32")
+    )
     got, number = np.asarray(rows.rows()), ~np.isnan(want)
     assert number.sum() == (256 if kind == "int8" else 254)
     np.testing.assert_array_equal(got[number], want[number])
@@ -95,9 +97,25 @@ def test_every_value_of_8_bits(kind):
 def test_what_is_not_finite_stays_so_and_spoils_its_group_alone(kind):
     x = np.ones((3, 256 + 4), np.float32)
     x[0, 5], x[1, 200] = np.inf, np.nan
-    got = np.isfinite(Rows8.of(jnp.asarray(x), layout(kind, 256, 4, "float32")).rows())
+    got = np.isfinite(WordRows.of(jnp.asarray(x), layout(kind, 256, 4, "float32")).rows())
     assert not got[0, 5] and not got[1, 200]
     assert got[0, 128:].all() and got[1, :128].all() and got[1, 256:].all() and got[2].all()
+
+
+@pytest.mark.parametrize("x", [1, 128, 256, 257, 288, 576])
+def test_exact_rows_come_back_bit_for_bit_from_whole_lanes(x):
+    bits = np.random.default_rng(0).integers(0, 2**16, (3, 5, x)).astype(np.uint16)
+    bits = np.where((bits & 0x7F80) == 0x7F80, 0x7F80, bits)  # infinity for all that is no number
+    bits = np.where((bits & 0x7F80) == 0, bits & 0x8000, bits)  # and zero for what is denormal
+    x16 = jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), jnp.bfloat16)
+    for rows, lanes in ((x16, -(-x // 256)), (x16.astype(jnp.float32), -(-x // 128))):
+        words = jax.jit(WordRows.of, static_argnums=1)(rows, Layout.exact(x, rows.dtype))
+        assert words.shape == rows.shape and words.dtype == rows.dtype
+        assert words.words.shape == (3, 5, 1, 128 * lanes) and words.words.dtype == jnp.int32
+        back = jax.jit(WordRows.rows)(words)
+        assert back.dtype == rows.dtype
+        back = jax.lax.bitcast_convert_type(back.astype(jnp.bfloat16), jnp.uint16)
+        np.testing.assert_array_equal(back, bits)
 
 
 def test_other_types_are_refused():

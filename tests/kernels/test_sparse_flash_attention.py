@@ -12,9 +12,8 @@ from pallas_kernels import compat, dispatch
 from pallas_kernels.eight_bits import FORMATS
 from pallas_kernels.sparse_flash_attention import (
     Layout,
-    Rows8,
+    WordRows,
     gpu,
-    pack_rows,
     paged_sparse_attention,
     sparse_flash_attention,
     tpu,
@@ -231,7 +230,9 @@ def test_decoding_over_pages(t, slots, packed, implementation):
     decode = functools.partial(
         paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
     )
-    got = jax.jit(decode)(q, pack_rows(pages) if packed else pages, table, topk)
+    if packed:
+        pages = WordRows.of(pages, Layout.exact(40, dtype))
+    got = jax.jit(decode)(q, pages, table, topk)
     q, latents = (np.asarray(a, np.float64) for a in (q, latents))
     expected = answer(q, latents, np.zeros((*q.shape[:3], 32)), topk)
     for ours, theirs in zip(got, expected[:2], strict=True):
@@ -249,7 +250,7 @@ def test_decoding_over_pages_in_eight_bits(t, kind, dtype, implementation, monke
     monkeypatch.setattr(gpu, "QUERIES_AT_ONCE", 4)  # of six
     # Of float32: halves between two values, which bfloat16 has, may be rounded either way.
     q, latents, pages, table, topk = paged_problem(t, 4, jnp.float32)
-    rows = Rows8.of(pages, Layout(jnp.dtype(FORMATS[kind]).name, 32, 8, jnp.dtype(dtype).name))
+    rows = WordRows.of(pages, Layout(jnp.dtype(FORMATS[kind]).name, 32, 8, jnp.dtype(dtype).name))
     q = q.astype(dtype)
     decode = functools.partial(
         paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
@@ -271,7 +272,7 @@ def test_decoding_over_pages_in_eight_bits(t, kind, dtype, implementation, monke
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_no_copy_races_when_decoding(name, kind):
     q, latents, pages, table, topk = paged_problem(1, 4, jnp.float32)
-    rows = pages if kind is None else Rows8.of(pages, Layout(kind, 32, 8, "float32"))
+    rows = pages if kind is None else WordRows.of(pages, Layout(kind, 32, 8, "float32"))
     got = paged_sparse_attention(
         q, rows, table, topk, scale=SCALE, value_dim=32, implementation=watched(name)
     )
@@ -283,7 +284,7 @@ def test_no_copy_races_when_decoding(name, kind):
 @over_pallas_forms(KERNEL)
 def test_pallas_forms_refuse_rows_of_another_precision(name):
     q, _, pages, table, topk = paged_problem(1, 4, jnp.float32)
-    rows = Rows8.of(pages, Layout("int8", 32, 8, "bfloat16"))
+    rows = WordRows.of(pages, Layout("int8", 32, 8, "bfloat16"))
     decode = functools.partial(paged_sparse_attention, scale=SCALE, value_dim=32)
     with pytest.raises(ValueError, match="float32 and (rows|latents) bfloat16"):
         decode(q, rows, table, topk, implementation=interpreted(name))
@@ -296,7 +297,7 @@ def test_pages_that_do_not_fit_are_refused():
         decode(q, pages, table, topk[:, :1])
     with pytest.raises(ValueError, match="page_table the first"):
         decode(q, pages, table[:1], topk)
-    for wrong in (pages[..., :7], pages[0], pages[..., None, :].astype(jnp.int32)[0]):
+    for wrong in (pages[..., :7], pages[0], pages[..., None, :]):
         with pytest.raises(ValueError, match="use pages"):
             decode(q, wrong, table, topk)
 

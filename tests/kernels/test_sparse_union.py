@@ -1,13 +1,11 @@
-"""The union of neighbouring queries' rows against Python sets, and rows packed into words."""
-
-import functools
+"""The union of neighbouring queries' rows against Python sets."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_flash_attention import pack_rows, union, unpack_rows
+from pallas_kernels.sparse_flash_attention import union
 
 
 def random_topk(rng, b, t, k, rows):
@@ -56,16 +54,3 @@ def test_union_against_sets(name):
 def test_what_does_not_fit_is_refused(s, queries):
     with pytest.raises(ValueError, match="blocks of"):
         union.unite(jnp.zeros((1, 2, 3), jnp.int32), s, queries)
-
-
-@pytest.mark.parametrize("x", [1, 128, 256, 257, 288, 576])
-def test_packed_rows_come_back_bit_for_bit(x):
-    bits = np.random.default_rng(0).integers(0, 2**16, (3, 5, x)).astype(np.uint16)
-    bits = np.where((bits & 0x7F80) == 0x7F80, 0x7F80, bits)  # infinity for all that is no number
-    bits = np.where((bits & 0x7F80) == 0, bits & 0x8000, bits)  # and zero for what is denormal
-    rows = jax.lax.bitcast_convert_type(jnp.asarray(bits, jnp.uint16), jnp.bfloat16)
-    packed = jax.jit(pack_rows)(rows)
-    assert packed.dtype == jnp.int32 and packed.shape[:3] == (3, 5, 1)
-    assert packed.shape[3] % 128 == 0 and 2 * packed.shape[3] >= x
-    back = jax.jit(functools.partial(unpack_rows, x=x))(packed)
-    np.testing.assert_array_equal(jax.lax.bitcast_convert_type(back, jnp.uint16), bits)

@@ -105,6 +105,10 @@ def refused(capsys, workdir, *argv) -> str:
             "has no workdir; what it reads is --experiment.checkpoint=",
         ),
         (
+            [f"--experiment={ROOT}/experiments/serve.py:tiny", "--distributed=localhost:1,2,0"],
+            "serve.py runs in one process; start one on each host without the flag, and a router in front",
+        ),
+        (
             [LIFE, "--experiment.midtrain_32k.model.num_experts_per_tok=3"],
             "midtrain_32k: what pretrain:tiny trains is of a model with num_experts_per_tok 2 (here 3); set ",
         ),

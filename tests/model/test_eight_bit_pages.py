@@ -44,6 +44,8 @@ def test_rows_of_a_tpu_are_whole_lanes(monkeypatch):
     """XLA would lay out all pages anew at every call, to have them so."""
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     assert num_bytes(presets.glm5(), latent_cache="fp8") == 78 * (1024 + 256)
+    assert num_bytes(presets.glm5()) == 78 * (1536 + 256)
+    assert num_bytes(presets.glm5(), dtype="float32") == 78 * (2560 + 512)
 
 
 @pytest.mark.parametrize(

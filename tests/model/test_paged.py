@@ -9,7 +9,9 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.model import glm5
-from glm5_jax.model.cache import PagedCache, init_cache
+from glm5_jax.model.cache import PagedCache, init_cache, init_pages
+from pallas_kernels import dispatch
+from pallas_kernels.sparse_flash_attention import WordRows
 
 SIZE, PAGES, WIDTH = 4, 40, 6  # slots of a page, pages, pages of a row
 SPARSE = dataclasses.replace(
@@ -112,6 +114,27 @@ def test_many_queries_of_one_row_are_attended_as_in_training(name):
     np.testing.assert_allclose(logits[0], whole[1, :22], atol=2e-5)
     more, _ = fed(cfg, params, tokens[1:2], cache, np.array([24]), chunk=1)
     np.testing.assert_allclose(more[0], whole[1, 22:], atol=2e-5)
+
+
+def test_pages_as_a_tpu_holds_them_give_the_same_bits(monkeypatch):
+    """In float32 and in bfloat16, of few queries and of many of one row."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    words = {t: init_pages(SPARSE, PAGES, SIZE, t) for t in ("float32", "bfloat16")}
+    monkeypatch.undo()
+    cfg, params, tokens, _ = made("sparse")
+    lengths = np.array([9, 21, 2], np.int32)
+    for dtype, layers in words.items():
+        assert isinstance(layers[0].latent, WordRows)
+        for rows, chunk in ((slice(3), 8), (slice(1, 2), 20)):
+            plain = empty(cfg, 1, dtype=dtype)
+            plain = plain._replace(tables=plain.tables[rows], lengths=plain.lengths[rows])
+            (got, cache), (want, _) = (
+                fed(cfg, params, tokens[rows], each, lengths[rows], chunk)
+                for each in (plain._replace(layers=layers), plain)
+            )
+            for a, b in zip(got, want):
+                np.testing.assert_array_equal(a, b)
+            assert isinstance(cache.layers[0].latent, WordRows)
 
 
 def test_logits_of_one_token_of_each_row():

@@ -105,10 +105,16 @@ def test_decoding(chip, attention):
 
 
 @pytest.mark.parametrize("chip", ["v5p", "h200"])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_decoding_over_pages_in_eight_bits(chip, kind, monkeypatch):
+@pytest.mark.parametrize("kind", [None, "int8", "fp8"])
+def test_decoding_over_pages(chip, kind, monkeypatch):
     """The kernels take them as they lie: no program makes anything of the size of a layer's pages."""
-    cfg, count = dataclasses.replace(config("sparse"), index_head_dim=128), 1024
+    widths = {
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "index_head_dim": 128,
+    }
+    cfg, count = dataclasses.replace(config("sparse"), **widths), 1024
     monkeypatch.setattr(dispatch, "platform", lambda: form_of(chip))
     layers = jax.eval_shape(
         lambda: init_pages(cfg, count, 64, "bfloat16", index_cache=kind, latent_cache=kind)
@@ -121,7 +127,7 @@ def test_decoding_over_pages_in_eight_bits(chip, kind, monkeypatch):
         out = glm5.forward(params, tokens, cfg, cache=cache)
         return out.logits, out.cache
 
-    compiled = compile_for(chip, advance, params_of(cfg), int32((8, 1)), cache)
+    compiled = compile_for(chip, advance, params_of(cfg), int32((8, 1)), cache, donate=2)
     assert kernels(compiled) >= DECODED[chip, "sparse"]
     pages = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layers[0]))
     assert compiled.memory_analysis().temp_size_in_bytes < pages / 3
