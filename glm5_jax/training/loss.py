@@ -1,10 +1,12 @@
-"""The training objective: next-token and multi-token cross-entropy, z-loss and expert balance.
+"""The training objective: next-token and multi-token cross-entropy, z-loss and expert balance, and what else tokens
+that were sampled are learnt from.
 
 The output projection and its loss run in row chunks, so that logits [rows v] never exist as a whole.
 Targets arrive shifted (`shift`), so no shard of the sequence needs its neighbour's tokens.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +19,38 @@ from glm5_jax.model.plan import Plan
 from pallas_kernels.cross_entropy import linear_cross_entropy
 
 
+class TokenLoss(Protocol):
+    """Further parts of the objective, by the log-probs that tokens have under the main head (rl/losses.py).
+
+    Attributes:
+      streams: arrays [b t] of a batch that it reads; of each part NAME there is a NAME_weight among them.
+      temperature: the log-probs are those of logits / temperature, for the cross-entropy as well.
+      coefficients: of the parts and of "ce" in the objective.
+    """
+
+    streams: tuple[str, ...]
+    temperature: float
+    coefficients: Mapping[str, float]
+
+    def __call__(self, logp, streams) -> tuple[dict, dict]:
+        """({part: loss [b t] of each token}, {name: numbers [b t], told as their mean over tokens with a weight})."""
+        ...
+
+
 class Shifted(NamedTuple):
-    """targets int32[1+k b t], weights float32[1+k b t]: entry j, position t concerns token t + 1 + j."""
+    """targets int32[1+k b t], weights float32[1+k b t]: entry j, position t concerns token t + 1 + j. streams: those of
+    a `TokenLoss` [b t], of which position t concerns token t + 1."""
 
     targets: jax.Array
     weights: jax.Array
+    streams: dict[str, jax.Array]
 
 
-def shift(batch, mtp_steps: int) -> Shifted:
-    """Targets of the main head and of mtp_steps further ones, from a batch of arrays [b t].
+def shift(batch, mtp_steps: int, streams=()) -> Shifted:
+    """Targets of the main head and of mtp_steps further ones, from a batch of arrays [b t], and these streams of it.
 
-    A target counts if it lies in the same segment; its weight is loss_mask * ce_weight of the token.
+    A target counts if it lies in the same segment; its weight is loss_mask * ce_weight of the token. So it is
+    with other weights.
     """
     tokens, segments = batch["token_ids"], batch["segment_ids"]
     weight = batch["loss_mask"] * batch["ce_weight"]
@@ -35,12 +58,22 @@ def shift(batch, mtp_steps: int) -> Shifted:
     def ahead(x, j):
         return jnp.pad(x[:, j:], ((0, 0), (0, min(j, x.shape[1]))))[:, : x.shape[1]]
 
-    targets, weights = [], []
-    for j in range(1, mtp_steps + 2):
+    def counted(weight, j):
         same = (ahead(segments, j) == segments) & (segments != 0)
-        targets.append(ahead(tokens, j))
-        weights.append(jnp.where(same, ahead(weight, j), 0.0))
-    return Shifted(jnp.stack(targets), jnp.stack(weights))
+        return jnp.where(same, ahead(weight, j), 0.0)
+
+    steps = range(1, mtp_steps + 2)
+    moved = {
+        name: counted(batch["loss_mask"] * batch[name], 1)
+        if name.endswith("_weight")
+        else ahead(batch[name], 1)
+        for name in streams
+    }
+    return Shifted(
+        jnp.stack([ahead(tokens, j) for j in steps]),
+        jnp.stack([counted(weight, j) for j in steps]),
+        moved,
+    )
 
 
 class LossWeights(NamedTuple):
@@ -53,22 +86,41 @@ class LossWeights(NamedTuple):
 
 class Totals(NamedTuple):
     """What the sums over a batch are divided by: heads [1+k], the summed weights of each head's
-    targets, and queries, in the same precision, its tokens that are no padding."""
+    targets, and queries, in the same precision, its tokens that are no padding; parts: the summed weights of each
+    part of a `TokenLoss`, and "tokens" that have any."""
 
     heads: jax.Array
     queries: jax.Array
+    parts: dict[str, jax.Array]
 
 
 def totals_of(batch, shifted: Shifted) -> Totals:
     """The totals of a whole batch."""
     heads = shifted.weights.sum((1, 2))
     queries = jnp.sum(batch["segment_ids"] != 0, dtype=heads.dtype)
-    return Totals(heads, jnp.maximum(queries, 1))
+    weights = _weights(shifted.streams)
+    parts = {name: weight.sum() for name, weight in weights.items()}
+    if weights:
+        parts["tokens"] = _sampled(weights).sum()
+    return Totals(heads, jnp.maximum(queries, 1), parts)
+
+
+def _weights(streams) -> dict[str, jax.Array]:
+    """By the names of their parts."""
+    found = {name.removesuffix("_weight"): x for name, x in streams.items()}
+    return {name: x for name, x in found.items() if name not in streams}
+
+
+def _sampled(weights):
+    """1 for tokens with any of these weights, else 0."""
+    any_weight = sum(jnp.abs(weight) for weight in weights.values())
+    return (any_weight > 0).astype(any_weight.dtype)
 
 
 class LossParts(NamedTuple):
     """Scalars over the whole batch, and per-layer statistics: max_logit [l], load [l e], index_loss [l], the
-    mean over queries of what each indexer learns from, in nats."""
+    mean over queries of what each indexer learns from, in nats. parts, stats: of a `TokenLoss`, the former
+    without their coefficients."""
 
     ce: jax.Array
     mtp: jax.Array
@@ -77,6 +129,8 @@ class LossParts(NamedTuple):
     max_logit: jax.Array
     load: jax.Array | None
     index_loss: jax.Array | None
+    parts: dict[str, jax.Array]
+    stats: dict[str, jax.Array]
 
 
 def local_objective(
@@ -93,13 +147,15 @@ def local_objective(
     num_rows: int,
     index_factor: float = 0.0,
     index_served: bool = False,
+    token_loss: TokenLoss | None = None,
 ):
     """(objective, LossParts) over all devices, computed from one device's shard of the batch.
 
     totals are those of the whole batch, num_rows its rows: dividing by them here makes microbatches and
     shards add up to the loss of the whole.
     objective = ce + mtp_weight * mean_k ce_k + balance_weight * sum_layers balance + z_weight * z
-                + index_factor * sum_layers index_loss, which a factor of 0 leaves out.
+                + index_factor * sum_layers index_loss, which a factor of 0 leaves out;
+    with a token_loss, ce times its coefficient, and its own parts with theirs.
     """
     weights = glm5.Weights(cfg, region, plan)
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
@@ -140,6 +196,8 @@ def local_objective(
             if index_weight is None
             else _append(stats.index_loss, mtp_stats.index_loss.mean()),
         )
+    if token_loss is not None:
+        hiddens = hiddens / token_loss.temperature
     nll, logz = linear_cross_entropy(
         hiddens.reshape(-1, hiddens.shape[-1]),
         glm5.head(params, weights),
@@ -148,8 +206,7 @@ def local_objective(
         implementation=plan.kernels,
     )
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
-    # A head without a single target (totals 0) adds nothing.
-    share = shifted.weights / jnp.where(totals.heads == 0, 1, totals.heads)[:, None, None]
+    share = shifted.weights / _divisor(totals.heads)[:, None, None]
     ce = jnp.sum(nll * share, axis=(1, 2))
     z = jnp.sum(logz[0] ** 2 * share[0])
     balance = jnp.zeros((), ce.dtype)
@@ -158,13 +215,50 @@ def local_objective(
         balance = jnp.sum(stats.balance) / (num_rows * region.size(region.sequence_axes))
     mtp = jnp.mean(ce[1:]) if mtp_steps else jnp.zeros((), ce.dtype)
     ce, mtp, balance, z = region.psum((ce[0], mtp, balance, z), AXES)
-    objective = ce + loss_weights.mtp * mtp + loss_weights.balance * balance + loss_weights.z * z
+    factor = 1.0 if token_loss is None else token_loss.coefficients["ce"]
+    objective = factor * ce
+    objective += loss_weights.mtp * mtp + loss_weights.balance * balance + loss_weights.z * z
+    parts, told = {}, {}
+    if token_loss is not None:
+        parts, told = region.psum(_sums(token_loss, -nll[0], shifted.streams, totals), AXES)
+        objective += sum(token_loss.coefficients[name] * value for name, value in parts.items())
     reduced = glm5.reduce_stats(stats, region)
     if index_weight is not None:
         objective += index_factor * jnp.sum(reduced.index_loss)
     return objective, LossParts(
-        ce, mtp, balance, z, reduced.max_logit, reduced.load, reduced.index_loss
+        ce, mtp, balance, z, reduced.max_logit, reduced.load, reduced.index_loss, parts, told
     )
+
+
+def local_logp(params, batch, targets, temperature, *, cfg, plan: Plan, chunk: int, region: Region):
+    """wide[b t]: the log-probs of targets int32[b t], under logits / temperature of this device's shard."""
+    tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
+    hidden = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region).hidden
+    nll, _ = linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]) / temperature,
+        glm5.head(params, glm5.Weights(cfg, region, plan)),
+        targets.reshape(-1),
+        chunk,
+        implementation=plan.kernels,
+    )
+    return -nll.reshape(targets.shape)
+
+
+def _sums(token_loss: TokenLoss, logp, streams, totals: Totals) -> tuple[dict, dict]:
+    """This device's share of the parts and of the means that are told."""
+    weights = _weights(streams)
+    losses, stats = token_loss(logp, streams)
+    parts = {
+        name: jnp.sum(loss * weights[name]) / _divisor(totals.parts[name])
+        for name, loss in losses.items()
+    }
+    sampled = _sampled(weights) / _divisor(totals.parts["tokens"])
+    return parts, {name: jnp.sum(value * sampled) for name, value in stats.items()}
+
+
+def _divisor(total):
+    """What has no weight at all adds nothing."""
+    return jnp.where(total == 0, 1, total)
 
 
 def _append(stack, row):

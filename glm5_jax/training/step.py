@@ -15,7 +15,16 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
-from glm5_jax.training.loss import LossWeights, Totals, local_objective, shift, totals_of
+from glm5_jax.training.loss import (
+    LossWeights,
+    Shifted,
+    TokenLoss,
+    Totals,
+    local_logp,
+    local_objective,
+    shift,
+    totals_of,
+)
 from glm5_jax.training.optimizer import (
     OptimizerConfig,
     gradient_norms,
@@ -79,7 +88,7 @@ class Rates(NamedTuple):
     bias_rate: jax.Array
 
 
-def loss_function(cfg, config: StepConfig, mesh=None):
+def loss_function(cfg, config: StepConfig, mesh=None, token_loss: TokenLoss | None = None):
     """`f(params, batch, rates) -> (objective, LossParts)` over a whole batch of arrays [b t]."""
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
     region = Region() if mesh is None else Region.of(mesh)
@@ -90,8 +99,8 @@ def loss_function(cfg, config: StepConfig, mesh=None):
         )
 
     def loss(params, batch, rates, totals: Totals | None = None, num_rows=None):
+        shifted = shift(batch, mtp_steps, _streams(token_loss, batch))
         batch = {k: batch[k] for k in BATCH_KEYS}
-        shifted = shift(batch, mtp_steps)
         totals = totals_of(batch, shifted) if totals is None else totals
         num_rows = batch["token_ids"].shape[0] if num_rows is None else num_rows
         loss_weights = LossWeights(rates.mtp_weight, config.balance_weight, config.z_weight)
@@ -110,6 +119,7 @@ def loss_function(cfg, config: StepConfig, mesh=None):
                 num_rows=num_rows,
                 index_factor=config.index_weight,
                 index_served=config.index_target == "served",
+                token_loss=token_loss,
             )
 
         args = (params, batch, shifted, totals, loss_weights)
@@ -117,10 +127,11 @@ def loss_function(cfg, config: StepConfig, mesh=None):
             return local(*args)
         params_spec = jax.tree.map(lambda s: s.spec, glm5.param_shardings(cfg, mesh))
         rows, stacked = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES, SEQUENCE_AXES)
+        shifted_spec = Shifted(stacked, stacked, rows)
         return jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(params_spec, rows, stacked, P(), P()),
+            in_specs=(params_spec, rows, shifted_spec, P(), P()),
             out_specs=P(),
             check_vma=False,
         )(*args)
@@ -128,12 +139,19 @@ def loss_function(cfg, config: StepConfig, mesh=None):
     return loss
 
 
-def gradient_function(cfg, config: StepConfig, mesh=None, frozen=()):
+def _streams(token_loss: TokenLoss | None, batch) -> tuple[str, ...]:
+    """What a token_loss reads of a batch: "old_logp" too, of a batch that is trained on in several steps."""
+    return () if token_loss is None else (*token_loss.streams, *({"old_logp"} & set(batch)))
+
+
+def gradient_function(
+    cfg, config: StepConfig, mesh=None, frozen=(), token_loss: TokenLoss | None = None
+):
     """`f(params, batch, rates) -> (objective, LossParts, gradients)`, summed over microbatches.
 
     frozen: paths of parameters for which no gradient is computed; it is zeros.
     """
-    loss = loss_function(cfg, config, mesh)
+    loss = loss_function(cfg, config, mesh, token_loss)
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
 
     def gradients(params, batch, rates):
@@ -148,7 +166,7 @@ def gradient_function(cfg, config: StepConfig, mesh=None, frozen=()):
             raise ValueError(
                 f"microbatches {config.microbatches} does not divide the batch of {rows} rows"
             )
-        totals = totals_of(batch, shift(batch, mtp_steps))
+        totals = totals_of(batch, shift(batch, mtp_steps, _streams(token_loss, batch)))
         take = jax.value_and_grad(
             lambda p, part: loss(unflatten(p | still), part, rates, totals, rows), has_aux=True
         )
@@ -176,6 +194,42 @@ def gradient_function(cfg, config: StepConfig, mesh=None, frozen=()):
     return gradients
 
 
+def score_function(cfg, config: StepConfig, mesh=None, temperature: float = 1.0):
+    """`f(params, batch) -> float32[b t]`, as `Step.score`, of logits / temperature; by the learner's own forward."""
+    region = Region() if mesh is None else Region.of(mesh)
+
+    def local(params, batch, targets):
+        return local_logp(
+            params,
+            batch,
+            targets,
+            temperature,
+            cfg=cfg,
+            plan=config.plan(),
+            chunk=config.loss_chunk,
+            region=region,
+        )
+
+    def score(params, batch):
+        own = {k: batch[k] for k in ("token_ids", "segment_ids", "positions")}
+        targets = jnp.roll(own["token_ids"], -1, axis=1)
+        run = local
+        if mesh is not None:
+            params_spec = jax.tree.map(lambda s: s.spec, glm5.param_shardings(cfg, mesh))
+            rows = P(BATCH_AXES, SEQUENCE_AXES)
+            run = jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(params_spec, rows, rows),
+                out_specs=rows,
+                check_vma=False,
+            )
+        logp = jnp.roll(run(params, own, targets), 1, axis=1)
+        return jnp.where(own["positions"] > 0, logp, 0)
+
+    return score
+
+
 class Step(NamedTuple):
     """A compiled training of one model: what makes its state, moves it on and judges it.
 
@@ -183,7 +237,8 @@ class Step(NamedTuple):
     their shardings (what a checkpoint is restored into); train(state, batch) -> (state, metrics)
     donates the state; update(state, batch, learning_rate) is the same at a rate that is given, to be
     compiled by the caller (one program for all rates); evaluate(params, batch) -> (summed nll, number of
-    targets) of the main head. trains_trunk: whether more than the indexers learns.
+    targets) of the main head; score(params, batch) -> float32[b t], the log-prob of each token given those of its
+    segment before it, 0 of a first one. trains_trunk: whether more than the indexers learns.
     """
 
     initialise: Callable[..., dict]
@@ -191,13 +246,19 @@ class Step(NamedTuple):
     train: Callable[[dict, dict], tuple[dict, dict]]
     update: Callable[[dict, dict, jax.Array], tuple[dict, dict]]
     evaluate: Callable[[dict, dict], tuple[jax.Array, jax.Array]]
+    score: Callable[[dict, dict], jax.Array]
     trains_trunk: bool
 
 
 def make_step(
-    cfg, config: StepConfig, optimizer_config: OptimizerConfig, schedule, mesh=None
+    cfg,
+    config: StepConfig,
+    optimizer_config: OptimizerConfig,
+    schedule,
+    mesh=None,
+    token_loss: TokenLoss | None = None,
 ) -> Step:
-    """The train step of a model on a mesh (None: one device).
+    """The train step of a model on a mesh (None: one device). token_loss: what sampled tokens are learnt from.
 
     schedule: step (from 0) -> learning rate. The state is {params, optimizer, step, tokens, rng}: float32
     weights, the optax state, steps made, tokens seen (float32: it only feeds switches) and key data. A
@@ -208,7 +269,7 @@ def make_step(
     groups = groups_of(optimizer_config, names)
     frozen = [path for path, group in flatten(groups).items() if group == "frozen"]
     optimizer = make_optimizer(optimizer_config, names, mesh)
-    gradients = gradient_function(cfg, config, mesh, frozen)
+    gradients = gradient_function(cfg, config, mesh, frozen, token_loss)
     objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0, index_weight=0.0), mesh)
 
     def initialise(key, params=None):
@@ -260,7 +321,7 @@ def make_step(
             "tokens": state["tokens"] + batch["token_ids"].size,
             "rng": state["rng"],
         }
-        losses = {"total": total, "ce": parts.ce, "balance": parts.balance}
+        losses = {"total": total, "ce": parts.ce, "balance": parts.balance, **parts.parts}
         if config.mtp_steps and cfg.num_nextn_predict_layers:
             losses["mtp"] = parts.mtp
         if config.z_weight:
@@ -276,6 +337,8 @@ def make_step(
         }
         if config.index_weight:
             metrics["index_loss"] = parts.index_loss
+        if token_loss is not None:
+            metrics["policy"] = parts.stats
         if parts.load is not None:
             mean = jnp.maximum(parts.load.mean(-1), 1e-9)
             metrics["router"] = {"max_over_mean": parts.load.max(-1) / mean}
@@ -309,6 +372,7 @@ def make_step(
         jax.jit(train, donate_argnums=0, out_shardings=out),
         update,
         jax.jit(evaluate),
+        jax.jit(score_function(cfg, config, mesh, token_loss.temperature if token_loss else 1.0)),
         bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
     )
 

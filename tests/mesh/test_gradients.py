@@ -51,10 +51,10 @@ def compare(cfg, step, mesh):
     want_objective, want_parts, want = cases.reference(cfg)
     np.testing.assert_allclose(objective, want_objective, rtol=1e-5)
     assert [value is None for value in parts] == [value is None for value in want_parts]
-    for key, value in parts._asdict().items():
-        if value is None:
-            continue
-        np.testing.assert_allclose(value, getattr(want_parts, key), rtol=1e-5, err_msg=key)
+    for (key, value), theirs in zip(
+        jax.tree.leaves_with_path(parts), jax.tree.leaves(want_parts), strict=True
+    ):
+        np.testing.assert_allclose(value, theirs, rtol=1e-5, err_msg=jax.tree_util.keystr(key))
     want = flatten(want)
     for path, got in flatten(gradients).items():
         assert_shards(path, got, mesh)
