@@ -81,8 +81,8 @@ def _calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **op
     answers = assistant([Request(c.messages[:first], tools=c.tools) for c in chats], NEW, **options)
     mistakes, right = [], []
     for chat, answer in zip(chats, answers):
-        calls = answer.message.get("tool_calls", [])
-        line = {"messages": [*chat.messages[:1], answer.message], "tools": list(chat.tools)}
+        calls = answer.reply.message.get("tool_calls", [])
+        line = {"messages": [*chat.messages[:1], answer.reply.message], "tools": list(chat.tools)}
         broken = any(call.problem for call in answer.reply.tool_calls)
         mistakes.append(int(broken or bool(calls and parse(line).mistakes)))
         wanted = chat.messages[-3]["tool_calls"]

@@ -105,7 +105,7 @@ def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -
         )
         before = [a.prompt + a.ids for a in answers]
         for messages, answer, chat in zip(said, answers, chats):
-            messages.append(answer.message)
+            messages.append(answer.reply.message)
             messages += chat.messages[2 * turn + 2 : 2 * turn + 3]
     return turns
 

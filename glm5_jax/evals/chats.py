@@ -51,20 +51,6 @@ class Answer(NamedTuple):
     reply: Reply
     seconds: float
 
-    @property
-    def message(self) -> dict:
-        """The reply as a message that `render_chat` lays out again. A call that names no function is content."""
-        reply, calls, content = self.reply, [], [self.reply.content]
-        for call in reply.tool_calls:
-            if call.name:
-                calls.append({"name": call.name, "arguments": call.arguments})
-            else:
-                content.append(f"<tool_call>{call.text}</tool_call>")
-        # Reasoning is always said: without, content that holds `</think>` would be read as some.
-        reasoning = reply.reasoning_content or ""
-        message = {"role": "assistant", "content": "".join(content), "reasoning_content": reasoning}
-        return message | ({"tool_calls": calls} if calls else {})
-
 
 def ask(
     params,

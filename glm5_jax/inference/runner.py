@@ -14,9 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.tree import flatten, map_with_path
-from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, cuts, rows
+from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Row, Sampling, cuts, rows
 from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
 from glm5_jax.inference.steps import (
+    LEAST_TOKENS,
     Device,
     Draws,
     Drew,
@@ -79,10 +80,14 @@ class Runner:
         parts = []
         if any(work.decodes for work in works):
             parts.append(self._decode([work.decodes for work in works]))
-        for turn in range(max(len(work.prefills) for work in works)):
-            # One of each group at a time.
-            now = [work.prefills[turn] if turn < len(work.prefills) else None for work in works]
-            parts.append(self._prefill(now))
+        # Short ones are read together, others one of each group at a time.
+        for short, most in ((True, self._shape.prompts), (False, 1)):
+            own = [
+                [one for one in work.prefills if (one.count <= LEAST_TOKENS) == short]
+                for work in works
+            ]
+            for first in range(0, max(map(len, own)), most):
+                parts.append(self._prefill([prefills[first : first + most] for prefills in own]))
         for part in parts:
             for array in jax.tree.leaves(part.drew):
                 array.copy_to_host_async()
@@ -131,8 +136,9 @@ class Runner:
             for variant in variants
         ]
         calls += [
-            (functools.partial(self._idle_prefill, t), width, variant)
+            (functools.partial(self._idle_prefill, b, t), width, variant)
             for t in _sizes(shape.tokens, shape.chunk)
+            for b in _sizes(shape.rows_read, shape.prompts if t <= LEAST_TOKENS else 1)
             for width in widths
             if width * shape.page_size >= t or width == widths[-1]
             for variant in variants
@@ -150,13 +156,20 @@ class Runner:
         tables = np.repeat(tables[:, None], b, axis=1)
         self._run(self._steps.decode, Draws(tables, nobody, none - 1, none), variant)
 
-    def _idle_prefill(self, t: int, tables, variant: Variant) -> None:
+    def _idle_prefill(self, b: int, t: int, tables, variant: Variant) -> None:
         x = self.groups
-        none, nobody = np.zeros(x, np.int32), np.full(x, self._shape.slots, np.int32)
-        sampling = rows([Sampling()] * x, none, none, self._shape.max_bias)
-        tokens = np.zeros((x, t), np.int32)
+        nobody, none = np.full((x, b), self._shape.slots, np.int32), np.zeros((x, b), np.int32)
+        tables = np.repeat(tables[:, None], b, axis=1)
+        sampling = self._samplings(none, none, [[Sampling()] * b] * x)
+        tokens = np.zeros((x, b, t), np.int32)
         reads = Reads(tokens, none, none, none - 1, tables, nobody, sampling)
         self._run(self._steps.prefill, reads, variant)
+
+    def _samplings(self, seeds, positions, samplings: list[list[Sampling]]) -> Row:
+        """`Row` [x b ...] of what each sequence is drawn by."""
+        flat = [sampling for own in samplings for sampling in own]
+        found = rows(flat, np.ravel(seeds), np.ravel(positions), self._shape.max_bias)
+        return Row(*(a.reshape(*np.shape(positions), *a.shape[1:]) for a in found))
 
     def _run(self, step, inputs, variant: Variant) -> Drew:
         self._device, drew = step(self._params, self._device, inputs, variant)
@@ -183,30 +196,31 @@ class Runner:
         draws = Draws(tables, slot, given, limit)
         return Part(where, self._run(self._steps.decode, draws, variant))
 
-    def _prefill(self, prefills: list[Prefill | None]) -> Part:
+    def _prefill(self, prefills: list[list[Prefill]]) -> Part:
         shape, x = self._shape, len(prefills)
-        tokens = np.zeros((x, shape.tokens(max(one.count for one in prefills if one))), np.int32)
-        start, count, behind = np.zeros((3, x), np.int32)
-        slot = np.full(x, shape.slots, np.int32)
-        samplings, seeds = [Sampling()] * x, [0] * x
+        b = shape.rows_read(max(map(len, prefills)))
+        most = max(one.count for own in prefills for one in own)
+        tokens = np.zeros((x, b, shape.tokens(most)), np.int32)
+        start, count, behind = np.zeros((3, x, b), np.int32)
+        slot, seeds = np.full((x, b), shape.slots, np.int32), np.zeros((x, b), np.uint64)
+        samplings = [[Sampling()] * b for _ in prefills]
         where, widest = [], 1
-        for group, one in enumerate(prefills):
-            if one is None:
-                continue
-            sequence, end = one.sequence, one.start + one.count
-            tokens[group, : one.count] = sequence.ids[one.start : end]
-            start[group], count[group], slot[group] = one.start, one.count, sequence.slot
-            behind[group] = -1 if one.draws else sequence.ids[end]
-            samplings[group], seeds[group] = sequence.handle.request.sampling, sequence.seed
-            self._listed[group, sequence.slot] = 0  # the slot was another's
-            self._list(group, sequence)
-            widest = max(widest, -(-end // shape.page_size))
-            if one.draws:
-                where.append((group, one))
-        tables = self._tables[np.arange(x), slot, : shape.pages(widest)]
-        sampling = rows(samplings, seeds, start, shape.max_bias)
+        for group, own in enumerate(prefills):
+            for row, one in enumerate(own):
+                sequence, end, at = one.sequence, one.start + one.count, (group, row)
+                tokens[group, row, : one.count] = sequence.ids[one.start : end]
+                start[at], count[at], slot[at] = one.start, one.count, sequence.slot
+                behind[at] = -1 if one.draws else sequence.ids[end]
+                samplings[group][row], seeds[at] = sequence.handle.request.sampling, sequence.seed
+                self._listed[group, sequence.slot] = 0  # the slot was another's
+                self._list(group, sequence)
+                widest = max(widest, -(-end // shape.page_size))
+                if one.draws:
+                    where.append((group * b + row, one))
+        tables = self._tables[np.arange(x)[:, None], slot, : shape.pages(widest)]
+        sampling = self._samplings(seeds, start, samplings)
         reads = Reads(tokens, start, count, behind, tables, slot, sampling)
-        variant = _variant(one.sequence for one in prefills if one)
+        variant = _variant(one.sequence for own in prefills for one in own)
         return Part(where, self._run(self._steps.prefill, reads, variant))
 
     def _list(self, group: int, sequence: Sequence) -> int:

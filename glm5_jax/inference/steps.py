@@ -59,9 +59,9 @@ class Device(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """A prefill, a sequence for each group. tokens int32[x t], of which `count` int32[x] from `start` int32[x]
-    on are real; behind int32[x]: the token behind them, -1 if it is drawn; tables int32[x n]; slot int32[x];
-    rows: `Row` [x ...]."""
+    """A prefill of b sequences for each group. tokens int32[x b t], of which `count` int32[x b] from `start`
+    int32[x b] on are real; behind int32[x b]: the token behind them, -1 if it is drawn; tables int32[x b n]; slot
+    int32[x b]; rows: `Row` [x b ...]."""
 
     tokens: np.ndarray
     start: np.ndarray
@@ -116,6 +116,15 @@ class Shape:
     def rows(self, count: int) -> int:
         """The bucket of a decode of so many sequences."""
         return self.slots if self.invariant else bucket(count, self.slots)
+
+    @property
+    def prompts(self) -> int:
+        """Short prompts that are read at once, at most."""
+        return 1 if self.invariant else max(1, min(self.slots, self.chunk // LEAST_TOKENS))
+
+    def rows_read(self, count: int) -> int:
+        """The bucket of a prefill of so many sequences."""
+        return bucket(count, self.prompts, 1, 4)
 
     def pages(self, count: int) -> int:
         """The bucket of tables of so many pages."""
@@ -175,7 +184,7 @@ class Steps:
         return jax.jit(empty, out_shardings=spread)()
 
     def prefill(self, params, device: Device, reads: Reads, variant: Variant):
-        """(Device, Drew [x 1 ...]): the token behind what is read."""
+        """(Device, Drew [x * b 1 ...]): the tokens behind what is read."""
         return self._run(_prefill, params, device, reads, variant)
 
     def decode(self, params, device: Device, draws: Draws, variant: Variant):
@@ -195,6 +204,7 @@ _STATIC = ("cfg", "mesh", "plan", "variant")
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="device")
 def _prefill(params, device: Device, reads: Reads, *, variant, **static):
+    where, reads = reads.slot, _flat(reads)
     segments = (jnp.arange(reads.tokens.shape[1]) < reads.count[:, None]).astype(jnp.int32)
     out = forward(
         params,
@@ -211,12 +221,13 @@ def _prefill(params, device: Device, reads: Reads, *, variant, **static):
         mtp, fresh = _read_ahead(
             params, device, reads, segments, out.hidden, drawn.tokens, **static
         )
-    slots = _put(device.slots, reads.slot, Slots(drawn.tokens, end, reads.rows, fresh))
-    return Device(out.cache.layers, mtp, slots), _drew(drawn)
+    new = Slots(drawn.tokens, end, reads.rows, fresh)
+    new = jax.tree.map(lambda a: a.reshape(*where.shape, *a.shape[1:]), new)
+    return Device(out.cache.layers, mtp, _put(device.slots, where, new)), _drew(drawn)
 
 
 def _read_ahead(params, device, reads: Reads, segments, hidden, drawn, *, cfg, mesh, plan):
-    """(the MTP layer's pages, Fresh [x ...]) after a prefill. The last place is read when the token behind it is
+    """(the MTP layer's pages, Fresh [x * b ...]) after a prefill. The last place is read when the token behind it is
     known to the host: a decode reads what is drawn."""
     last = jnp.maximum(reads.count - 1, 0)
     places = jnp.arange(reads.tokens.shape[1])

@@ -79,6 +79,7 @@ def render_chat(
     close: bool = False,
     variant: str = "glm5",
     reasoning_effort: str | None = None,
+    first: int = 0,
 ) -> RenderedChat:
     """Lays out messages in OpenAI's form for a model of the family.
 
@@ -87,7 +88,8 @@ def render_chat(
     definitions in OpenAI's form. enable_thinking: whether the reply that is prompted for begins with
     thinking. clear_thinking: whether reasoning before the last user message is left out. close: ends, in
     place of a prompt, with the marker by which the last message, an assistant's, stops: a sample of training.
-    reasoning_effort: "max" (default) or "high", of GLM-5.2 alone.
+    reasoning_effort: "max" (default) or "high", of GLM-5.2 alone. first: messages before this one, and what stands in
+    front of all, are left out: what remains goes behind them, where reasoning is kept (clear_thinking false).
 
     What is learnt (loss_mask): of every assistant message that shows its own reasoning (behind the last user
     message; all of them if clear_thinking is false) what the model writes: reasoning and its end, content,
@@ -113,7 +115,9 @@ def render_chat(
             "assistant's message can be closed"
         )
     pieces = list(
-        _pieces(messages, tools or (), layout, enable_thinking, clear_thinking, reasoning_effort)
+        _pieces(
+            messages, tools or (), layout, enable_thinking, clear_thinking, reasoning_effort, first
+        )
     )
     if close:
         marker = "<|observation|>" if reply_of(messages[-1]).calls else "<|user|>"
@@ -289,15 +293,17 @@ def _pieces(
     enable_thinking: bool,
     clear_thinking: bool,
     effort: str | None,
+    first: int,
 ) -> Iterator[_Piece]:
-    """Everything but the prompt for the reply, in order."""
-    yield from _template("[gMASK]<sop>")
-    if layout.effort and enable_thinking:
-        yield from _template(f"<|system|>Reasoning Effort: {(effort or 'max').capitalize()}")
-    if tools:
-        yield from _template("<|system|>" + BEFORE_TOOLS)
-        yield from (_text(f"{shown}\n") for shown in _offered(tools, layout))
-        yield from _template(layout.behind_tools)
+    """Everything from a message on but the prompt for the reply, in order."""
+    if not first:
+        yield from _template("[gMASK]<sop>")
+        if layout.effort and enable_thinking:
+            yield from _template(f"<|system|>Reasoning Effort: {(effort or 'max').capitalize()}")
+        if tools:
+            yield from _template("<|system|>" + BEFORE_TOOLS)
+            yield from (_text(f"{shown}\n") for shown in _offered(tools, layout))
+            yield from _template(layout.behind_tools)
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     last_user = users[-1] if users else -1
     learnt = False  # whether the message before is
@@ -308,6 +314,8 @@ def _pieces(
         stop = {"learnt": learnt, "part": (i - 1, "stop", 0)} if after == "assistant" else {}
         own = not clear_thinking or i > last_user
         learnt = role == "assistant" and own
+        if i < first:
+            continue
         if role == "assistant":
             yield from _template("<|assistant|>")
             yield from _assistant(message, i, layout, own, i > last_user, enable_thinking)

@@ -44,6 +44,20 @@ class Reply(NamedTuple):
     tool_calls: tuple[ToolCall, ...]
     stopped_by: str | None
 
+    @property
+    def message(self) -> dict:
+        """The reply as a message that `render_chat` lays out again. A call that names no function is content."""
+        calls, content = [], [self.content]
+        for call in self.tool_calls:
+            if call.name:
+                calls.append({"name": call.name, "arguments": call.arguments})
+            else:
+                content.append(f"<tool_call>{call.text}</tool_call>")
+        # Reasoning is always said: without, content that holds `</think>` would be read as some.
+        reasoning = self.reasoning_content or ""
+        message = {"role": "assistant", "content": "".join(content), "reasoning_content": reasoning}
+        return message | ({"tool_calls": calls} if calls else {})
+
 
 class Delta(NamedTuple):
     """What has come: part "reasoning" or "content" with text to append, or "call" with a whole call."""

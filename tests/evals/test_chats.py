@@ -6,7 +6,7 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.core.tree import flatten, unflatten
-from glm5_jax.evals.chats import Answer, Request, ask
+from glm5_jax.evals.chats import Request, ask
 from glm5_jax.model import glm5
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
@@ -63,13 +63,13 @@ def test_replies_come_apart_and_in_order(params):
         "xy</think>z<|user|>",
     ]
     assert [answer.num_reasoning for answer in answers] == [3, 0, 3]
-    assert answers[0].message == {
+    assert answers[0].reply.message == {
         "role": "assistant",
         "content": "z",
         "reasoning_content": "xy",
     }
     silent = {"role": "assistant", "content": "z", "reasoning_content": ""}
-    assert answers[1].message == silent
+    assert answers[1].reply.message == silent
 
 
 def test_a_reply_that_is_cut_off_is_reasoning_so_far(params):
@@ -81,7 +81,7 @@ def test_a_reply_that_is_cut_off_is_reasoning_so_far(params):
 def test_what_the_model_said_goes_into_the_next_prompt(params):
     first = request("q", clear_thinking=False)
     [answer] = ask(params, CFG, TOKENIZER, [first], 8)
-    messages = (*first.messages, answer.message, {"role": "user", "content": "more"})
+    messages = (*first.messages, answer.reply.message, {"role": "user", "content": "more"})
     prompt = Request(messages, clear_thinking=False).prompt(TOKENIZER)
     told = answer.prompt + answer.ids
     assert prompt[: len(told)] == told
@@ -107,7 +107,7 @@ def test_what_the_model_said_goes_into_the_next_prompt(params):
 )
 def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
     reply = parse_reply(written, thinking=False)
-    message = Answer([], [], 0, reply, 0.0).message
+    message = reply.message
     assert [call["name"] for call in message.get("tool_calls", [])] == names
     asked = {"role": "user", "content": "q"}
     for variant in VARIANTS:

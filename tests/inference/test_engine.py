@@ -12,6 +12,7 @@ from glm5_jax import presets
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.steps import LEAST_TOKENS
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -116,7 +117,7 @@ def test_replies_do_not_depend_on_what_else_is_served(seed):
     rng = np.random.default_rng(seed)
     asked = prompts(14, seed)
     samplings = mixed(len(asked), rng)
-    made = engine(step_tokens=int(rng.integers(8, 40)))
+    made = engine(step_tokens=int(rng.integers(8, 40)), chunk=(32, 128)[seed % 2])
     got = schedule(made, asked, samplings, rng)
     assert made.num_preempted and made.counts.cached_tokens
     for prompt, sampling, own in zip(asked, samplings, got):
@@ -158,6 +159,26 @@ def test_work_is_sent_off_before_that_of_the_last_step_has_come_back():
     made._runner.launch, made._receive = sent, received
     made.generate(prompts(3), GREEDY)
     assert told == ["sent", *["sent", "received"] * (made.counts.num_steps - 1), "received"]
+
+
+@pytest.mark.parametrize("num_draft", [0, 2])
+def test_short_prompts_are_read_at_once(num_draft):
+    """Those of at most LEAST_TOKENS tokens, of which a chunk has room for four; a longer one by itself."""
+    options = dict(chunk=4 * LEAST_TOKENS, step_tokens=1000, max_batch=8, num_pages=80)
+    made, rows = engine(num_draft=num_draft, **options), []
+    prefill = made._runner._steps.prefill
+
+    def counted(params, device, reads, variant):
+        rows.append(int((reads.count > 0).sum()))
+        return prefill(params, device, reads, variant)
+
+    made._runner._steps.prefill = counted
+    asked = np.random.default_rng(1).integers(0, CFG.vocab_size, (6, LEAST_TOKENS + 9)).tolist()
+    asked[:5] = [ids[: 3 * i + 1] for i, ids in enumerate(asked[:5])]
+    got = made.generate(asked, GREEDY)
+    assert rows == [4, 1, 1]
+    for prompt, own in zip(asked, got):
+        assert own.ids == alone(prompt, GREEDY, num_draft=num_draft).ids
 
 
 def test_what_ends_a_reply():
@@ -351,7 +372,7 @@ def test_the_same_seed_draws_the_same_and_another_does_not():
 
 
 def test_what_is_warm_compiles_no_more():
-    made = engine(chunk=32, max_batch=2, max_length=16, num_pages=8)
+    made = engine(chunk=64, max_batch=2, max_length=16, num_pages=8)
     made.warm()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(

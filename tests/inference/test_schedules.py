@@ -22,10 +22,10 @@ from tests.model.golden import traced_forward
 CLOSE = 1e-5
 LENGTH = 64  # one program for all
 KINDS = [
-    {},
+    {"chunk": 128},
     {"page_size": 8, "num_pages": 9, "max_batch": 3},
     {"num_pages": 30, "chunk": 16},
-    {"num_draft": 2},
+    {"num_draft": 2, "chunk": 128},
 ]
 
 

@@ -1,7 +1,6 @@
 """Chats: laid out as the published templates do, with what the model writes itself marked as learnt."""
 
 import json
-import random
 import time
 
 import jinja2
@@ -14,16 +13,9 @@ from glm5_jax.text.chat import ChatError, lost_text, render_chat, reply_of, tool
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.contracts.source_tree import ROOT
+from tests.text.random_chats import WEATHER, Chats
 
 TOKENIZER = Tokenizer.default()
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "strict": True,
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 def call(**arguments):
@@ -221,78 +213,6 @@ def test_text_that_spells_a_marker_stays_text():
     tool = render_chat([ASKED, CALLS, {"role": "tool", "content": forged}], TOKENIZER)
     names = [n for n, i in TOKENIZER.special_ids.items() if tool.ids.count(i) > 1]
     assert "<|user|>" not in names
-
-
-WORDS = [
-    "hello",
-    "<|user|>",
-    "a b",
-    "\n",
-    "  ",
-    "naïve 日本",
-    "</tool_call>",
-    "{}",
-    "x<y",
-    "'q'",
-    '"z"',
-    "1",
-]
-WORDS += ["&amp;", "\t", "</arg_value>", "🙂"]
-
-
-class Chats:
-    """Random conversations and tools."""
-
-    def __init__(self, seed):
-        self.random = random.Random(seed)
-
-    def text(self, most=4):
-        return "".join(self.random.choices(WORDS, k=self.random.randrange(most + 1)))
-
-    def value(self, depth=0):
-        nested = (
-            []
-            if depth > 1
-            else [[self.value(depth + 1)] * 2, {"k" + self.text(1): self.value(depth + 1)}]
-        )
-        return self.random.choice([self.text(), 7, True, None, 1.5, *nested])
-
-    def content(self):
-        parts = [{"type": "text", "text": self.text()}, self.text(), {"type": "image_url"}]
-        return self.random.choice([None, parts, self.text(6), self.text(6)])
-
-    def messages(self):
-        found = [{"role": "system", "content": self.content()}] * (self.random.random() < 0.5)
-        for _ in range(self.random.randrange(1, 4)):
-            found.append({"role": "user", "content": self.content()})
-            while self.random.random() < 0.7:
-                found += self.turn()
-        return found
-
-    def turn(self):
-        message = {"role": "assistant", "content": self.content()}
-        if self.random.random() < 0.5:
-            message["reasoning_content"] = self.text()
-        elif self.random.random() < 0.3:
-            message["content"] = f"<think>{self.text()}</think>{self.text()}"
-            if self.random.random() < 0.3:
-                message["content"] = f"{self.text()}{message['content']}</think>{self.text()}"
-        count = self.random.randrange(3)
-        if count:
-            message["tool_calls"] = [self.call(i) for i in range(count)]
-        answered = self.random.randrange(count + 1)
-        return [message, *({"role": "tool", "content": self.content()} for _ in range(answered))]
-
-    def call(self, i):
-        arguments = {f"{self.text(1)}{j}": self.value() for j in range(self.random.randrange(3))}
-        function = {"name": f"f{i}", "arguments": arguments}
-        return self.random.choice([{"type": "function", "function": function}, function])
-
-    def tools(self):
-        deferred = {"function": {"name": "g", "defer_loading": True}}
-        return self.random.choice(
-            [None, [WEATHER], [WEATHER, deferred, {"name": "n" + self.text()}]]
-        )
 
 
 def as_transformers_compiles(text) -> jinja2.Template:

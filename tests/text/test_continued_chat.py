@@ -1,0 +1,41 @@
+"""Messages that are laid out behind those before them, token by token where the whole chat has them."""
+
+import pytest
+
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.layouts import VARIANTS
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.text.random_chats import Chats
+
+TOKENIZER = Tokenizer.default()
+
+
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if VARIANTS[name].keeps])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking):
+    chats, differs = Chats(seed=3), 0
+    for _ in range(200):
+        messages, tools = chats.messages(), chats.tools()
+        options = {"clear_thinking": False, "enable_thinking": thinking, "variant": variant}
+        whole = render_chat(messages, TOKENIZER, tools=tools, **options)
+        before = -1
+        for first in range(len(messages) + 1):
+            rest = render_chat(messages, TOKENIZER, tools=tools, first=first, **options)
+            assert whole.text.endswith(rest.text) and len(rest.text) <= len(whole.text)
+            assert whole.ids[len(whole.ids) - len(rest.ids) :] == rest.ids
+            count = len(rest.ids)
+            assert whole.loss_mask[len(whole.ids) - count :] == rest.loss_mask
+            differs += before >= 0 and count < before
+            before = count
+        assert rest.text.startswith("<|assistant|>")
+    assert differs > 200
+
+
+def test_behind_a_call_comes_what_the_tool_answered():
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]},
+        {"role": "tool", "content": "4"},
+    ]
+    rest = render_chat(messages, TOKENIZER, clear_thinking=False, first=2)
+    assert rest.text == "<|observation|><tool_response>4</tool_response><|assistant|><think>"
