@@ -1,0 +1,92 @@
+"""From judged groups to what the learner reads: the per-token streams of their records."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.rl.advantage import BASELINES, advantages
+from glm5_jax.rl.rollout import Group
+
+NORMALISATIONS = ("sequence", "token")
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditConfig:
+    """What a group's rewards mean for its tokens. Construction refuses other names (ValueError).
+
+    Attributes:
+      baseline: see `advantages`.
+      normalisation: "sequence": the mean over a rollout's tokens, then over rollouts (GLM-5 Eq. 1); "token": over all
+        tokens, so that long rollouts count more.
+      pull: whether tokens also pay for leaving the reference (`PolicyConfig.ref_kl`); GLM-5 3.2 has no such term.
+      drop_flat: whether groups without a difference are left out, not counted as zeros; not disclosed.
+    """
+
+    baseline: str = "zscore"
+    normalisation: str = "sequence"
+    pull: bool = False
+    drop_flat: bool = False
+
+    def __post_init__(self):
+        if self.baseline not in BASELINES:
+            raise ValueError(f"baseline is {self.baseline!r}; use one of {', '.join(BASELINES)}")
+        if self.normalisation not in NORMALISATIONS:
+            raise ValueError(
+                f"normalisation is {self.normalisation!r}; use {' or '.join(NORMALISATIONS)}"
+            )
+
+
+def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:
+    """The records of all attempts that have a reward, with rl_weight, advantage and the other streams filled.
+
+    Attempts without one, failures of the environment, are left out; of their group the others remain.
+    """
+    found = []
+    for group in groups:
+        values = [reward.value for reward in group.rewards]
+        if config.drop_flat and len({value for value in values if value is not None}) < 2:
+            continue
+        for record, reward, advantage in zip(
+            group.records, group.rewards, advantages(values, config.baseline), strict=True
+        ):
+            if reward.value is not None:
+                rewards = {"value": reward.value, **reward.parts}
+                found.append(
+                    dataclasses.replace(
+                        record,
+                        advantage=np.where(record.loss_mask, advantage, 0),
+                        rewards=rewards,
+                    )
+                )
+    found = _weighted(found, "rl_weight", config)
+    return _weighted(found, "ref_kl_weight", config) if config.pull else found
+
+
+def distilled(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:
+    """The records of all attempts that did not fail, whose tokens learn from a teacher's log-probs alone (GLM-5 3.5);
+    ref_logp is still to be filled."""
+    found = [
+        record
+        for group in groups
+        for record, attempt in zip(group.records, group.attempts, strict=True)
+        if attempt.finish_reason != "failed"
+    ]
+    return _weighted(found, "ref_kl_weight", config)
+
+
+def _weighted(records: Sequence[TokenRecord], name: str, config: CreditConfig) -> list[TokenRecord]:
+    """With a stream of weights on what was sampled: all of a rollout's, in however many records, together 1."""
+    lengths: dict[str, float] = defaultdict(float)
+    for record in records:
+        lengths[record.rollout_id] += record.loss_mask.sum()
+    if config.normalisation == "token":
+        lengths = dict.fromkeys(lengths, 1.0)
+    return [
+        dataclasses.replace(
+            record, **{name: record.loss_mask / max(lengths[record.rollout_id], 1.0)}
+        )
+        for record in records
+    ]

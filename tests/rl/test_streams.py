@@ -1,0 +1,132 @@
+"""Streams of judged groups, and the rows that they are laid out in."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.rl.batch import lay_out
+from glm5_jax.rl.rollout import Group
+from glm5_jax.rl.streams import CreditConfig, credited, distilled
+from glm5_jax.rl.types import Attempt, Reward, Task
+
+TASK = Task("t", "math", ({"role": "user", "content": "?"},))
+
+
+def record(count, prompt=2, rollout="r"):
+    mask = np.arange(prompt + count) >= prompt
+    return TokenRecord(
+        np.arange(prompt + count),
+        mask,
+        rollout_logp=np.where(mask, -1.0, np.nan),
+        weight_version=np.where(mask, 4, -1),
+        rollout_id=rollout,
+    )
+
+
+def group(rewards, lengths=None):
+    lengths = lengths or [3] * len(rewards)
+    failed = Attempt((), "failed", "lost")
+    return Group(
+        TASK,
+        [failed if reward is None else Attempt(()) for reward in rewards],
+        [record(n, rollout=str(i)) for i, n in enumerate(lengths)],
+        [Reward(reward, {} if reward is None else {"right": reward}) for reward in rewards],
+    )
+
+
+def test_a_sequence_s_tokens_share_its_weight():
+    found = credited([group([1, 0], [2, 4])], CreditConfig("centred"))
+    assert [r.advantage.tolist() for r in found] == [[0, 0, 0.5, 0.5], [0, 0, *[-0.5] * 4]]
+    assert [r.rl_weight.tolist() for r in found] == [[0, 0, 0.5, 0.5], [0, 0, *[0.25] * 4]]
+    assert all(r.ref_kl_weight is None and r.ce_weight is None for r in found)
+    assert found[0].rewards == {"value": 1, "right": 1}
+
+
+def test_of_tokens_each_counts_the_same():
+    found = credited([group([1, 0], [2, 4])], CreditConfig(normalisation="token"))
+    assert [r.rl_weight.tolist() for r in found] == [[0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
+
+
+def test_a_rollout_in_several_records_counts_once():
+    parted = group([1, 0], [2, 4])
+    parted.records[1] = dataclasses.replace(parted.records[1], rollout_id="0")
+    found = credited([parted], CreditConfig())
+    np.testing.assert_allclose(found[0].rl_weight[2:], 1 / 6)
+    np.testing.assert_allclose(found[1].rl_weight[2:], 1 / 6)
+
+
+def test_failures_of_the_environment_are_left_out_and_not_zeros():
+    found = credited([group([1, None, 0]), group([None, None])], CreditConfig("centred"))
+    assert [r.rollout_id for r in found] == ["0", "2"]
+    assert [r.advantage[-1] for r in found] == [0.5, -0.5]
+
+
+def test_groups_that_tell_nothing_are_zeros_or_left_out():
+    flat = [group([1, 1]), group([0, 1])]
+    kept = credited(flat, CreditConfig())
+    assert len(kept) == 4 and not kept[0].advantage.any() and kept[0].rl_weight.any()
+    assert len(credited(flat, CreditConfig(drop_flat=True))) == 2
+
+
+def test_a_pull_to_the_reference_has_weights_of_its_own():
+    [one, _] = credited([group([1, 0], [2, 4])], CreditConfig(pull=True))
+    assert one.ref_kl_weight.tolist() == one.rl_weight.tolist() == [0, 0, 0.5, 0.5]
+
+
+def test_what_is_distilled_has_no_reward():
+    found = distilled([group([1, None], [2, 4])], CreditConfig())
+    assert [r.rollout_id for r in found] == ["0"]
+    assert found[0].ref_kl_weight.tolist() == [0, 0, 0.5, 0.5] and found[0].rl_weight is None
+
+
+def test_other_names_are_refused():
+    with pytest.raises(ValueError, match="baseline is 'best'"):
+        CreditConfig("best")
+    with pytest.raises(ValueError, match="normalisation is 'group'; use sequence or token"):
+        CreditConfig(normalisation="group")
+
+
+STREAMS = ("token_ids", "loss_mask", "rollout_logp", "rl_weight", "ce_weight")
+
+
+def test_every_record_is_in_one_row():
+    rng = np.random.default_rng(0)
+    records = [record(int(n), rollout=str(i)) for i, n in enumerate(rng.integers(1, 15, 40))]
+    records = [dataclasses.replace(r, rl_weight=r.loss_mask / 2) for r in records]
+    batch = lay_out(records, 20, 3, STREAMS)
+    rows, length = batch["token_ids"].shape
+    assert length == 20 and rows in (24, 48)
+    found = []
+    for i in range(rows):
+        for segment in range(1, batch["segment_ids"][i].max() + 1):
+            here = batch["segment_ids"][i] == segment
+            assert batch["positions"][i, here].tolist() == list(range(here.sum()))
+            found.append({name: batch[name][i, here].tolist() for name in STREAMS})
+    want = [
+        {
+            "token_ids": r.token_ids.tolist(),
+            "loss_mask": r.loss_mask.tolist(),
+            "rollout_logp": np.nan_to_num(r.rollout_logp).tolist(),
+            "rl_weight": r.rl_weight.tolist(),
+            "ce_weight": [0.0] * len(r),
+        }
+        for r in records
+    ]
+    assert sorted(map(str, found)) == sorted(map(str, want))
+    padding = batch["segment_ids"] == 0
+    assert not any(batch[name][padding].any() for name in STREAMS)
+    # Rows are filled, not one for each record.
+    assert (batch["segment_ids"] != 0).mean() > 0.4
+
+
+def test_rows_come_in_few_numbers_and_hold_any_record():
+    assert len(lay_out([], 8, 2, STREAMS)["token_ids"]) == 2
+    assert [len(lay_out([record(6)] * n, 8, 2, STREAMS)["token_ids"]) for n in (2, 3, 5)] == [
+        2,
+        4,
+        8,
+    ]
+    with pytest.raises(ValueError, match="'r' has 9 tokens, a row 8"):
+        lay_out([record(7)], 8, 1, STREAMS)
