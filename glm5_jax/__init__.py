@@ -16,7 +16,7 @@ _HOME = {
     "render_chat": "glm5_jax.text.chat",
     "parse_reply": "glm5_jax.text.tool_calls",
     "Engine": "glm5_jax.inference.engine",
-    "train": "glm5_jax.training.stages",
+    "train": "glm5_jax.training.pretraining",
 }
 __all__ = list(_HOME)
 

@@ -163,16 +163,15 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
     from glm5_jax.core import hosts
     from glm5_jax.training import handovers
     from glm5_jax.training.metrics import TrainingStopped
-    from glm5_jax.training.stages import Pretraining
 
     evaluator = getattr(module, "evaluator", None)
     stages = list(_stages(config, workdir))
 
-    def ready(stage: _Stage, before) -> Pretraining:
+    def ready(stage: _Stage, before):
         """The stage, checked, on all hosts or on none: `_Refused` says what the user has to mend."""
         made = problem = None
         try:
-            made = Pretraining(stage.config, stage.folder, evaluator, before=before)
+            made = stage.config.stage(stage.folder, evaluator, before)
         except (ValueError, OSError) as error:
             problem = error
         try:
@@ -219,9 +218,9 @@ class _Stage(NamedTuple):
 
 def _stages(config, workdir: pathlib.Path):
     """Every stage in order; each starts from the weights of the one before, or its own checkpoint."""
-    from glm5_jax.training.experiment import ExperimentConfig
+    from glm5_jax.training.experiment import StageConfig
 
-    if isinstance(config, ExperimentConfig):
+    if isinstance(config, StageConfig):
         yield _Stage(config, workdir, False)
         return
     before = None

@@ -32,7 +32,8 @@ from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.metrics import Diverged, TrainingStopped
-from glm5_jax.training.stages import Evaluator, Pretraining, Setting
+from glm5_jax.training.pretraining import Pretraining, Setting
+from glm5_jax.training.stages import Evaluator
 from glm5_jax.training.step import Step, make_step
 
 RESULTS = "results.jsonl"

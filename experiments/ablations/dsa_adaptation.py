@@ -21,8 +21,8 @@ from glm5_jax.evals.ruler import Ruler, RulerConfig, ruler
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
+from glm5_jax.training.pretraining import Setting
 from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.stages import Setting
 
 DENSE, WARM_UP, FULL = "dense", "warm-up only", "full"
 AT_ONCE, ANNEALED = "sparse at once", "keys annealed"

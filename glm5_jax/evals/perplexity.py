@@ -12,7 +12,7 @@ from glm5_jax.evals.base import (
     bits_per_byte,
     predicted_bytes,
 )
-from glm5_jax.training.stages import Setting
+from glm5_jax.training.pretraining import Setting
 
 
 class HeldOut:

@@ -32,7 +32,8 @@ from glm5_jax.evals.intervals import paired_difference, wilson
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.stages import Evaluator, Setting
+from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.stages import Evaluator
 from pallas_kernels.numerics import wide
 
 STREAM = "evaluation"  # not what records are trained on

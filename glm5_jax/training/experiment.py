@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable
+from typing import TypeVar
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
@@ -53,22 +54,19 @@ class SampleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExperimentConfig:
-    """A run. The defaults are GLM-5's pre-training (paper Appendix A, and GLM-4.5 2.4 for what it
-    inherits); each part's own file gives the sources of its numbers."""
+class StageConfig:
+    """What all stages of training have. The defaults are GLM-5's pre-training (paper Appendix A, and GLM-4.5 2.4
+    for what it inherits); each part's own file gives the sources of its numbers."""
 
     name: str = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
     mesh: MeshConfig = MeshConfig()
     # A tokenizer.json or its folder; None: the shipped one. Its end and padding ids are the model's.
     tokenizer: str | None = None
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     step: StepConfig = dataclasses.field(default_factory=StepConfig)
     train: TrainConfig = TrainConfig()
-    sample: SampleConfig = SampleConfig()
     seed: int = 0
     checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
     goes_on: bool = False  # whether it makes no sense without a checkpoint
@@ -82,6 +80,45 @@ class ExperimentConfig:
         """Where the run ends; by default with its learning-rate schedule."""
         return self.train.steps or self.schedule.total_steps
 
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        raise NotImplementedError
+
+    @property
+    def chat_variant(self) -> str | None:
+        """The layout of the chats that are learnt; None: there are none."""
+        raise NotImplementedError
+
+    def stage(self, workdir, evaluator=None, before=None):
+        """The `Stage` that trains as this says, checked; evaluator: as `Pretraining` has it."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class ExperimentConfig(StageConfig):
+    """A run that learns from rows of text."""
+
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
+    sample: SampleConfig = SampleConfig()
+
+    @property
+    def row_length(self) -> int:
+        return self.data.sequence_length
+
+    @property
+    def chat_variant(self) -> str | None:
+        return self.data.chat_variant
+
+    def stage(self, workdir, evaluator=None, before=None):
+        # The module imports this one.
+        from glm5_jax.training.pretraining import Pretraining
+
+        return Pretraining(self, workdir, evaluator, before=before)
+
+
+Config = TypeVar("Config")
 
 # Parts that a resumed run may change: they alter neither what is trained nor on what.
 _FREE = (
@@ -101,7 +138,7 @@ _FREE = (
 )
 
 
-def choose(variant: str, variants: dict[str, Callable[[], ExperimentConfig]]) -> ExperimentConfig:
+def choose(variant: str, variants: dict[str, Callable[[], Config]]) -> Config:
     """The variant's config; ValueError with the list of variants if there is none of that name."""
     if variant not in variants:
         between = " or " if any("," in name for name in variants) else ", "

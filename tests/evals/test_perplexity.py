@@ -14,7 +14,7 @@ from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
-from glm5_jax.training.stages import Setting
+from glm5_jax.training.pretraining import Setting
 
 VOCAB = 2048
 

@@ -28,8 +28,8 @@ from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.pretraining import Pretraining
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
-from glm5_jax.training.stages import Pretraining
 from glm5_jax.training.step import StepConfig
 
 STEPS = 4

@@ -45,7 +45,7 @@ def test_the_config_comes_back_as_json(tmp_path):
         ({"step": {"z_weight": 0.1}}, "step.z_weight was 0.0, is 0.1"),
         ({"seed": 1}, "seed was 0, is 1"),
         ({"checkpoint": "x"}, 'checkpoint was null, is "x"'),
-        ({"seed": 1, "data": {"seed": 3}}, "data.seed was 0, is 3; seed was 0, is 1"),
+        ({"seed": 1, "data": {"seed": 3}}, "seed was 0, is 1; data.seed was 0, is 3"),
     ],
 )
 def test_what_is_trained_must_not_change_and_is_named(tmp_path, parts, named):

@@ -1,0 +1,167 @@
+"""Pre-training and all that learns from rows of text: mid-training, DSA's stages, SFT."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from glm5_jax.core.mesh import BATCH_AXES, check_batch
+from glm5_jax.data.loader import Batch, Loader
+from glm5_jax.model.generate import generate
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import report
+from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.schedule import batch_sizes, batch_tokens
+from glm5_jax.training.stages import SAMPLES, Evaluator, Stage
+from glm5_jax.training.step import Step, make_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a stage hands to an evaluator: its config and tokenizer, and how to score a batch.
+
+    place puts `batch_rows` rows, which every process holds, onto the devices; evaluate(params, placed
+    batch) is the summed negative log-likelihood in nats and the number of targets.
+    """
+
+    config: ExperimentConfig
+    tokenizer: Tokenizer
+    batch_rows: int
+    place: Callable[[Batch], Batch]
+    evaluate: Callable
+
+
+class Pretraining(Stage):
+    """Next-token training of a model on a mixture of texts.
+
+    evaluator(setting) makes what judges the model at intervals. Otherwise as `Stage`.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        workdir,
+        evaluator: Callable[[Setting], Evaluator] | None = None,
+        step_maker: Callable[..., Step] = make_step,
+        before: Stage | None = None,
+    ):
+        self._make_evaluator = evaluator
+        super().__init__(config, workdir, step_maker, before)
+
+    def _open(self) -> Loader:
+        config = self.config
+        loader = Loader(
+            config.data,
+            self.tokenizer,
+            process_index=self._group,
+            process_count=self._num_groups,
+        )
+        if self._make_evaluator is not None and config.data.held_out_fraction:
+            rows = self._rows(0) * self._num_groups
+            setting = Setting(config, self.tokenizer, rows, self._place_whole, self._step.evaluate)
+            self._evaluator = self._make_evaluator(setting)
+        return loader
+
+    def _sampler(self) -> Callable[[dict, int], str] | None:
+        # Decoding reads its tokens back, which only one process can.
+        return self._sample if self.config.sample.prompts and jax.process_count() == 1 else None
+
+    def _intends(self) -> str:
+        return f"{batch_tokens(self.config.batch, 0):,} tokens per step"
+
+    def _check(self) -> None:
+        config, length = self.config, self.config.data.sequence_length
+        shards = self._region.size(BATCH_AXES)
+        whole = length * shards * config.step.microbatches
+        for name in ("start", "end", "multiple"):
+            tokens = getattr(config.batch, name)
+            if tokens % whole or tokens < whole:
+                raise ValueError(
+                    f"batch.{name} is {tokens} tokens; it must be a multiple of {whole} (sequence "
+                    f"length {length} * {shards} batch shards * {config.step.microbatches} "
+                    "microbatches)"
+                )
+        if self._mesh is not None:
+            check_batch(config.batch.start // length, length, self._mesh)
+        chunk = config.step.token_chunk
+        for tokens in batch_sizes(config.batch) if chunk else ():
+            rows = tokens // (shards * self._region.context * config.step.microbatches)
+            if rows > chunk and rows % chunk:
+                raise ValueError(
+                    f"step.token_chunk {chunk} does not divide the {rows} tokens that a device has of "
+                    f"a batch of {tokens}; choose a divisor, or at least {rows}"
+                )
+        for prompt, ids in self._prompts():
+            needed = len(ids) + config.sample.tokens
+            if needed > config.model.max_position_embeddings:
+                raise ValueError(
+                    f"sample.tokens {config.sample.tokens} after the prompt {prompt!r} needs {needed} "
+                    f"positions, the model has {config.model.max_position_embeddings}"
+                )
+
+    def _rows(self, tokens_seen: int) -> int:
+        """Rows of this process's batch after so many tokens."""
+        tokens = batch_tokens(self.config.batch, tokens_seen)
+        return tokens // self.config.data.sequence_length // self._num_groups
+
+    def _place_whole(self, batch: Batch) -> Batch:
+        """Places a batch of which every process holds all rows."""
+        own = {k: np.split(v, self._num_groups)[self._group] for k, v in batch.items()}
+        return self._place(own)
+
+    def _sample(self, state: dict, step: int) -> str:
+        """Continues the prompts; the texts go to samples/STEP.txt and are returned."""
+        model, sample, tokenizer = self.config.model, self.config.sample, self.tokenizer
+        shown, prompts = zip(*self._prompts())
+        longest = max(map(len, prompts))
+        pad = model.pad_token_id or 0
+        tokens = np.array([[pad] * (longest - len(p)) + p for p in prompts], np.int32)
+        mask = np.array([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], np.int32)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), step)
+        new = generate(
+            state["params"],
+            tokens,
+            model,
+            sample.tokens,
+            mask=mask,
+            temperature=sample.temperature,
+            key=key,
+        )[:, longest:]
+        ends = {*model.eos_token_id}
+        texts = []
+        for prompt, ids in zip(shown, new.tolist()):
+            cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+            texts.append(prompt + tokenizer.decode(ids[:cut], errors="replace"))
+        text = "\n\n".join(texts)
+        folder = self.workdir / SAMPLES
+        folder.mkdir(exist_ok=True)
+        (folder / f"{step}.txt").write_text(text)
+        return f"--- sample at step {step} ---\n{text}\n---"
+
+    def _prompts(self) -> list[tuple[str, list[int]]]:
+        """(text, ids) of what samples go on from."""
+        sample, tokenizer = self.config.sample, self.tokenizer
+        if not sample.chat:
+            return [(text, tokenizer.encode(text)) for text in sample.prompts]
+        rendered = [
+            render_chat(
+                [{"role": "user", "content": text}],
+                tokenizer,
+                enable_thinking=think,
+                variant=self.config.data.chat_variant or "glm5",
+            )
+            for text in sample.prompts
+            for think in (True, False)
+        ]
+        return [(found.text, found.ids) for found in rendered]
+
+
+def train(
+    config: ExperimentConfig,
+    workdir,
+    evaluator: Callable[[Setting], Evaluator] | None = None,
+) -> report.Summary:
+    """Pre-trains as config says, in workdir, or goes on with what is there; see `Pretraining`."""
+    return Pretraining(config, workdir, evaluator).run()
