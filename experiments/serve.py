@@ -26,29 +26,9 @@ import dataclasses
 import sys
 
 from glm5_jax.core.mesh import make_mesh
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
-from glm5_jax.model.cache import check_formats
 from glm5_jax.training.experiment import MeshConfig, choose
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineConfig:
-    """Options of `Engine`, which says what they mean."""
-
-    page_size: int = 64
-    num_pages: int | None = None
-    max_batch: int = 16
-    max_length: int | None = None
-    chunk: int = 512
-    step_tokens: int | None = None
-    num_draft: int = 0
-    batch_invariant: bool = False
-    index_cache: str | None = None
-    latent_cache: str | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        check_formats(self.index_cache, self.latent_cache)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an engine is asked, and what it has answered so far."""
+"""What an engine is made with, what it is asked, and what it has answered so far."""
 
 import dataclasses
 import time
@@ -6,9 +6,30 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model.cache import check_formats
 
 STOP, LENGTH, CANCELLED, DEADLINE = "stop", "length", "cancelled", "deadline"
 FAILED = "failed"  # the engine could not go on
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Options of `Engine`, which says what they mean."""
+
+    page_size: int = 64
+    num_pages: int | None = None
+    max_batch: int = 16
+    max_length: int | None = None
+    chunk: int = 512
+    step_tokens: int | None = None
+    num_draft: int = 0
+    batch_invariant: bool = False
+    index_cache: str | None = None
+    latent_cache: str | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        check_formats(self.index_cache, self.latent_cache)
 
 
 class TooLong(ValueError):

@@ -9,8 +9,9 @@ from glm5_jax.data.record import STREAMS, TokenRecord
 
 def lay_out(
     records: Sequence[TokenRecord], length: int, multiple: int, streams: Sequence[str]
-) -> dict[str, np.ndarray]:
+) -> tuple[dict[str, np.ndarray], list[list[TokenRecord]]]:
     """A batch of arrays [b length] with these streams, `segment_ids` and `positions`; those that a record lacks are 0.
+    And the records of each row, in the order of their segments.
 
     Longest first, each goes into the row with the least room that holds it. b is multiple times a power of two,
     so that few programs serve all batches; the last rows may be empty. ValueError for a record that exceeds a
@@ -51,4 +52,4 @@ def lay_out(
             batch["segment_ids"][i, here] = segment
             batch["positions"][i, here] = np.arange(len(record))
             at += len(record)
-    return batch
+    return batch, rows

@@ -85,19 +85,13 @@ class Rollouts:
         self._engine, self._tokenizer, self._config = engine, tokenizer, config
         self._temperature, self._tools = temperature, tools
 
-    def check(self, task: Task) -> None:
-        """ValueError if a task cannot be attempted: tools without anybody who answers, a prompt without room."""
-        if task.tools and self._tools is None:
-            raise ValueError(f"task {task.id!r} offers tools, and nobody answers them")
-        ids = _Course(task, self._config, self._tokenizer).ids
-        if len(ids) >= self._engine.max_length:
-            raise ValueError(
-                f"task {task.id!r} has a prompt of {len(ids)} tokens; at most {self._engine.max_length - 1} leave "
-                "room for a reply"
-            )
-
     def sample(
-        self, tasks: Sequence[Task], seed: int, *, group: int | None = None, name: str = ""
+        self,
+        tasks: Sequence[Task],
+        seed: int | Sequence[int],
+        *,
+        group: int | None = None,
+        name: str = "",
     ) -> list[Group]:
         """The attempts at each task, as many as group (default: the config's), drawn by seed. name: what the ids of
         groups begin with."""
@@ -162,6 +156,19 @@ class Rollouts:
     async def _answer(self, task: Task, call: ToolCall) -> str:
         async with asyncio.timeout(self._config.tool_seconds):
             return await self._tools(task, call)
+
+
+def check_task(
+    task: Task, tokenizer: Tokenizer, config: RolloutConfig, max_length: int, tools: Tools | None
+) -> None:
+    """ValueError if a task cannot be attempted: tools without anybody who answers, a prompt without room."""
+    if task.tools and tools is None:
+        raise ValueError(f"task {task.id!r} offers tools, and nobody answers them")
+    count = len(_Course(task, config, tokenizer).ids)
+    if count >= max_length:
+        raise ValueError(
+            f"task {task.id!r} has a prompt of {count} tokens; at most {max_length - 1} leave room for a reply"
+        )
 
 
 class _Course:

@@ -13,7 +13,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Completion
 from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError
+from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError, check_task
 from glm5_jax.rl.types import Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_what_the_learner_computes():
     assert [record.rollout_id for record in records] == [
         f"5-{i}-{j}" for i in (0, 1) for j in range(3)
     ]
-    batch = lay_out(records, 64, 1, ("token_ids", "loss_mask", "rollout_logp"))
+    batch, _ = lay_out(records, 64, 1, ("token_ids", "loss_mask", "rollout_logp"))
     score = score_function(CFG, StepConfig(mtp_steps=0), temperature=1.3)
     logp = np.asarray(jax.jit(score)(glm5.params_of(model()), batch))
     trained = batch["loss_mask"] == 1
@@ -188,11 +188,12 @@ def test_without_room_for_a_reply_an_attempt_is_cut_off():
 
 
 def test_tasks_that_cannot_be_attempted_are_refused():
+    config = RolloutConfig()
     with pytest.raises(ValueError, match="task 't' offers tools, and nobody answers"):
-        rollouts().check(WITH_TOOL)
+        check_task(WITH_TOOL, TOKENIZER, config, 64, None)
     long = Task("long", "math", ({"role": "user", "content": "word " * 200},))
     with pytest.raises(ValueError, match="task 'long' has a prompt of .* tokens; at most 63"):
-        rollouts().check(long)
-    rollouts().check(PLAIN)
+        check_task(long, TOKENIZER, config, 64, None)
+    check_task(PLAIN, TOKENIZER, config, 64, None)
     with pytest.raises(ValueError, match="group is 0; it must be positive"):
         RolloutConfig(group=0)

@@ -95,9 +95,13 @@ def test_every_record_is_in_one_row():
     rng = np.random.default_rng(0)
     records = [record(int(n), rollout=str(i)) for i, n in enumerate(rng.integers(1, 15, 40))]
     records = [dataclasses.replace(r, rl_weight=r.loss_mask / 2) for r in records]
-    batch = lay_out(records, 20, 3, STREAMS)
+    batch, held = lay_out(records, 20, 3, STREAMS)
     rows, length = batch["token_ids"].shape
     assert length == 20 and rows in (24, 48)
+    assert sorted(r.rollout_id for own in held for r in own) == sorted(map(str, range(40)))
+    for row, own in zip(batch["token_ids"], held):
+        ids = np.concatenate([r.token_ids for r in own])
+        assert row[: len(ids)].tolist() == ids.tolist()
     found = []
     for i in range(rows):
         for segment in range(1, batch["segment_ids"][i].max() + 1):
@@ -122,8 +126,8 @@ def test_every_record_is_in_one_row():
 
 
 def test_rows_come_in_few_numbers_and_hold_any_record():
-    assert len(lay_out([], 8, 2, STREAMS)["token_ids"]) == 2
-    assert [len(lay_out([record(6)] * n, 8, 2, STREAMS)["token_ids"]) for n in (2, 3, 5)] == [
+    assert len(lay_out([], 8, 2, STREAMS)[0]["token_ids"]) == 2
+    assert [len(lay_out([record(6)] * n, 8, 2, STREAMS)[0]["token_ids"]) for n in (2, 3, 5)] == [
         2,
         4,
         8,

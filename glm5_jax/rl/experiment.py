@@ -1,0 +1,112 @@
+"""`RlConfig`: a stage that learns from what it samples, as typed data."""
+
+import dataclasses
+
+from glm5_jax.data.record import STREAMS
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.training.experiment import StageConfig
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig
+from glm5_jax.training.step import StepConfig
+
+LEARNS = ("rewards", "teachers")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """What held-out tasks are attempted with, at intervals.
+
+    Attributes:
+      tasks: of each kind; group: attempts at each; temperature: 0 is greedy.
+    """
+
+    tasks: int = 64
+    group: int = 1
+    temperature: float = 1.0  # GLM-5 6.1, of reasoning
+
+    def __post_init__(self):
+        if self.tasks < 0 or self.group < 1 or self.temperature < 0:
+            raise ValueError(
+                f"tasks is {self.tasks}, group {self.group} and temperature {self.temperature}; use at least 0, 1 and 0"
+            )
+
+
+def adam() -> OptimizerConfig:
+    """GLM-5's is not disclosed; slime's public recipes for it use Adam (0.9, 0.98) with decay 0.1. The indexer stays
+    (GLM-5 3.2), and the MTP layer, which nothing trains here."""
+    return OptimizerConfig(matrices="adamw", adam_b2=0.98, frozen=("indexer/", "^mtp/"))
+
+
+def small_constant() -> ScheduleConfig:
+    """Not disclosed; as slime's public recipes."""
+    return ScheduleConfig(kind="constant", peak=1e-6, end=0.0, warmup_steps=0, total_steps=1000)
+
+
+def policy_alone() -> StepConfig:
+    """Neither the MTP layer nor the router's balance takes part: GLM-5 says nothing of either in RL."""
+    return StepConfig(mtp_steps=0, balance_weight=0.0, bias_update_rate=SwitchConfig(0.0, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class RlConfig(StageConfig):
+    """A run that learns from what it samples. The defaults are those of Reasoning RL (GLM-5 3.2).
+
+    Attributes:
+      learns: from "rewards" or "teachers" (GLM-5 3.5), of which tasks have theirs by their origin.
+      policy, credit, rollout, engine, evaluation: see their own.
+      teachers: (origin of tasks, path of a checkpoint); the origin "" is of all others. With rewards: the reference
+        of `credit.pull`.
+      length: tokens of a row, and at most of an attempt.
+      rows: of a batch: a multiple of this, in powers of two.
+      judged_at_once: attempts.
+    """
+
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=adam)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=small_constant)
+    step: StepConfig = dataclasses.field(default_factory=policy_alone)
+    goes_on: bool = True
+    learns: str = "rewards"
+    policy: PolicyConfig = PolicyConfig()
+    credit: CreditConfig = CreditConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    teachers: tuple[tuple[str, str], ...] = ()
+    length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
+    rows: int = 8
+    judged_at_once: int = 64
+
+    def __post_init__(self):
+        if self.learns not in LEARNS:
+            raise ValueError(f"learns is {self.learns!r}; use one of {', '.join(LEARNS)}")
+        if self.rows < 1 or self.judged_at_once < 1:
+            raise ValueError(
+                f"rows is {self.rows} and judged_at_once {self.judged_at_once}; both must be positive"
+            )
+        needs = self.learns == "teachers" or self.credit.pull
+        if needs != bool(self.teachers):
+            raise ValueError(
+                f"learns is {self.learns!r}, credit.pull {self.credit.pull} and teachers {self.teachers}; what learns "
+                "from teachers, or pays for leaving a reference, needs one, and nothing else"
+            )
+        origins = [origin for origin, _ in self.teachers]
+        if len(set(origins)) < len(origins):
+            raise ValueError(f"two teachers have one origin: {origins}; join them")
+        if self.credit.pull and origins != [""]:
+            raise ValueError(f'a reference has the origin "", not {origins}')
+
+    @property
+    def row_length(self) -> int:
+        return self.length
+
+    @property
+    def chat_variant(self) -> str:
+        return self.rollout.variant
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Of a record, that the learner reads."""
+        return tuple(name for name in STREAMS if name != "weight_version")

@@ -1,0 +1,296 @@
+"""A stage that learns from its own attempts: sample, judge, credit, learn; then the same with the new weights."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.checkpoint import models
+from glm5_jax.core.mesh import BATCH_AXES
+from glm5_jax.data.loader import Batch
+from glm5_jax.inference.engine import Engine
+from glm5_jax.model import glm5
+from glm5_jax.rl.batch import lay_out
+from glm5_jax.rl.experiment import RlConfig
+from glm5_jax.rl.losses import PolicyLoss
+from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
+from glm5_jax.rl.streams import credited, distilled
+from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
+from glm5_jax.training.stages import Source, Stage
+from glm5_jax.training.step import Step, make_step
+
+MOST_EMPTY = 10  # batches in a row without anything to learn from
+
+
+class TaskSource(Protocol):
+    """Which tasks come next (`envs.task_mixture.TaskMixture`)."""
+
+    def draw(self, count: int) -> list[Task]: ...
+
+    def accept(self, task: Task) -> None: ...
+
+    def drop(self, task: Task) -> None: ...
+
+    def state(self) -> dict: ...
+
+    def restore(self, state: Mapping) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What a policy is put into. tasks: to learn from; held_out: by kind, to be evaluated on; verify: judges attempts;
+    tools: answers their calls; close: ends what these have started."""
+
+    tasks: TaskSource
+    held_out: Mapping[str, Sequence[Task]]
+    verify: Verifier
+    tools: Tools | None = None
+    close: Callable[[], None] = lambda: None
+
+
+class Reinforcement(Stage):
+    """Learning from attempts that an engine makes in this process, on the devices of the learner."""
+
+    def __init__(
+        self,
+        config: RlConfig,
+        workdir,
+        world: World,
+        known: Sequence[Task] = (),
+        step_maker: Callable[..., Step] = make_step,
+        before: Stage | None = None,
+    ):
+        """known: tasks that are checked before anything starts."""
+        self._world, self._known = world, known
+        super().__init__(config, workdir, step_maker, before)
+
+    def _check(self) -> None:
+        config = self.config
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"the engine of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
+                "in one, on all devices of a host"
+            )
+        shards = self._region.size(BATCH_AXES) * config.step.microbatches
+        if config.rows % shards:
+            raise ValueError(
+                f"rows is {config.rows}; it must be a multiple of {shards}, batch shards times microbatches"
+            )
+        if (longest := config.engine.max_length or config.length) > config.length:
+            raise ValueError(
+                f"engine.max_length is {longest} and length {config.length}; an attempt must fit a row"
+            )
+        self._engine_options = dataclasses.asdict(config.engine) | {"max_length": longest}
+        for task in (*self._known, *(t for tasks in self._world.held_out.values() for t in tasks)):
+            check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
+
+    def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
+        return super()._make_step(step_maker, token_loss=PolicyLoss(self.config.policy), **options)
+
+    def _open(self) -> Source:
+        config = self.config
+        self._teachers = {
+            origin: models.open_weights(
+                path, config.model, mesh=self._mesh, unshared=config.unshared
+            )
+            for origin, path in config.teachers
+        }
+        self._attempts = Attempts(config, self._world)
+        return self._attempts
+
+    def _rows(self, tokens_seen: int) -> int:
+        return self.config.rows
+
+    def _intends(self) -> str:
+        rollout = self.config.rollout
+        return f"{rollout.prompts} tasks of {rollout.group} attempts per step"
+
+    def _begin(self, state: dict) -> None:
+        config, self._done = self.config, int(state["step"])
+        model = glm5.Glm5(
+            config.model,
+            params=_copied(state["params"]),
+            param_dtype="float32",
+            mesh=self._mesh,
+        )
+        self._engine = Engine(model, self.tokenizer, version=self._done, **self._engine_options)
+        more = self.tokenizer, config.rollout
+        tools = self._world.tools
+        self._attempts.rollouts = Rollouts(self._engine, *more, config.policy.temperature, tools)
+        self._examined = Rollouts(self._engine, *more, config.evaluation.temperature, tools)
+        teachers = {origin: load() for origin, load in self._teachers.items()}
+
+        def scores(batch: Batch) -> dict[str, np.ndarray]:
+            placed = self._place(batch)
+            return {
+                origin: np.asarray(self._step.score(params, placed))
+                for origin, params in teachers.items()
+            }
+
+        self._attempts.scores = scores if teachers else None
+
+    def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
+        state, metrics = super()._update(state, batch)
+        self._done += 1
+        self._engine.update_weights(_copied(state["params"]), self._done)
+        return state, metrics | self._attempts.metrics
+
+    def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
+        config, held_out = self.config.evaluation, self._world.held_out
+        if not (config.tasks and held_out):
+            return None
+
+        def evaluate(state, done):
+            del state, done  # the engine has its weights
+            found = {}
+            for kind, tasks in held_out.items():
+                groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
+                asyncio.run(judge(groups, self._world.verify, self.config.judged_at_once))
+                found[f"held_out/{kind}"] = _mean(groups)
+            return {"held_out/reward": float(np.mean(list(found.values()))), **found}
+
+        return evaluate
+
+
+class Attempts:
+    """Batches of what was attempted with the newest weights, as the learner reads them.
+
+    Attributes:
+      rollouts: makes attempts.
+      scores: by origin, a teacher's log-probs of a batch's tokens; None: there is none.
+      metrics: of the last batch.
+    """
+
+    rollouts: Rollouts
+    scores: Callable[[Batch], dict[str, np.ndarray]] | None
+
+    def __init__(self, config: RlConfig, world: World):
+        self._config, self._world = config, world
+        self._made = 0  # batches
+        self.metrics: dict = {}
+
+    def next(self, batch_size: int) -> Batch:
+        """The next batch, whose rows are a multiple of batch_size; ValueError if nothing can be learnt from many."""
+        for _ in range(MOST_EMPTY):
+            groups = self._collect()
+            if records := self._records(groups):
+                return self._laid_out(groups, records, batch_size)
+        raise ValueError(
+            f"{MOST_EMPTY} batches in a row had nothing to learn from; the last one's errors: "
+            f"{sorted({reward.error for group in groups for reward in group.rewards})[:3]}"
+        )
+
+    def state(self) -> dict:
+        return {"made": self._made, "tasks": self._world.tasks.state()}
+
+    def check(self, state: dict) -> None:
+        """`restore` says what does not fit."""
+
+    def restore(self, state: dict) -> None:
+        self._made = state["made"]
+        self._world.tasks.restore(state["tasks"])
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _collect(self) -> list[Group]:
+        config, number = self._config, self._made
+        self._made += 1
+        began = time.perf_counter()
+        tasks = self._world.tasks.draw(config.rollout.prompts)
+        groups = self.rollouts.sample(tasks, (config.seed, number), name=f"{number}-")
+        sampled = time.perf_counter()
+        asyncio.run(judge(groups, self._world.verify, config.judged_at_once))
+        self.metrics = told(groups) | {
+            "seconds": {"rollout": sampled - began, "judging": time.perf_counter() - sampled}
+        }
+        return groups
+
+    def _records(self, groups: list[Group]):
+        config, records = self._config, []
+        for group in groups:
+            if config.learns == "teachers":
+                found = distilled([group], config.credit)
+            else:
+                found = credited([group], config.credit)
+            (self._world.tasks.accept if found else self._world.tasks.drop)(group.task)
+            records += found
+        return records
+
+    def _laid_out(self, groups: list[Group], records, multiple: int) -> Batch:
+        config = self._config
+        batch, rows = lay_out(records, config.length, multiple, config.streams)
+        if self.scores is not None:
+            origins = {group.task.id: group.task.origin for group in groups}
+            for origin, logp in self.scores(batch).items():
+                for i, own in enumerate(rows):
+                    for segment, record in enumerate(own, 1):
+                        theirs = (
+                            origins[record.task_id] if len(self._config.teachers) > 1 else origin
+                        )
+                        if theirs == origin:
+                            here = batch["segment_ids"][i] == segment
+                            batch["ref_logp"][i, here] = logp[i, here]
+        return batch
+
+
+async def judge(groups: Sequence[Group], verify: Verifier, at_once: int) -> None:
+    """Gives every attempt its reward, so many at once."""
+    turns = asyncio.Semaphore(at_once)
+
+    async def one(task: Task, attempt: Attempt) -> Reward:
+        if attempt.finish_reason == "failed":
+            return Reward(None, error=attempt.error)
+        async with turns:
+            return await verify(task, attempt)
+
+    for group, rewards in zip(
+        groups,
+        await asyncio.gather(
+            *(asyncio.gather(*(one(g.task, attempt) for attempt in g.attempts)) for g in groups)
+        ),
+    ):
+        group.rewards = list(rewards)
+
+
+def told(groups: Sequence[Group]) -> dict:
+    """Numbers of a batch: rewards by kind and part; lengths, and how attempts ended."""
+    by_kind: dict[str, list[Group]] = {}
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        by_kind.setdefault(group.task.kind, []).append(group)
+        for reward in group.rewards:
+            for name, value in reward.parts.items():
+                if value is not None:
+                    parts.setdefault(name, []).append(value)
+    attempts = [attempt for group in groups for attempt in group.attempts]
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [record.loss_mask.sum() for group in groups for record in group.records]
+    flat = [len({r.value for r in group.rewards if r.value is not None}) < 2 for group in groups]
+    return {
+        "reward": {"mean": _mean(groups), **{kind: _mean(own) for kind, own in by_kind.items()}},
+        "reward_part": {name: float(np.mean(values)) for name, values in parts.items()},
+        "rollout": {
+            "tokens": float(np.mean(lengths)),
+            "truncated": float(np.mean([a.finish_reason == "length" for a in attempts])),
+            "environment_errors": float(np.mean([r.value is None for r in rewards])),
+            "flat_groups": float(np.mean(flat)),
+        },
+    }
+
+
+def _mean(groups: Sequence[Group]) -> float:
+    """Of all rewards that there are; NaN without any."""
+    values = [r.value for group in groups for r in group.rewards if r.value is not None]
+    return float(np.mean(values)) if values else float("nan")
+
+
+@jax.jit
+def _copied(params):
+    """Arrays of their own: the learner writes over its weights, and the engine has them until the next ones."""
+    return jax.tree.map(jnp.copy, params)
