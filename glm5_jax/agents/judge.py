@@ -8,7 +8,8 @@
 What is judged may try to be the judge. It stands between marks with a random key of this call, which it cannot contain;
 tokens of chat layouts in it are broken up; the judge is told that it is data; and only a reply counts that is a
 verdict and nothing else and holds the key, so that a verdict from the judged text, copied or quoted, is none.
-Whether a judge that reads it is swayed nevertheless is a question of the judge.
+Whether a judge that reads it is swayed nevertheless is a question of the judge, and a text that makes it fail is
+left out of training like any failure: the share of those is to be watched.
 """
 
 import asyncio
