@@ -1,7 +1,7 @@
 """Which script and which language a text is in, told by its letters and its most frequent small words.
 
 No model: a language that has a script of its own is told by that. The others are told apart by words that almost
-every sentence of theirs has and by letters that their neighbours lack, so a few sentences are enough and a name or
+every sentence of theirs has and by letters and ends that their neighbours lack, so a few sentences are enough and a name or
 a single word may leave it open.
 """
 
@@ -28,27 +28,27 @@ _SCRIPTS = {
     "LATIN": "de en es fi fr it pl pt sw vi",
 }
 
-# Of each language that shares its script: letters that most others of the script lack, and small words.
-_LETTERS = {
-    "ar": "ةىأإيك",
-    "bg": "ъ",
-    "de": "ßäöü",
-    "en": "",
-    "es": "ñ",
+# Of each language that shares its script: letters and ends of words that most others of it lack, and small words.
+_MARKED = {
+    "ar": "[ةىأإيك]",
+    "bg": "ъ|(ите|ата|ото|ния|ане)$",
+    "de": "[ßäöü]|sch|(ung|ungen|keit|lich)$",
+    "en": "th|(ing|ed|tion|ly)$",
+    "es": "ñ|(ción|ciones|dad|ado|ida)$",
     "fa": "",
-    "fi": "äö",
-    "fr": "çêèœùû",
+    "fi": "[äö]|yy|uu|ii|kk|(ssa|ssä|sta|stä|lla|llä|een)$",
+    "fr": "[çêèœùû]|(tion|ment|eux|ée)$",
     "hi": "",
-    "it": "ìò",
-    "mr": "ळ",
-    "ne": "",
-    "pl": "ąęłńśźż",
-    "pt": "ãõ",
-    "ru": "ыэё",
+    "it": "[ìò]|zz|gli|(zione|ità|ato|ente)$",
+    "mr": "ळ|(ाच्या|ाचे|ाची|ांचे|मध्ये|साठी|द्वारे|ण्यात|ेल)",
+    "ne": "हरू|(लाई|बाट|को)$",
+    "pl": "[ąęłńśźż]|cz|sz|rz",
+    "pt": "[ãõ]|lh|nh|(dade|ado|eiro)$",
+    "ru": "[ыэё]|(ть|ться|ого|его|ии|ие|ий)$",
     "sw": "",
-    "uk": "іїєґ",
-    "ur": "ٹڈڑےںہھ",
-    "vi": "ăđơưạảấầẩậắằặẹẻẽếềểệỉịọỏốồổỗộớờởợụủứừửữựỳỵỷ",
+    "uk": "[іїєґ]",
+    "ur": "[ٹڈڑےںہھ]",
+    "vi": "[ăđơưạảấầẩậắằặẹẻẽếềểệỉịọỏốồổỗộớờởợụủứừửữựỳỵỷ]",
 }
 _WORDS = {
     "ar": "في من على إلى أن هذا هذه التي الذي كان عن مع لا ما هو هي و كل بعد قد",
@@ -115,7 +115,8 @@ NAMES = {  # the languages that are told apart, by ISO 639-1
     "zh": "Chinese",
 }
 _KANA = ("HIRAGANA", "KATAKANA")
-_OWN = {code: frozenset(letters) for code, letters in _LETTERS.items()}
+_MARKED = {code: re.compile(marks or "(?!)") for code, marks in _MARKED.items()}
+_DENSE = {"CJK": 3, "HANGUL": 2}  # letters of an alphabet that a character is worth
 # `\w` leaves out the signs of vowels; the joiner stands within Persian words.
 _MARKS = "".join(
     filter(lambda c: unicodedata.category(c)[0] == "M", map(chr, range(0x300, 0x1000)))
@@ -154,14 +155,14 @@ def evidence(text: str) -> dict[str, float]:
     """How much of a text speaks for each language that its most frequent script may be of; empty without letters.
 
     In a script of one language 1. Else the share of its words that are small words of the language, plus the
-    share of words with a letter that the others of the script lack.
+    share of words that are marked by letters or an end of its own.
     """
     found = scripts(text)
     if not found:
         return {}
     kana = sum(found.pop(name, 0) for name in _KANA)
     found["CJK"] += kana  # which Japanese mixes with characters
-    [(main, _)] = found.most_common(1)
+    main = max(found, key=lambda name: found[name] * _DENSE.get(name, 1))
     if main == "CJK":
         return {"ja" if kana else "zh": 1.0}
     codes = _SCRIPTS.get(main, "").split()
@@ -171,7 +172,8 @@ def evidence(text: str) -> dict[str, float]:
     if not words:
         return dict.fromkeys(codes, 0.0)
     return {
-        code: sum((w in _WORDS[code]) + (not _OWN[code].isdisjoint(w)) for w in words) / len(words)
+        code: sum((w in _WORDS[code]) + (_MARKED[code].search(w) is not None) for w in words)
+        / len(words)
         for code in codes
     }
 

@@ -241,6 +241,16 @@ def test_a_judge_that_favours_a_side_says_nothing(side):
     assert got.value == 0.5 and {got.parts["first"], got.parts["second"]} == {0.0, 1.0}
 
 
+def test_criteria_of_a_pair_are_means_of_both_sides():
+    def answer(body):
+        value = json.loads(verdict(body, facts, "tie"))
+        value["scores"] = {"A": {"right": 8, "kind": 1}, "B": {"right": 2, "kind": 6}}
+        return json.dumps(value)
+
+    got = compared(answer, GOOD, BAD)
+    assert got.parts == {"first": 0.5, "second": 0.5, "right": 0.5, "kind": 0.35}
+
+
 def test_a_tie_from_one_side_is_a_tie():
     def answer(body):
         found, _ = parts(body)
