@@ -3,7 +3,8 @@
 They mean what the benchmark's own code means, including what one would not guess: keywords are found inside longer
 words, a rule `---` is a bullet, a word is a run of `\\w`. Three parts are ours and may differ from it: the language
 (languages.py, there langdetect), sentences and words in capitals (there NLTK). Keywords are text here, there
-regular expressions; the prompts hold none in which that would differ.
+regular expressions; the prompts hold none in which that would differ. A star with nothing behind it on its line is
+no bullet here.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Which script and which language a text is in, told by its letters and its most frequent small words.
 
 No model: a language that has a script of its own is told by that. The others are told apart by words that almost
-every sentence of theirs has and by letters and ends that their neighbours lack, so a few sentences are enough and a name or
-a single word may leave it open.
+every sentence of theirs has and by letters and ends of words that their neighbours lack, so that a sentence or two
+are enough, and a name or a single word may leave it open.
 """
 
 import collections
@@ -161,10 +161,10 @@ def evidence(text: str) -> dict[str, float]:
     if not found:
         return {}
     kana = sum(found.pop(name, 0) for name in _KANA)
-    found["CJK"] += kana  # which Japanese mixes with characters
+    found["CJK"] += kana  # which Japanese mixes with characters, more than a tenth of them
     main = max(found, key=lambda name: found[name] * _DENSE.get(name, 1))
     if main == "CJK":
-        return {"ja" if kana else "zh": 1.0}
+        return {"ja" if 10 * kana >= found["CJK"] else "zh": 1.0}
     codes = _SCRIPTS.get(main, "").split()
     if len(codes) < 2:
         return dict.fromkeys(codes, 1.0)

@@ -83,8 +83,14 @@ LOOPS = {
     "in code that is not closed": "```\n" + "do it again and again " * 40,
     "in a table": "|a|b|\n|---|---|\n" + "|one|two|\n" * 200,
     "capitals": "".join(
-        random.Random(0).choice(("Go on and ON ", "go ON and on ")) for _ in range(60)
+        random.Random(i).choice((c.upper(), c))
+        for i, c in enumerate("let us go on and on again " * 40)
     ),
+    "signs behind words": "".join(
+        f"{word}{random.Random(i).choice('.,;!?')} "
+        for i, word in enumerate("go on and on".split() * 60)
+    ),
+    "behind code": "```\nx = 1\n```\n" + "I cannot say more than this about it. " * 20,
 }
 
 
@@ -108,8 +114,7 @@ FINE = {
     "numbered list": "".join(f"{i}. {w}: see page {i}\n" for i, w in enumerate(words(60).split())),
     "table": "| day | state | ok |\n| --- | --- | --- |\n"
     + "".join(f"| {i} | passed | yes |\n" for i in range(80)),
-    "table of one word": "|n|a|b|c|d|e|f|\n"
-    + "".join(f"|{i}|yes|yes|yes|yes|yes|yes|\n" for i in range(60)),
+    "table of one word": "".join(f"| {i} " + "| yes " * 14 + "|\n" for i in range(60)),
     "code": "```python\n"
     + "".join(
         f"def f{i}(x):\n    if x is None:\n        return None\n    return x + {i}\n\n"
@@ -117,7 +122,7 @@ FINE = {
     )
     + "```",
     "braces": "```c\n" + "".join(f"if (a == {i}) {{\n  go();\n}}\n" for i in range(60)) + "```",
-    "data": "```\n" + "".join(f"{i}, 0, 0, 0, 0, 0, 0, 0\n" for i in range(100)) + "```",
+    "data": "```\n" + "".join(f"{i}" + ", 0" * 16 + "\n" for i in range(100)) + "```",
     "rules": "\n".join(f"{words(20, i)}\n\n---\n" for i in range(30)),
     "dialogue": "".join(f"Anna: {words(8, i)}\nBen: I do not think so.\n" for i in range(30)),
     "long address": "https://example.org/" + words(60).replace(" ", "/"),
@@ -189,7 +194,7 @@ def test_every_constant_of_mixing_counts():
         ("Вот код:\n```python\nfor value in values:\n    print(value)\n```\n", RU),
         ("Смотри https://example.org/a/very/long/address и `numpy.linalg.norm(values)`.", RU),
         ("Ответ $\\frac{alpha}{beta}$ верен.", RU),
-        ("память", "What is the Russian word память?"),
+        ("память", "Please tell me where the word память comes from."),
         ("Any Ελληνικά and русский", "12 + 3"),
         ("42", RU),
         ("", RU),

@@ -74,6 +74,13 @@ def test_the_language_of_most_letters_counts():
     assert not may_be(f"Here is what you asked for, as a whole sentence: {hindi}", "hi")
 
 
+def test_characters_are_denser_than_letters():
+    assert may_be("この本はFrankensteinという。", "ja") and may_be(
+        "이 책은 Frankenstein 입니다.", "ko"
+    )
+    assert may_be("这家公司叫「味の素」，它生产调味料。", "zh")  # a name in kana
+
+
 def test_what_says_nothing_is_any_language():
     for text in ("", "3 + 4 = 7", "!!!", "😀"):
         assert evidence(text) == {} and may_be(text, "en") and may_be(text, "hi")
