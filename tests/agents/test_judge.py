@@ -251,6 +251,29 @@ def test_criteria_of_a_pair_are_means_of_both_sides():
     assert got.parts == {"first": 0.5, "second": 0.5, "right": 0.5, "kind": 0.35}
 
 
+@given(st.lists(st.integers(0, TOP), min_size=2, max_size=2), st.integers(-3, 3))
+def test_sides_exchanged_give_the_same_ranking(said, favour):
+    """Of a judge that adds to the first side; nobody wins who would lose on the other side."""
+
+    class Biased:
+        async def chat(self, messages, **fields):
+            body = {"messages": messages}
+            found, _ = parts(body)
+            first, second = facts(found["A"]) + favour, facts(found["B"])
+            winner = "tie" if first == second else "A" if first > second else "B"
+            return {"message": {"content": verdict(body, facts, winner)}, "finish_reason": "stop"}
+
+    async def run(a, b):
+        return (await Judge(Biased()).compare(RUBRIC, TASK, a, b)).value
+
+    a, b = ("fact " * count + "." for count in said)
+    forth, back = asyncio.run(run(a, b)), asyncio.run(run(b, a))
+    assert forth == 1 - back
+    assert (forth - 0.5) * (said[0] - said[1]) >= 0
+    if abs(said[0] - said[1]) > abs(favour):
+        assert forth == (said[0] > said[1])
+
+
 def test_a_tie_from_one_side_is_a_tie():
     def answer(body):
         found, _ = parts(body)

@@ -99,6 +99,12 @@ VECTORS = [
         ["One.\n\nTwo.", "a***b***c", "a\n***\n***\nb", "a ** b", "***"],
     ),
     (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 3},
+        ["a***b***c"],
+        ["a\n***\n***\nb", "a***b"],
+    ),
+    (
         "length_constraints:number_words",
         {"num_words": 4, "relation": AT_LEAST},
         ["one two three four", "don't stop now"],
@@ -113,7 +119,7 @@ VECTORS = [
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Weekend"},
-        ["Hi.\n\nweekend, at last", 'Hi.\n\n"Weekend\'s here"', "a\nb\n\nWeekend\n\n"],
+        ["Hi.\n\nweekend, at last", 'Hi.\n\n"Weekend\'s here"', "a\nb\n\n'Weekend'\n\n"],
         [
             "Weekend.\n\nHi.",
             "Hi.\nWeekend",
@@ -268,7 +274,7 @@ def test_sentences(text, count):
 
 
 def test_words_in_capitals():
-    assert capital_words("THE Usa's NASA's A--B C—D x_Y 42 I'M AT&T") == 9
+    assert capital_words("THE Usa's NASA's. A--B C—D x_Y 42 I'M AT&T") == 9
 
 
 @given(st.lists(st.text("ab-* \n", max_size=6), max_size=8))
@@ -349,6 +355,11 @@ def test_long_replies_take_no_quadratic_time(unit):
             "length_constraints:number_words",
             {"num_words": True, "relation": AT_LEAST},
             "num_words .* is True",
+        ),
+        (
+            "length_constraints:number_words",
+            {"num_words": -1, "relation": AT_LEAST},
+            "num_words .* is -1",
         ),
         (
             "length_constraints:number_words",
