@@ -79,7 +79,7 @@ MESSAGE_FIELDS = frozenset(
 def unread(line: str | bytes | Mapping) -> list[str]:
     """Names of a line's fields that nothing reads ("messages.N" for those of a message) of a line that `parse`
     takes."""
-    value = line if isinstance(line, Mapping) else _json(line)
+    value = line if isinstance(line, Mapping) else read_json(line)
     found = set(value) - LINE_FIELDS
     for message in value["messages"]:
         found |= {f"messages.{name}" for name in set(message) - MESSAGE_FIELDS}
@@ -89,7 +89,7 @@ def unread(line: str | bytes | Mapping) -> list[str]:
 def parse(line: str | bytes | Mapping) -> Conversation:
     """Reads a line. ChatError says what makes it useless: no JSON, not UTF-8, messages that no chat can
     hold, tools that are none."""
-    value = line if isinstance(line, Mapping) else _json(line)
+    value = line if isinstance(line, Mapping) else read_json(line)
     if not isinstance(value, Mapping) or "messages" not in value:
         have = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
         raise ChatError(f"the line has no messages; it has {have or 'nothing'}")
@@ -176,7 +176,9 @@ def record(
     return TokenRecord(rendered.ids, mask, ce_weight=mask, spans=errors)
 
 
-def _json(line: str | bytes):
+def read_json(line: str | bytes):
+    """What a line of JSON holds. ChatError if it is none, or has a field twice, a number that is none, or half of a
+    surrogate pair."""
     try:
         text = line if isinstance(line, str) else line.decode("utf-8")  # json would pass surrogates
         value = json.loads(text, object_pairs_hook=_object, parse_constant=_no_constant)

@@ -15,6 +15,8 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from glm5_jax.agents.client import ChatClient
+from glm5_jax.inference.client import ServerError
 from glm5_jax.inference.gauges import Gauges
 from glm5_jax.inference.protocol import Asked
 from glm5_jax.inference.request import Handle, Request, Token
@@ -80,6 +82,21 @@ def test_a_chat_is_the_engine_s_reply(healthy):
         12,
     )
     assert usage.completion_tokens_details.reasoning_tokens == 12
+
+
+def test_the_asynchronous_client_gets_the_same(healthy):
+    async def run():
+        async with ChatClient(healthy.url, seconds=60) as opened:
+            choice = await opened.chat(HI, max_tokens=12, temperature=0)
+            with pytest.raises(ServerError) as caught:
+                await opened.chat(HI, max_tokens=-1)
+            return choice, caught.value
+
+    _, reply = greedy(HI, 12)
+    choice, error = asyncio.run(run())
+    assert choice["message"]["reasoning_content"] == reply.reasoning_content
+    assert choice["finish_reason"] == "length"
+    assert error.status == 400 and "max_tokens" in str(error)
 
 
 def test_a_stream_is_the_whole_reply(healthy):

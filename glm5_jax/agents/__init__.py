@@ -1,0 +1,1 @@
+"""Models that are asked over the network: judges of what a policy wrote."""

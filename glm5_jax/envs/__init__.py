@@ -1,0 +1,1 @@
+"""Environments: what attempts at a task are worth, and where they are made."""
