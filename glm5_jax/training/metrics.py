@@ -118,7 +118,10 @@ class Recorder:
             self.restart_clock()
         self._log.write({"step": step, **values})
         note = f"  {self.counters.skipped} skipped" if self.counters.skipped else ""
-        self._progress.update(step, f"loss {values['loss/total']:.4f}{self._rate}{note}")
+        shown = f"loss {values['loss/total']:.4f}"
+        if "reward/mean" in values:
+            shown = f"reward {values['reward/mean']:.3f}"
+        self._progress.update(step, f"{shown}{self._rate}{note}")
 
     def _check(self, step: int) -> None:
         most, most_in_a_row = self._limits

@@ -17,6 +17,7 @@ from glm5_jax.core.metrics_log import column, read
 
 PAGE = pathlib.Path("report") / "index.html"
 HELD_OUT = "held_out/bits_per_byte"
+REWARD, HELD_OUT_REWARD = "reward/mean", "held_out/reward"
 BASELINE_TOKENS = "baseline/tokens"
 
 
@@ -33,9 +34,15 @@ class Summary:
     baseline_tokens: int | None  # of the training text that they counted; None: all of it
     tokens_per_second: float | None  # median
     mfu: float | None  # median
+    reward: float | None  # of the last 20 rows
+    held_out_reward: float | None
 
     def __str__(self) -> str:
         lines = []
+        if self.reward is not None:
+            lines.append(f"reward              {self.reward:.3f} after {self.step} steps")
+        if self.held_out_reward is not None:
+            lines.append(f"held-out            {self.held_out_reward:.3f} reward")
         if self.loss is not None:
             lines.append(
                 f"training loss       {self.loss:.4f} nats per token after {self.step} steps"
@@ -58,7 +65,9 @@ def summarise(workdir) -> Summary:
     """Reads a workdir; works for unfinished runs too."""
     workdir = pathlib.Path(workdir)
     rows = read(workdir)
-    steps, losses = column(rows, "loss/ce")
+    rewards = column(rows, REWARD)[1]
+    # Where rewards are learnt from, a loss says little.
+    losses = [] if rewards else column(rows, "loss/ce")[1]
     rates, mfu = (column(rows, f"speed/{name}")[1] for name in ("tokens_per_second", "mfu"))
     return Summary(
         workdir=workdir,
@@ -70,6 +79,8 @@ def summarise(workdir) -> Summary:
         baseline_tokens=(column(rows, BASELINE_TOKENS)[1] or [None])[-1],
         tokens_per_second=statistics.median(rates) if rates else None,
         mfu=statistics.median(mfu) if mfu else None,
+        reward=statistics.fmean(rewards[-20:]) if rewards else None,
+        held_out_reward=(column(rows, HELD_OUT_REWARD)[1] or [None])[-1],
     )
 
 
@@ -129,6 +140,10 @@ def _tiles(summary: Summary) -> str:
     if summary.bits_per_byte is not None:
         tiles.append((f"{summary.bits_per_byte:.3f}", "held-out bits per byte", "main"))
     tiles += [(f"{x:.3f}", f"{name} baseline", "") for name, x in summary.baselines.items()]
+    if summary.held_out_reward is not None:
+        tiles.append((f"{summary.held_out_reward:.3f}", "held-out reward", "main"))
+    if summary.reward is not None:
+        tiles.append((f"{summary.reward:.3f}", "reward", ""))
     if summary.loss is not None:
         tiles.append((f"{summary.loss:.3f}", "training loss, nats per token", ""))
     if summary.tokens_per_second is not None:
@@ -164,6 +179,8 @@ def _charts(rows: list[dict], model: dict):
         counted = column(rows, BASELINE_TOKENS)[1]
         text = f"{counted[-1]:,} tokens of the training text" if counted else "the training text"
         yield figure(drawing, f"Dashed: what counting {text} alone achieves.")
+    if column(rows, REWARD)[0]:
+        yield from _reward_charts(series, figure)
     if losses := series("loss/"):
         main = [s for s in losses if s[0] in ("ce", "mtp")] or losses
         yield figure(charts.line_chart(main, y_label="Training loss, nats per token", smooth=True))
@@ -191,6 +208,43 @@ def _charts(rows: list[dict], model: dict):
         yield figure(
             charts.line_chart([("", speed, values)], y_label="Tokens per second", smooth=True)
         )
+
+
+def _reward_charts(series, figure):
+    if held_out := series("held_out/"):
+        yield figure(charts.line_chart(held_out, y_label="Reward on held-out tasks"))
+    rewards = series("reward/", without=(REWARD,))
+    yield figure(charts.line_chart(rewards, y_label="Reward", smooth=True))
+    if parts := series("reward_part/"):
+        yield figure(charts.line_chart(parts, y_label="Parts of the reward", smooth=True))
+    policy = {name: (steps, values) for name, steps, values in series("policy/")}
+    for label, names, note in (
+        (
+            "Entropy, nats per token",
+            ("entropy",),
+            "Of what was sampled; a fall to zero ends exploration.",
+        ),
+        (
+            "Log-probs apart, nats",
+            ("mismatch", "mismatch_kl"),
+            "Engine against learner: the mean distance, and an estimate of the divergence.",
+        ),
+        (
+            "Share of tokens masked",
+            ("below", "above"),
+            "Out of the window of the ratio, on either side.",
+        ),
+    ):
+        lines = [(name, *policy[name]) for name in names if name in policy]
+        if lines:
+            yield figure(charts.line_chart(lines, y_label=label, smooth=True), note)
+    rollout = series("rollout/")
+    if lengths := [s for s in rollout if s[0] == "tokens"]:
+        yield figure(charts.line_chart(lengths, y_label="Tokens per attempt", smooth=True))
+    if shares := [s for s in rollout if s[0] != "tokens"]:
+        yield figure(charts.line_chart(shares, y_label="Attempts and groups, shares", smooth=True))
+    if seconds := series("seconds/"):
+        yield figure(charts.line_chart(seconds, y_label="Seconds per step", smooth=True))
 
 
 def _layer_names(model: dict, first: int) -> list[str]:

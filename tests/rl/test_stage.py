@@ -1,0 +1,275 @@
+"""A stage of reinforcement learning: what a step does, and that a stopped run goes on as if it never had."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.checkpoint import models
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World
+from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.rl.types import Reward, Task
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from tests.model.small import one_layer
+
+TASKS = [
+    Task(f"t{i}", kind, ({"role": "user", "content": f"{i}?"},), origin=kind)
+    for i, kind in enumerate(["math", "code"] * 4)
+]
+
+
+class InTurn:
+    """Tasks one after the other."""
+
+    def __init__(self):
+        self.drawn, self.accepted, self.dropped = 0, [], []
+
+    def draw(self, count):
+        found = [TASKS[(self.drawn + i) % len(TASKS)] for i in range(count)]
+        self.drawn += count
+        return found
+
+    def accept(self, task):
+        self.accepted.append(task.id)
+
+    def drop(self, task):
+        self.dropped.append(task.id)
+
+    def state(self):
+        return {"drawn": self.drawn}
+
+    def restore(self, state):
+        self.drawn = state["drawn"]
+
+
+async def likes_low_bytes(task, attempt):
+    text = attempt.reply.encode()
+    value = sum(byte < 64 for byte in text) / max(len(text), 1)
+    return Reward(value, {"low": value})
+
+
+def world(verify=likes_low_bytes, **more):
+    return World(InTurn(), {"math": TASKS[:2]}, verify, **more)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    Tokenizer.train([], 292).save(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def config(tokenizer):
+    return RlConfig(
+        name="rl",
+        model=one_layer(vocab_size=292, max_position_embeddings=128),
+        tokenizer=tokenizer,
+        goes_on=False,
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 4),
+        step=dataclasses.replace(policy_alone(), remat="none"),
+        train=TrainConfig(eval_interval=2, save_interval=2),
+        rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
+        engine=EngineConfig(page_size=8, max_batch=16, chunk=512, max_length=32),
+        evaluation=EvaluationConfig(tasks=2, group=2),
+        length=64,
+        rows=8,
+    )
+
+
+def weights(workdir, config):
+    return jax.device_get(models.open_weights(workdir, config.model)())
+
+
+def same(a, b):
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_a_run_and_one_that_was_stopped(config, tmp_path):
+    made = world()
+    stage = Reinforcement(config, tmp_path / "whole", made, TASKS)
+    summary = stage.run()
+    assert stage.finished and summary.reward is not None and summary.held_out_reward is not None
+    assert "reward" in str(summary) and "training loss" not in str(summary)
+    rows = read(tmp_path / "whole")
+    steps, mismatch = column(rows, "policy/mismatch")
+    assert steps == [1, 2, 3, 4] and max(mismatch) < 1e-5
+    for name in ("reward/math", "reward/code", "reward_part/low", "rollout/truncated", "loss/rl"):
+        assert len(column(rows, name)[0]) == 4, name
+    assert column(rows, "held_out/math")[0] == [2, 4]
+    assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped
+    assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
+    half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
+    Reinforcement(half, tmp_path / "parted", world()).run()
+    before = weights(tmp_path / "parted", config)
+    Reinforcement(config, tmp_path / "parted", world()).run()
+    after = weights(tmp_path / "parted", config)
+    assert not same(before, after)
+    assert same(after, weights(tmp_path / "whole", config))
+    told = [
+        {k: v for k, v in row.items() if not k.startswith(("speed/", "seconds/"))}
+        for workdir in ("whole", "parted")
+        for row in read(tmp_path / workdir)
+    ]
+    assert told[: len(told) // 2] == told[len(told) // 2 :]
+
+
+def test_tokens_know_the_version_that_drew_them(config, tmp_path, monkeypatch):
+    stage, seen = Reinforcement(config, tmp_path, world()), []
+    records = stage._attempts._records
+
+    def kept(groups):
+        seen.append({v for g in groups for r in g.records for v in r.weight_version.tolist()})
+        return records(groups)
+
+    stage._attempts._records = kept
+    stage.run()
+    assert seen == [{-1, 0}, {-1, 1}, {-1, 2}, {-1, 3}]
+
+
+def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path):
+    async def broken(task, attempt):
+        return Reward(None, error="no sandbox")
+
+    made = world(broken)
+    with pytest.raises(TrainingStopped, match=f"{MOST_EMPTY} batches in a row .*no sandbox"):
+        Reinforcement(config, tmp_path, made).run()
+    assert not made.tasks.accepted and len(made.tasks.dropped) == 4 * MOST_EMPTY
+
+    async def half(task, attempt):
+        if task.kind == "code":
+            return Reward(None, error="no sandbox")
+        return await likes_low_bytes(task, attempt)
+
+    made = world(half)
+    Reinforcement(config, tmp_path / "half", made).run()
+    assert len(made.tasks.accepted) == len(made.tasks.dropped) == 8
+    assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 4
+
+
+def saved(config, path, seed):
+    """A run's workdir whose weights are new ones of a seed."""
+    once = dataclasses.replace(
+        config,
+        seed=seed,
+        schedule=ScheduleConfig("constant", 1e-30, 0.0, 0, 1),
+        train=TrainConfig(eval_interval=0, save_interval=0),
+    )
+    Reinforcement(once, path, world()).run()
+    return str(path)
+
+
+def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
+    """Each is followed on its own tasks alone; who is the student itself changes nothing."""
+    one, other = (saved(config, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
+    common = dict(learns="teachers", credit=CreditConfig(), checkpoint=one)
+    alike = dataclasses.replace(config, teachers=(("", one),), **common)
+    Reinforcement(alike, tmp_path / "alike", world()).run()
+    moved = [
+        np.abs(a - b).max()
+        for a, b in zip(
+            jax.tree.leaves(weights(one, config)),
+            jax.tree.leaves(weights(tmp_path / "alike", config)),
+        )
+    ]
+    assert max(moved) < 0.1  # rounding, which Muon makes a step of
+    assert max(column(read(tmp_path / "alike"), "loss/ref_kl")[1], key=abs) < 1e-5
+    both = dataclasses.replace(config, teachers=(("math", one), ("code", other)), **common)
+    stage = Reinforcement(both, tmp_path / "both", world())
+    batches = []
+    update = stage._update
+    stage._update = lambda state, batch: (
+        batches.append(jax.device_get(batch)) or update(state, batch)
+    )
+    stage.run()
+    score = jax.jit(stage._step.score)
+    want = {
+        name: np.asarray(score(weights(path, config), batches[0])) for name, path in both.teachers
+    }
+    trained = batches[0]["loss_mask"] == 1
+    theirs = {name: np.abs(logp - batches[0]["ref_logp"]) < 1e-6 for name, logp in want.items()}
+    assert (theirs["math"] ^ theirs["code"])[trained].all()
+    assert 0.2 < theirs["math"][trained].mean() < 0.8
+    assert not batches[0]["rl_weight"].any() and batches[0]["ref_kl_weight"][trained].all()
+
+
+def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
+    start = saved(config, tmp_path / "start", 1)
+    near = dataclasses.replace(
+        config,
+        checkpoint=start,
+        teachers=(("", start),),
+        credit=CreditConfig(pull=True),
+        policy=PolicyConfig(ref_kl=30.0),
+    )
+    far = dataclasses.replace(config, checkpoint=start)
+    gone = {}
+    for name, one in (("near", near), ("far", far)):
+        Reinforcement(one, tmp_path / name, world()).run()
+        logits = [
+            np.asarray(
+                glm5.forward(weights(path, config), np.arange(20)[None], config.model).logits
+            )
+            for path in (start, tmp_path / name)
+        ]
+        gone[name] = np.abs(logits[0] - logits[1]).mean()
+    assert gone["near"] < gone["far"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learns": "fear"}, "learns is 'fear'; use one of rewards, teachers"),
+        ({"learns": "teachers"}, "needs one, and nothing else"),
+        ({"teachers": (("", "x"),)}, "needs one, and nothing else"),
+        (
+            {"learns": "teachers", "teachers": (("a", "x"), ("a", "y"))},
+            "two teachers have one origin",
+        ),
+        ({"credit": CreditConfig(pull=True), "teachers": (("a", "x"),)}, 'has the origin ""'),
+        ({"rows": 0}, "rows is 0 and judged_at_once 64; both must be positive"),
+    ],
+)
+def test_contradictions_are_refused(config, changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(config, **changes)
+
+
+def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypatch):
+    cases = [
+        (
+            {"rows": 3, "step": dataclasses.replace(config.step, microbatches=2)},
+            {},
+            "multiple of 16",
+        ),
+        ({"engine": EngineConfig(max_length=65)}, {}, "engine.max_length is 65 and length 64"),
+        ({"engine": EngineConfig(max_length=9)}, {}, "'t0' has a prompt of .* tokens; at most 8"),
+        ({"learns": "teachers", "teachers": (("", "/nowhere"),)}, {}, "/nowhere does not exist"),
+        ({"goes_on": True}, {}, "goes on from trained weights"),
+    ]
+    for changes, more, words in cases:
+        with pytest.raises(ValueError, match=words):
+            Reinforcement(dataclasses.replace(config, **changes), tmp_path, world(**more), TASKS)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="runs in one process and this pod has 2"):
+        Reinforcement(config, tmp_path, world())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_can_be_written_and_read(config):
+    assert json.loads(json.dumps(dataclasses.asdict(config)))["policy"]["correction"] == "icepop"
