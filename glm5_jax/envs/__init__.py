@@ -1,0 +1,1 @@
+"""Where agents act: sandboxes, tasks and what they are scored by."""
