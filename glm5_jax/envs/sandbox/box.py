@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _TRANSFER_SECONDS = 60.0  # for half a gigabyte on a busy machine
 _END_SECONDS = 10.0  # for killed processes to be gone: large ones give their memory back first
+_LOSS_SECONDS = 0.2  # for what is left of a sandbox that lost a command by SIGKILL to be gone too
 _SAID_BYTES = 4096  # of what a gate and bubblewrap say
 _LONGEST_ARGUMENT = 1 << 17  # bytes, of Linux
 _told: set[tuple] = set()
@@ -147,7 +148,10 @@ class Sandbox:
             self._close(child)
             self._groups.tidy()
         kind, _, rest = child.status.partition(" ")
-        self._check_running()  # it may have been stopped, or lost, and the command with it
+        if self._isolated and ended and not kills and child.status == "signal 9":
+            # The sandbox may be lost: its first process ends last.
+            await _end_of(self._first, _LOSS_SECONDS)
+        self._check_running()
         if ended and kind not in ("exit", "signal"):
             raise SandboxError(f"{command!r} could not be run: {rest or child.output['stderr']}")
         code = 128 + signal.SIGKILL if not ended else int(rest) + 128 * (kind == "signal")
@@ -440,6 +444,15 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
+
+
+async def _end_of(pidfd: int, seconds: float) -> bool:
+    """Whether the process ends within so many seconds."""
+    clock = asyncio.get_running_loop().time
+    last = clock() + seconds
+    while not (ended := _has_ended(pidfd)) and clock() < last:
+        await asyncio.sleep(0.005)
+    return ended
 
 
 def _kill(pidfd: int) -> None:

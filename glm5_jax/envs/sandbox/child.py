@@ -13,7 +13,9 @@ import signal
 import subprocess
 import sys
 
-GATE = pathlib.Path(__file__).with_name("gate.py")
+# Imported, and not run as a script, which would be compiled anew each time.
+_GATE = "import sys; sys.path.append(sys.argv[1]); import gate; gate.main(int(sys.argv[2]))"
+_FOLDER = pathlib.Path(__file__).parent
 _CHUNK = 1 << 20  # also the pipes' size: few wake-ups for much output
 _PAUSE = 0.005  # seconds between reads of what is thrown away, so that it does not fill the loop
 
@@ -47,7 +49,7 @@ class Child:
                 marshal.dump(task, file)
                 file.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GATE), str(memory)],
+                [sys.executable, "-I", "-S", "-c", _GATE, str(_FOLDER), str(memory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

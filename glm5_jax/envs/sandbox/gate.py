@@ -1,6 +1,6 @@
-"""The way into a sandbox, run by `box` as a script of its own: `python -I -S gate.py FD`.
+"""The way into a sandbox, in a process of its own that `child` starts and that imports nothing of ours.
 
-FD holds a marshalled dict: what to do and with what. One short process for each start, command and
+`main` is given a descriptor of a marshalled dict: what to do and with what. One short process for each start, command and
 file transfer: namespaces are per process, and the one that enters them must have a single thread.
 Its outcome goes to the descriptor `status`: "exit N", "signal N", "refused ERRNO TEXT" (what was found
 in the sandbox is not what was asked for) or "failed TEXT" (the sandbox does not work).
@@ -9,12 +9,12 @@ Inside the sandbox nothing may be imported or looked up by name: those files bel
 under test. All that is needed is imported here, before, and paths are walked without following links.
 """
 
+import _signal as signal  # itself `signal` imports enum, which takes a third of this process's time
 import ctypes
 import errno
 import marshal
 import os
 import resource
-import signal
 import stat
 import sys
 
@@ -61,18 +61,16 @@ def write(path, text):
 def launch(task):
     """Builds the file system in namespaces of its own and turns into bubblewrap, which closes it."""
     call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # Before anything is covered or given up: folders above a layer may be closed to the sandbox's users.
-    layers = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in task["layers"]]
     if task["owner"]:
         # Mounted with the rights of root: overlay then keeps its notes in attributes that every
         # tmpfs has (user attributes came to it with Linux 6.6) and the sandbox's users lack.
         call("unshare", NEWNS)
         mount(None, "/", None, MS_REC | MS_PRIVATE)
-        build_root(task, layers)
+        build_root(task)
     enter_user_namespace(task["owner"])
     if not task["owner"]:
         mount(None, "/", None, MS_REC | MS_PRIVATE)
-        build_root(task, layers)
+        build_root(task)
     write("/proc/sys/user/max_user_namespaces", "0")
     for descriptor in task["keep"]:
         os.set_inheritable(descriptor, True)
@@ -112,9 +110,11 @@ def become(user, owner):
     os.setresuid(user, user, user)
 
 
-def build_root(task, layers):
+def build_root(task):
     """/tmp/root, an overlay of the layers over a skeleton; what is written stays in a tmpfs."""
     owner = task["owner"]
+    # In the namespace they are mounted in, and before /tmp, where they may lie, is covered.
+    layers = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in task["layers"]]
     size = f"size={task['disk_bytes']},nr_inodes={task['files']},mode=755"
     mount("sandbox", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
     for name in ("upper", "work", "root", "skeleton"):
@@ -135,7 +135,7 @@ def build_root(task, layers):
     lower = ":".join([f"/proc/self/fd/{descriptor}" for descriptor in layers] + ["/tmp/skeleton"])
     options = f"lowerdir={lower},upperdir=/tmp/upper,workdir=/tmp/work"
     # "userxattr" is what an overlay needs that is mounted in a user namespace.
-    options += "" if owner else ",userxattr"
+    options += ",redirect_dir=nofollow,metacopy=off" if owner else ",userxattr"
     mount("sandbox", "/tmp/root", "overlay", MS_NOSUID | MS_NODEV, options)
 
 
@@ -163,7 +163,6 @@ def start_program(task, groups):
         if task["sandbox"] is not None:
             os.setsid()
             restrict(task)
-        os.umask(0o022)
         for signal_ in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
             signal.signal(signal_, signal.SIG_DFL)
         for name, value in task["rlimits"].items():
@@ -510,12 +509,13 @@ def report(task, text):
 OPERATIONS = (launch, execute, kill_all, get, get_folder, put, snapshot)
 
 
-def main():
-    with open(int(sys.argv[1]), "rb") as file:
+def main(descriptor):
+    with open(descriptor, "rb") as file:
         task = marshal.load(file)
     for descriptor in task["descriptors"]:
         os.set_inheritable(descriptor, False)
     operation = {function.__name__: function for function in OPERATIONS}[task["operation"]]
+    os.umask(0o022)
     # From here on a forgotten import is an error instead of a file of the sandbox.
     sys.path.clear()
     sys.path_hooks.clear()
@@ -532,6 +532,3 @@ def main():
         report(task, f"refused {error.errno} {error}" if refused else f"failed {error}")
     except Exception as error:
         report(task, f"failed {error}")
-
-
-main()
