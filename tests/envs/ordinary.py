@@ -26,14 +26,13 @@ async def main(probe: str, host: str) -> dict:
         told["disk"] = (
             await box.exec("head -c 30000000 /dev/zero > x; echo $?; rm x")
         ).stdout.decode()
-        told["processes"] = (await box.exec(MANY, seconds=1)).stdout.decode()
         late = await box.exec("setsid sleep 2001 & sleep 2001", seconds=0.5)
         told["late"] = late.timed_out, (await box.exec("pgrep -fc 'sleep 200[1]'")).stdout.decode()
-        await box.put("/work/a/x", b"1")
+        await box.put("/app/a/x", b"1")
         await box.exec("ln -s x a/link; mkdir -m 0 a/closed")
-        told["files"] = (await box.get("/work/a/x", 1)).decode()
+        told["files"] = (await box.get("/app/a/x", 1)).decode()
         try:
-            await box.get("/work/a/link", 100)
+            await box.get("/app/a/link", 100)
         except SandboxFileError as error:
             told["link"] = str(error)
         layer = await box.snapshot()
@@ -48,6 +47,10 @@ async def main(probe: str, host: str) -> dict:
         second.remove()
     finally:
         layer.remove()
+    async with Sandbox(config) as box:
+        told["processes"] = (await box.exec(MANY)).stdout.decode()
+    async with Sandbox() as box:
+        told["more processes"] = (await box.exec(MANY)).stdout.decode()
     told["folders"] = os.path.exists(layer.folders[0])
     time.sleep(0.1)
     told["left"] = [

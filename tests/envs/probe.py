@@ -232,6 +232,11 @@ def gain_capabilities():
     assert held - {0, 1, 3, 4, 5, 6, 7, 10}, f"only {sorted(held)}"
 
 
+def keep_the_right_to_gain_privileges():
+    with open("/proc/self/status") as file:
+        assert "NoNewPrivs:\t1" not in file.read(), "no new privileges"
+
+
 def become_root():
     os.setuid(0)
     os.listdir("/root")

@@ -69,7 +69,7 @@ def test_where_a_command_runs_and_as_whom():
         user="root",
     )
     assert result.stdout.decode().split() == ["/tmp", "given", "1", "2", "root", "0022", "0", "0"]
-    assert executed("pwd", {"workdir": "/app/x"}).stdout == b"/app/x\n"
+    assert executed("pwd", {"workdir": "/srv/x"}).stdout == b"/srv/x\n"
     missing = executed("pwd", cwd="/missing")
     assert (missing.code, missing.stderr) == (127, b"sandbox: /missing: not found\n")
 
@@ -174,9 +174,15 @@ def test_processes_are_limited_in_number():
     assert executed(text, {"processes": 80}).stdout == b"all\n"
 
 
+def test_the_dead_whose_parents_left_them_are_buried():
+    text = "for i in $(seq 100); do (true &); done; echo all"
+    result = executed(text + "; sleep 0.1; ps -A | grep -c defunct", {"processes": 40})
+    assert result.stdout == b"all\n0\n", result.stderr
+
+
 def test_the_disk_is_limited_in_bytes_and_in_files():
     fill = "head -c 30000000 /dev/zero > {}; echo $?"
-    for place in ("/work/x", "/tmp/x", "/dev/shm/x"):
+    for place in ("/app/x", "/tmp/x", "/dev/shm/x"):
         assert executed(fill.format(place), {"disk_bytes": 20 * MIB}).stdout == b"1\n", place
         assert executed(fill.format(place), {"disk_bytes": 40 * MIB}).stdout == b"0\n", place
     many = "for i in $(seq 300); do : > $i || exit 1; done; echo all"
@@ -200,14 +206,14 @@ def test_files_go_in_and_come_out(tmp_path):
     (folder / "link").symlink_to("/etc/passwd")
 
     async def work(box):
-        await box.put("/work/task", folder)
-        await box.put("/work/a/b/note", b"hello", mode=0o600)
-        await box.put("/work/copy", folder / "run.sh")
+        await box.put("/app/task", folder)
+        await box.put("/app/a/b/note", b"hello", mode=0o600)
+        await box.put("/app/copy", folder / "run.sh")
         listing = await box.exec("stat -c '%n %A' task/* a/b/note copy a; readlink task/link")
-        content = await box.exec("./run.sh | cat", cwd="/work/task")
-        note = await box.get("/work/a/b/note", 5)
-        tar = await box.get_folder("/work/task", 10 * MIB)
-        await box.put_tar("/work/again", tar)
+        content = await box.exec("./run.sh | cat", cwd="/app/task")
+        note = await box.get("/app/a/b/note", 5)
+        tar = await box.get_folder("/app/task", 10 * MIB)
+        await box.put_tar("/app/again", tar)
         same = await box.exec("diff -r --no-dereference task again && stat -c %A again/run.sh")
         return listing, content, note, tar, same
 
@@ -234,7 +240,7 @@ def test_files_go_in_and_come_out(tmp_path):
 def test_what_root_puts_is_not_the_agents():
     async def work(box):
         await box.put("/tests/check.py", b"secret", user="root", mode=0o600)
-        await box.put("/work/mine", b"")
+        await box.put("/app/mine", b"")
         return await box.exec("stat -c %U:%G /tests /tests/check.py mine; cat /tests/check.py")
 
     result = in_box(work)
@@ -244,10 +250,10 @@ def test_what_root_puts_is_not_the_agents():
 
 def test_a_full_disk_is_told_when_files_go_in():
     with pytest.raises(SandboxFileError, match="No space left"):
-        in_box(lambda box: box.put("/work/x", bytes(3 * MIB)), disk_bytes=2 * MIB)
+        in_box(lambda box: box.put("/app/x", bytes(3 * MIB)), disk_bytes=2 * MIB)
 
 
-@pytest.mark.parametrize("path", ["work/x", "/work/../etc/x", "/.."])
+@pytest.mark.parametrize("path", ["work/x", "/app/../etc/x", "/.."])
 def test_paths_in_a_sandbox_are_absolute_and_plain(path):
     with pytest.raises(ValueError, match="absolute path"):
         in_box(lambda box: box.put(path, b""))
@@ -409,12 +415,12 @@ def test_why_a_sandbox_did_not_start_is_told(tmp_path):
 
 def test_trusted_programs_may_run_without_isolation_and_the_log_says_so(caplog, tmp_path):
     async def work(box):
-        await box.put("/work/x.py", b"print(open('/proc/1/comm').read() != '')")
+        await box.put("/app/x.py", b"print(open('/proc/1/comm').read() != '')")
         result = await box.exec(["python3", "-I", "x.py"])
         late = await box.exec("sleep 1005 & sleep 1005", seconds=0.3)
         with pytest.raises(ValueError, match="no layers"):
             await box.snapshot()
-        return result, late, await box.get("/work/x.py", 100), box.limits
+        return result, late, await box.get("/app/x.py", 100), box.limits
 
     result, late, data, limits = in_box(work, isolation="none")
     assert result.stdout == b"True\n" and data.startswith(b"print")
@@ -454,7 +460,7 @@ def test_a_stopped_sandbox_refuses_and_can_be_stopped_again():
         await asyncio.sleep(0.2)
         await asyncio.gather(box.stop(), box.stop())
         await box.stop()
-        for attempt in (running, box.exec("true"), box.put("/work/x", b""), box.snapshot()):
+        for attempt in (running, box.exec("true"), box.put("/app/x", b""), box.snapshot()):
             with pytest.raises(SandboxError, match="stopped"):
                 await attempt
         with pytest.raises(ValueError, match="make a new one"):
@@ -469,7 +475,7 @@ def test_modes_of_files_survive_a_layer():
         async with Sandbox() as box:
             await box.exec("mkdir closed; echo x > closed/f; chmod 640 closed/f; chmod 0 closed")
             layer = await box.snapshot()
-        mode = os.stat(layer.folders[0] / "work/closed").st_mode
+        mode = os.stat(layer.folders[0] / "app/closed").st_mode
         async with Sandbox(SandboxConfig(base=layer)) as box:
             result = await box.exec("stat -c %a closed closed/f", user="root")
         layer.remove()

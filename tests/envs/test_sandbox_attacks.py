@@ -51,6 +51,7 @@ REFUSED = {
     "load_bpf": "EPERM",
     "io_uring": "EPERM",
     "reboot": "EPERM",
+    "keep_the_right_to_gain_privileges": "no new privileges",
     "find_other_descriptors": "none but its own",
     "find_host_in_dev": "only the usual",
 }
@@ -67,7 +68,12 @@ ROOT = {
 }
 # What the probe would do if nothing stood in its way, as far as that harms nobody.
 HARMLESS = ("read_host_file", "read_host_environment", "connect_to_host", "connect_to_host_by_name")
-HARMLESS += ("kill_host_process", "find_host_in_dev", "use_another_interface")
+HARMLESS += (
+    "keep_the_right_to_gain_privileges",
+    "kill_host_process",
+    "find_host_in_dev",
+    "use_another_interface",
+)
 HARMLESS_AS_ROOT = ("open_raw_socket", "open_packet_socket", "unshare_user", "unshare_mounts")
 HARMLESS_AS_ROOT += ("clone_user", "gain_capabilities")
 
@@ -135,10 +141,10 @@ def test_only_a_small_regular_file_is_taken_out(made, message):
         assert (await box.exec(made)).code == 0
         start = time.monotonic()
         with pytest.raises(SandboxFileError, match=message):
-            await box.get("/work/x", 100)
+            await box.get("/app/x", 100)
         assert time.monotonic() - start < 10
         assert (await box.exec("rm -rf x; head -c 100 /dev/zero > x")).code == 0
-        return await box.get("/work/x", 100)
+        return await box.get("/app/x", 100)
 
     assert in_box(work) == bytes(100)
 
@@ -148,17 +154,17 @@ def test_a_device_is_not_taken_out_nor_what_lies_behind_a_linked_folder():
         await box.exec("mkdir real; echo x > real/file; ln -s real linked; ln -s / up")
         for path, message in [
             ("/dev/zero", "a device"),
-            ("/work/linked/file", "which is not followed"),
-            ("/work/up/etc/passwd", "which is not followed"),
-            ("/work/real/file/x", "no folder"),
+            ("/app/linked/file", "which is not followed"),
+            ("/app/up/etc/passwd", "which is not followed"),
+            ("/app/real/file/x", "no folder"),
         ]:
             with pytest.raises(SandboxFileError, match=message):
                 await box.get(path, 1000)
         with pytest.raises(SandboxFileError, match="which is not followed"):
-            await box.get_folder("/work/linked", 1000)
+            await box.get_folder("/app/linked", 1000)
         with pytest.raises(SandboxFileError, match="which is not followed"):
-            await box.put("/work/linked/new", b"")
-        return await box.get("/work/real/file", 1000)
+            await box.put("/app/linked/new", b"")
+        return await box.get("/app/real/file", 1000)
 
     assert in_box(work) == b"x\n"
 
@@ -167,7 +173,7 @@ def test_what_goes_in_replaces_links_and_pipes_and_writes_through_none():
     async def work(box):
         await box.exec("echo old > target; ln -s target link; mkfifo pipe; ln target hard")
         for name in ("link", "pipe", "hard"):
-            await box.put(f"/work/{name}", b"new")
+            await box.put(f"/app/{name}", b"new")
         return await box.exec("stat -c %F link pipe hard; cat target link")
 
     result = in_box(work)
@@ -178,12 +184,12 @@ def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
     async def work(box):
         text = "mkdir a; echo x > a/file; ln -s /etc/passwd a/link; ln -s .. a/up; mkfifo a/pipe"
         await box.exec(text)
-        tar = await box.get_folder("/work/a", 10_000)
+        tar = await box.get_folder("/app/a", 10_000)
         with pytest.raises(SandboxFileError, match="more than the 100 bytes"):
-            await box.get_folder("/work/a", 100)
+            await box.get_folder("/app/a", 100)
         await box.exec("mkdir b; cd b; for i in $(seq 300); do mkdir d; cd d; done")
         with pytest.raises(SandboxFileError, match="deep"):
-            await box.get_folder("/work/b", 10_000_000)
+            await box.get_folder("/app/b", 10_000_000)
         with pytest.raises(SandboxFileError, match="deep"):
             await box.snapshot()
         return tar
@@ -207,7 +213,7 @@ def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbo
         running = asyncio.create_task(box.exec(["python3", "-I", "-c", churn], seconds=4))
         outcomes = set()
         while not running.done():
-            for reading in (box.get_folder("/work", 10**7), box.get("/work/7", 10**5)):
+            for reading in (box.get_folder("/app", 10**7), box.get("/app/7", 10**5)):
                 try:
                     await reading
                     outcomes.add("read")
@@ -223,8 +229,8 @@ def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbo
 def test_planted_modules_do_not_reach_an_isolated_interpreter():
     async def work(box):
         for name in ("json", "sitecustomize", "conftest", "usercustomize"):
-            await box.put(f"/work/{name}.py", b"print('forged')")
-            await box.put(f"/home/agent/.local/lib/python3/{name}.py", b"print('forged')")
+            await box.put(f"/app/{name}.py", b"print('forged')")
+            await box.put(f"/var/agent/.local/lib/python3/{name}.py", b"print('forged')")
         plain = await box.exec(["python3", "-c", "import json"])
         isolated = await box.exec(["python3", "-I", "-c", "import json"])
         return plain.stdout, isolated.stdout
@@ -239,11 +245,11 @@ def test_an_agents_work_is_graded_where_the_agent_never_was():
 
     async def work():
         async with Sandbox() as image:
-            await image.exec("mkdir -p /app; echo base > /app/base", user="root")
+            await image.exec("mkdir /data; echo base > /data/base", user="root")
             layer = await image.snapshot()
         async with Sandbox(SandboxConfig(base=layer)) as box:
             await box.exec(
-                "mkdir -p /tests; echo forged > /tests/test.py; echo x >> /app/base", user="root"
+                "mkdir -p /tests; echo forged > /tests/test.py; echo x >> /data/base", user="root"
             )
             await box.exec(
                 f"echo 42 > answer; ln -s /etc/shadow link; setsid sh -c '{forge}' &", user="root"
@@ -251,13 +257,13 @@ def test_an_agents_work_is_graded_where_the_agent_never_was():
             await asyncio.sleep(0.2)
             assert await box.get("/logs/reward", 10) == b"1\n"
             os.kill(first_process(box), signal.SIGSTOP)
-            files = await box.get_folder("/work", 10_000)
+            files = await box.get_folder("/app", 10_000)
         async with Sandbox(SandboxConfig(base=layer)) as fresh:
-            await fresh.put_tar("/work", files)
+            await fresh.put_tar("/app", files)
             await fresh.put("/tests/test.py", b"print('judge')", user="root", mode=0o600)
             await fresh.exec("mkdir -m 700 /logs; chmod 700 /tests", user="root")
             judged = await fresh.exec(
-                "cat answer /app/base; python3 -I /tests/test.py", user="root"
+                "cat answer /data/base; python3 -I /tests/test.py", user="root"
             )
             spied = await fresh.exec("cat /tests/test.py; echo 1 > /logs/reward; pgrep -c sleep")
             left = await fresh.exec("ls /logs", user="root")
@@ -280,7 +286,7 @@ def test_root_inside_cannot_take_the_sandbox_away():
 
     async def work(box):
         results = [await box.exec(["python3", "-I", "-c", bomb], user="root")]
-        results.append(await box.exec("rm -rf /work /etc/* /bin /lib /lib64; echo on", user="root"))
+        results.append(await box.exec("rm -rf /app /etc/* /bin /lib /lib64; echo on", user="root"))
         return results, await box.exec("/usr/bin/true", user="root")
 
     results, after = in_box(work, processes=50)

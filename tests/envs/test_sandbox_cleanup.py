@@ -54,7 +54,7 @@ DAEMONS = """
                 time.sleep(0.01)
 """
 FULL_DISK = """
-    with open("/work/x", "wb") as file:
+    with open("/app/x", "wb") as file:
         while True:
             file.write(bytes(2**20))
 """
@@ -130,10 +130,10 @@ def test_a_cancelled_sandbox_leaves_nothing(stage):
             if stage == "exec":
                 await box.exec("setsid sleep 1008 & sleep 1008")
             elif stage == "put":
-                await box.put("/work/x", bytes(30_000_000))
+                await box.put("/app/x", bytes(30_000_000))
             elif stage == "get_folder":
                 await box.exec("head -c 30000000 /dev/zero > x")
-                await box.get_folder("/work", 10**8)
+                await box.get_folder("/app", 10**8)
             elif stage == "snapshot":
                 await box.exec("head -c 30000000 /dev/zero > x")
                 (await box.snapshot()).remove()

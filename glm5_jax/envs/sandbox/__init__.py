@@ -1,7 +1,7 @@
 """A sandbox for programs that nobody vouches for: written by language models, run for a reward.
 
     async with Sandbox(SandboxConfig(seconds=5)) as box:
-        await box.put("/work/x.py", b"print(1)")
+        await box.put("/app/x.py", b"print(1)")
         result = await box.exec(["python3", "-I", "x.py"])
 
 What a program does is in the `ExecResult`; that the sandbox failed is a `SandboxError`, and no reward.

@@ -25,7 +25,7 @@ from glm5_jax.envs.sandbox.config import (
     SandboxError,
     SandboxFileError,
 )
-from glm5_jax.envs.sandbox.recipe import AGENT, ROOT_CAPABILITIES, launch_task
+from glm5_jax.envs.sandbox.recipe import AGENT, HOMES, ROOT_CAPABILITIES, launch_task
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,7 @@ class Sandbox:
         self._check_running()
         seconds = self.config.seconds if seconds is None else seconds
         identity = self._identity(user)
-        home = {"agent": "/home/agent", "root": "/root"}[user]
-        defaults = {"PATH": PATH, "HOME": home, "USER": user, "LANG": "C.UTF-8"}
+        defaults = {"PATH": PATH, "HOME": HOMES[user], "USER": user, "LANG": "C.UTF-8"}
         group = self._groups.command()
         kills = self._groups.memory_kills()
         child = self._child(

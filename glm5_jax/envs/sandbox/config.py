@@ -103,7 +103,7 @@ class SandboxConfig:
     open_files: int = 1024
     start_seconds: float = 30.0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    workdir: str = "/work"
+    workdir: str = "/app"
     base: Layer = HOST
     isolation: str = "bubblewrap"
 

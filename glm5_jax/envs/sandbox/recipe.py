@@ -6,6 +6,7 @@ import pathlib
 from glm5_jax.envs.sandbox.config import Layer, SandboxConfig
 
 AGENT = 1000  # user and group of the agent inside
+HOMES = {"root": "/root", "agent": "/var/agent"}
 # What root of the sandbox keeps: enough to install and to change users, not to mount, trace or reboot.
 # CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, NET_BIND_SERVICE
 ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)
@@ -15,7 +16,7 @@ _HOLDER = ("/bin/sh", "-c", 'trap "" CHLD; echo ready; exec sleep infinity >/dev
 _HOLDER_CAPABILITY = "CAP_SYS_PTRACE"
 _PASSWD = (
     "root:x:0:0:root:/root:/bin/sh\n"
-    "agent:x:1000:1000:agent:/home/agent:/bin/sh\n"
+    f"agent:x:{AGENT}:{AGENT}:agent:{HOMES['agent']}:/bin/sh\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
 )
 _SKELETON = (
@@ -23,7 +24,7 @@ _SKELETON = (
     *((name, "folder", 0o1777, 0, "") for name in ("/tmp", "/var/tmp")),
     ("/root", "folder", 0o700, 0, ""),
     ("/home", "folder", 0o755, 0, ""),
-    ("/home/agent", "folder", 0o755, AGENT, ""),
+    (HOMES["agent"], "folder", 0o755, AGENT, ""),
     ("/etc/passwd", "file", 0o644, 0, _PASSWD),
     ("/etc/group", "file", 0o644, 0, "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n"),
     ("/etc/hosts", "file", 0o644, 0, "127.0.0.1 localhost sandbox\n::1 localhost\n"),

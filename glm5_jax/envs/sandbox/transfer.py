@@ -22,6 +22,7 @@ END = bytes(4)
 
 
 def record(path: bytes, kind: int, mode: int, content: bytes) -> bytes:
+    """One record, as told above."""
     header = marshal.dumps((path, kind, mode, len(content)))
     return len(header).to_bytes(4, "little") + header + content
 
