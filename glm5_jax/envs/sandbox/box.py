@@ -96,6 +96,9 @@ class Sandbox:
                 self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax-sandbox-"))
                 self._inside(self.config.workdir).mkdir(parents=True, exist_ok=True)
             self._running = True
+        except OSError as error:
+            await self.stop()
+            raise SandboxError(_NO_START.format(error)) from error
         except BaseException:
             await self.stop()
             raise
@@ -120,7 +123,10 @@ class Sandbox:
         seconds = self.config.seconds if seconds is None else seconds
         identity = self._identity(user)
         defaults = {"PATH": PATH, "HOME": HOMES[user], "USER": user, "LANG": "C.UTF-8"}
-        group = self._groups.command()
+        try:
+            group = self._groups.command()
+        except OSError as error:
+            raise SandboxError(f"no group of processes for a command: {error}") from error
         kills = self._groups.memory_kills()
         child = self._child(
             stdin=stdin,
@@ -321,7 +327,10 @@ class Sandbox:
         sandbox = self._first if self._isolated else None
         task |= {"sandbox": sandbox, "owner": self._owner, "root": str(self._folder)}
         descriptors = (*descriptors, *(() if sandbox is None else (sandbox,)))
-        child = Child(task, stdin=stdin, output_bytes=output_bytes, descriptors=descriptors)
+        try:
+            child = Child(task, stdin=stdin, output_bytes=output_bytes, descriptors=descriptors)
+        except OSError as error:
+            raise SandboxError(f"no process to enter the sandbox: {error}") from error
         self._children.add(child)
         return child
 

@@ -139,7 +139,7 @@ class Groups:
             return 0
         file = folder / "memory.events"
         file = file if file.exists() else folder / "memory.oom_control"
-        counts = dict(line.split() for line in file.read_text().splitlines())
+        counts = dict(line.split() for line in _read(file).splitlines())
         return int(counts.get("oom_kill", 0))
 
     async def end(self, command: pathlib.Path, seconds: float) -> bool:

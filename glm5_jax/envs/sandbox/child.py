@@ -66,7 +66,13 @@ class Child:
             os.close(status_write)
             os.close(memory)
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except BaseException:
+            with self._process:  # closes its pipes and waits
+                self._process.kill()
+            os.close(self._status)
+            raise
         self._loop.add_reader(self._pidfd, self._on_exit)
         for name in ("stdin", "stdout", "stderr"):
             descriptor = getattr(self._process, name).fileno()

@@ -57,17 +57,14 @@ class Layer:
 
     def remove(self) -> None:
         """Deletes the topmost folder, which a snapshot made."""
-
-        def open_up(function, path, error) -> None:
-            # Programs may have closed folders to their owner; only root passes those.
-            if not isinstance(error[1], PermissionError):
-                raise error[1]
-            for folder in (os.path.dirname(path), path):
-                if os.path.isdir(folder) and not os.path.islink(folder):
-                    os.chmod(folder, 0o700)
-            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-
-        shutil.rmtree(self.folders[0], onerror=open_up)
+        if (
+            os.getuid() != 0
+        ):  # programs may have closed folders to their owner, whom only root passes
+            for place, names, _ in os.walk(self.folders[0]):
+                for path in (pathlib.Path(place, name) for name in names):
+                    if not path.is_symlink():
+                        path.chmod(0o700)
+        shutil.rmtree(self.folders[0])
 
 
 HOST = Layer()

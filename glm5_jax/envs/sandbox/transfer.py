@@ -93,10 +93,19 @@ def to_tar(data: bytes) -> bytes:
 
 
 def extract(data: bytes, folder: str | os.PathLike) -> None:
-    """Unpacks what `get_folder` returned into a host folder; links in it are left out."""
+    """Unpacks what `get_folder` returned into a host folder that holds no links; those in it are left out.
 
-    def without_links(member, path):
-        return tarfile.data_filter(member, path) if member.isreg() or member.isdir() else None
-
+    Of permissions only whether a file can be run is kept.
+    """
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        archive.extractall(folder, filter=without_links)
+        for member in archive:
+            path = pathlib.PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ValueError(f"{member.name} in the archive leads out of the folder")
+            target = pathlib.Path(folder, path)
+            if member.isdir():
+                target.mkdir(parents=True, exist_ok=True)
+            elif member.isreg():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.extractfile(member).read())
+                target.chmod(0o755 if member.mode & 0o100 else 0o644)
