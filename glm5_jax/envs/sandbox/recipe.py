@@ -12,7 +12,12 @@ HOMES = {"root": "/root", "agent": "/var/agent"}
 ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)
 # As first process it cannot be killed from inside, and as its children's deaths are ignored the kernel
 # buries them. The one capability that programs here never have keeps them from tracing it.
-_HOLDER = ("/bin/sh", "-c", 'trap "" CHLD; echo ready; exec sleep infinity >/dev/null 2>&1')
+_HOLDER = (
+    *("/bin/sh", "-c"),
+    # Of the shells dash cannot ignore this signal, of the programs `env` GNU's alone can.
+    'trap "" CHLD; with="env --ignore-signal=CHLD"; $with true 2>/dev/null || with=; '
+    "echo ready; exec $with sleep infinity >/dev/null 2>&1",
+)
 _HOLDER_CAPABILITY = "CAP_SYS_PTRACE"
 _PASSWD = (
     "root:x:0:0:root:/root:/bin/sh\n"
