@@ -35,6 +35,7 @@ done
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 set_up test "$python"
+add_packages
 cd "$ROOT"
 
 has_tier() { [[ " ${tiers[*]} " == *" $1 "* ]]; }

@@ -1,1 +1,1 @@
-"""Environments: what attempts at a task are worth, and where they are made."""
+"""Where agents act: sandboxes, tasks and what they are scored by."""

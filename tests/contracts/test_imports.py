@@ -26,7 +26,7 @@ NETWORK = ("socket", "socketserver", "http", "urllib", "aiohttp", "requests", "h
 NETWORK_FILES = ("server", "client", "gateway", "service", "orchestrator", "weight_sync")
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
-PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox.py", "launch/")
+PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox/", "launch/")
 
 # Where libraries may be imported that the project is only compared with.
 COMPARISONS = (

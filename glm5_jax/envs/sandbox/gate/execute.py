@@ -1,0 +1,111 @@
+"""Runs commands in a sandbox."""
+
+import _signal as signal
+import ctypes
+import errno
+import os
+import resource
+
+from .system import ALL_NAMESPACES, Failed, become, call, libc, report
+
+SET_SECCOMP, CAPBSET_DROP, SET_NO_NEW_PRIVS = 22, 24, 38
+SECCOMP_MODE_FILTER = 2
+
+
+def execute(task):
+    """Runs a command in the sandbox and reports how it ended."""
+    groups = [os.open(path, os.O_WRONLY) for path in task["groups"]]
+    if task["sandbox"] is not None:
+        call("setns", task["sandbox"], ALL_NAMESPACES)
+    child = os.fork()
+    if not child:
+        start_program(task, groups)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    # A child that failed before the program started has reported that itself.
+    report(task, f"exit {code}" if code >= 0 else f"signal {-code}")
+
+
+def start_program(task, groups):
+    """Turns this process into the program; reports why if the sandbox could not be entered."""
+    try:
+        for descriptor in groups:
+            os.write(descriptor, b"0")
+        if task["sandbox"] is not None:
+            os.setsid()
+            restrict(task)
+        for signal_ in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+            signal.signal(signal_, signal.SIG_DFL)
+        for name, value in task["rlimits"].items():
+            kind = getattr(resource, name)
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
+    except BaseException as error:
+        report(task, f"failed {error}")
+        os._exit(1)
+    code, text = 127, "not found"
+    try:
+        os.chdir(task["cwd"])
+        if task["filter"]:
+            install_filter(task["filter"])
+        replace(task["command"], task["env"])
+    except FileNotFoundError as error:
+        text = f"{error.filename or task['command'][0]}: not found"
+    except OSError as error:
+        code, text = 126, f"{error.filename or task['command'][0]}: {error.strerror}"
+    except ValueError as error:  # a null byte
+        code, text = 126, str(error)
+    os.write(2, f"sandbox: {text}\n".encode(errors="replace"))
+    os._exit(code)
+
+
+def restrict(task):
+    """No capability but those of the task can be had from here on, nor privileges by set-user-id."""
+    for capability in range(64):
+        if capability not in task["capabilities"]:
+            if libc.prctl(CAPBSET_DROP, capability, 0, 0, 0) == -1:
+                if ctypes.get_errno() != errno.EINVAL:  # past the last there is
+                    raise Failed("capabilities cannot be dropped")
+    call("prctl", SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    become(task["user"], task["owner"])
+
+
+def install_filter(program):
+    """The filter of system calls, for this process and all that it starts."""
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
+
+    data = Program(len(program) // 8, program)
+    call("prctl", SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(data), 0, 0)
+
+
+def replace(command, env):
+    """execve; the name is looked for on the path of `env`, as a shell does."""
+    name = command[0]
+    if "/" in name:
+        os.execve(name, command, env)
+    refusal = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    for folder in env.get("PATH", "/usr/bin:/bin").split(":"):
+        try:
+            os.execve(os.path.join(folder, name), command, env)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except PermissionError as error:
+            refusal = error
+    raise refusal
+
+
+def kill_all(task):
+    """Ends every process of the sandbox but its first."""
+    call("setns", task["sandbox"], ALL_NAMESPACES)
+    child = os.fork()
+    if not child:
+        become(0, task["owner"])
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        os._exit(0)
+    os.waitpid(child, 0)
+    report(task, "exit 0")

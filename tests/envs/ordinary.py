@@ -1,0 +1,71 @@
+"""Run as an ordinary user by `test_sandbox_ordinary`: what sandboxes do there, as a JSON object."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+
+from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxFileError
+
+HOG = "x = [bytearray(b'x' * 2**20) for _ in range(400)]; print(len(x))"
+MANY = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
+
+
+async def main(probe: str, host: str) -> dict:
+    told = {}
+    config = SandboxConfig(memory_bytes=200 << 20, processes=40, disk_bytes=20 << 20)
+    async with Sandbox(config) as box:
+        told["limits"] = box.limits
+        for user in ("agent", "root"):
+            result = await box.exec(["python3", "-I", "-c", probe, host], user=user)
+            assert result.code == 0, result.stderr.decode()
+            told[user] = json.loads(result.stdout)
+        told["memory"] = (await box.exec(["python3", "-I", "-c", HOG])).stdout.decode()
+        told["disk"] = (
+            await box.exec("head -c 30000000 /dev/zero > x; echo $?; rm x")
+        ).stdout.decode()
+        late = await box.exec("setsid sleep 2001 & sleep 2001", seconds=0.5)
+        told["late"] = late.timed_out, (await box.exec("pgrep -fc 'sleep 200[1]'")).stdout.decode()
+        await box.put("/app/a/x", b"1")
+        await box.exec("ln -s x a/link; mkdir -m 0 a/closed")
+        told["files"] = (await box.get("/app/a/x", 1)).decode()
+        try:
+            await box.get("/app/a/link", 100)
+        except SandboxFileError as error:
+            told["link"] = str(error)
+        layer = await box.snapshot()
+        namespace = os.readlink(f"/proc/{box._monitor.pid}/ns/user")
+    try:
+        async with Sandbox(SandboxConfig(base=layer)) as box:
+            again = await box.exec("rm -r a; mkdir a; ls -A a; echo on > a/y; cat a/y; ls -A")
+            told["layer"] = again.stdout.decode() + again.stderr.decode()
+            second = await box.snapshot()
+        async with Sandbox(SandboxConfig(base=second)) as box:
+            told["layer"] += (await box.exec("ls -A a")).stdout.decode()
+        second.remove()
+    finally:
+        layer.remove()
+    async with Sandbox(config) as box:
+        told["processes"] = (await box.exec(MANY)).stdout.decode()
+    async with Sandbox() as box:
+        told["more processes"] = (await box.exec(MANY)).stdout.decode()
+    told["folders"] = os.path.exists(layer.folders[0])
+    time.sleep(0.1)
+    told["left"] = [
+        pid for pid in os.listdir("/proc") if pid.isdigit() and namespace_of(pid) == namespace
+    ]
+    return told
+
+
+def namespace_of(pid: str) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/user")
+    except OSError:
+        return None
+
+
+logging.basicConfig(stream=sys.stderr)
+with open(sys.argv[1]) as file:
+    print(json.dumps(asyncio.run(main(file.read(), sys.argv[2]))))

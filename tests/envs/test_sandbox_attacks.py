@@ -1,0 +1,297 @@
+"""Ways out of a sandbox, ways to a reward that is not earned, and what stands in each."""
+
+import asyncio
+import io
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import tarfile
+import time
+
+import pytest
+
+from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxFileError, extract
+from tests.envs.leftovers import run
+from tests.envs.test_sandbox import first_process, in_box, root_only
+
+pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
+PROBE = pathlib.Path(__file__).with_name("probe.py")
+REFUSED = {
+    "read_host_file": "ENOENT",
+    "read_host_environment": "not found",
+    "write_programs": "EROFS",
+    "connect_to_host": "ECONNREFUSED",
+    "connect_to_host_by_name": "ECONNREFUSED",
+    "leave_the_machine": "ENETUNREACH",
+    "use_another_interface": "only {'lo'}",
+    "open_raw_socket": "EPERM",
+    "open_packet_socket": "EAFNOSUPPORT",
+    "open_socket_to_the_hypervisor": "EAFNOSUPPORT",
+    "kill_host_process": "ESRCH",
+    "trace_first_process": "EPERM",
+    "write_first_process": "EACCES",
+    "enter_first_process": "EACCES",
+    "mount": "EPERM",
+    "unmount": "EPERM",
+    "remount_writable": "EPERM",
+    "make_device": "EPERM",
+    "write_kernel_setting": "EACCES",
+    "allow_user_namespaces": "EACCES",
+    # On a kernel that has it, EACCES.
+    "sysrq": "EACCES" if os.path.exists("/proc/sysrq-trigger") else "ENOENT",
+    "read_kernel_log": "EPERM",
+    "chroot_out": "EPERM",
+    "unshare_user": "PermissionError(1, 'Operation not permitted')",
+    "unshare_mounts": "PermissionError(1, 'Operation not permitted')",
+    "clone_user": "ENOSPC",
+    "add_key": "EPERM",
+    "load_bpf": "EPERM",
+    "io_uring": "EPERM",
+    "reboot": "EPERM",
+    "keep_the_right_to_gain_privileges": "no new privileges",
+    "find_other_descriptors": "none but its own",
+    "find_host_in_dev": "only the usual",
+}
+AGENT = {
+    "kill_all_others": "EPERM",
+    "stop_first_process": "EPERM",
+    "gain_capabilities": "only []",
+    "become_root": "EPERM",
+}
+ROOT = {
+    "kill_all_others": "the first process lives on",
+    "stop_first_process": "state S: not stopped, not dead",
+    "gain_capabilities": "only [0, 1, 3, 4, 5, 6, 7, 10]",
+}
+# What the probe would do if nothing stood in its way, as far as that harms nobody.
+HARMLESS = ("read_host_file", "read_host_environment", "connect_to_host", "connect_to_host_by_name")
+HARMLESS += (
+    "keep_the_right_to_gain_privileges",
+    "kill_host_process",
+    "find_host_in_dev",
+    "use_another_interface",
+)
+HARMLESS_AS_ROOT = ("open_raw_socket", "open_packet_socket", "unshare_user", "unshare_mounts")
+HARMLESS_AS_ROOT += ("clone_user", "gain_capabilities")
+
+
+def tried(user, attacks, tmp_path, **config):
+    """The probe's outcomes; what it is to find on the host is there."""
+    (tmp_path / "host.txt").write_text("secret")
+    tmp_path.chmod(0o755)
+    holder = subprocess.Popen(["sleep", "100"], env={"PROBE_SECRET": "very-secret"})
+    with holder, socket.socket() as server, socket.socket(socket.AF_UNIX) as named:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        name = f"glm5_jax-probe-{os.getpid()}"
+        named.bind("\0" + name)
+        named.listen()
+        host = {
+            "attacks": list(attacks),
+            "file": str(tmp_path / "host.txt"),
+            "secret": "very-secret",
+            "port": server.getsockname()[1],
+            "name": name,
+            "pid": os.getpid(),
+            "device": os.stat("/").st_dev,
+        }
+
+        async def work(box):
+            command = ["python3", "-I", "-c", PROBE.read_text(), json.dumps(host)]
+            return await box.exec(command, user=user)
+
+        try:
+            result = in_box(work, **config)
+        finally:
+            holder.kill()
+    assert result.code == 0, result.stderr.decode()
+    return json.loads(result.stdout)
+
+
+@root_only
+@pytest.mark.parametrize("user", ["agent", "root"])
+def test_nothing_leads_out(user, tmp_path):
+    expected = REFUSED | (ROOT if user == "root" else AGENT)
+    assert tried(user, expected, tmp_path) == expected
+
+
+def test_the_probe_gets_through_where_nothing_stands_in_its_way(tmp_path):
+    names = [*HARMLESS, *(HARMLESS_AS_ROOT if os.getuid() == 0 else ())]
+    found = tried("agent", names, tmp_path, isolation="none")
+    assert found == dict.fromkeys(names, "worked")
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ("ln -s /etc/passwd x", "x: a link, not a regular file"),
+        ("ln -s x x", "x: a link, not a regular file"),
+        ("mkfifo x", "x: a named pipe, not a regular file"),
+        ("mkdir x", "x: a folder, not a regular file"),
+        ("python3 -c 'import socket; socket.socket(1).bind(\"x\")'", "x: a socket"),
+        ("true", "x: No such file or directory"),
+        ("head -c 101 /dev/zero > x", "more than the 100 bytes"),
+    ],
+)
+def test_only_a_small_regular_file_is_taken_out(made, message):
+    async def work(box):
+        assert (await box.exec(made)).code == 0
+        start = time.monotonic()
+        with pytest.raises(SandboxFileError, match=message):
+            await box.get("/app/x", 100)
+        assert time.monotonic() - start < 10
+        assert (await box.exec("rm -rf x; head -c 100 /dev/zero > x")).code == 0
+        return await box.get("/app/x", 100)
+
+    assert in_box(work) == bytes(100)
+
+
+def test_a_device_is_not_taken_out_nor_what_lies_behind_a_linked_folder():
+    async def work(box):
+        await box.exec("mkdir real; echo x > real/file; ln -s real linked; ln -s / up")
+        for path, message in [
+            ("/dev/zero", "a device"),
+            ("/app/linked/file", "which is not followed"),
+            ("/app/up/etc/passwd", "which is not followed"),
+            ("/app/real/file/x", "no folder"),
+        ]:
+            with pytest.raises(SandboxFileError, match=message):
+                await box.get(path, 1000)
+        with pytest.raises(SandboxFileError, match="which is not followed"):
+            await box.get_folder("/app/linked", 1000)
+        with pytest.raises(SandboxFileError, match="which is not followed"):
+            await box.put("/app/linked/new", b"")
+        return await box.get("/app/real/file", 1000)
+
+    assert in_box(work) == b"x\n"
+
+
+def test_what_goes_in_replaces_links_and_pipes_and_writes_through_none():
+    async def work(box):
+        await box.exec("echo old > target; ln -s target link; mkfifo pipe; ln target hard")
+        for name in ("link", "pipe", "hard"):
+            await box.put(f"/app/{name}", b"new")
+        return await box.exec("stat -c %F link pipe hard; cat target link")
+
+    result = in_box(work)
+    assert result.stdout == b"regular file\n" * 3 + b"old\nnew"
+
+
+def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
+    async def work(box):
+        text = "mkdir a; echo x > a/file; ln -s /etc/passwd a/link; ln -s .. a/up; mkfifo a/pipe"
+        await box.exec(text)
+        tar = await box.get_folder("/app/a", 10_000)
+        with pytest.raises(SandboxFileError, match="more than the 100 bytes"):
+            await box.get_folder("/app/a", 100)
+        await box.exec("mkdir b; cd b; for i in $(seq 300); do mkdir d; cd d; done")
+        with pytest.raises(SandboxFileError, match="deep"):
+            await box.get_folder("/app/b", 10_000_000)
+        with pytest.raises(SandboxFileError, match="deep"):
+            await box.snapshot()
+        return tar
+
+    tar = in_box(work)
+    with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+        found = {member.name: member.linkname for member in archive}
+    assert found == {"file": "", "link": "/etc/passwd", "up": ".."}
+    extract(tar, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == ["file"]
+
+
+def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbox():
+    churn = "import os\nwhile True:\n  for i in range(50):\n"
+    churn += (
+        "    open(str(i), 'w').write('x' * 9999); os.rename(str(i), 'y'); os.symlink('y', str(i))\n"
+    )
+    churn += "  for i in range(50): os.unlink(str(i))\n"
+
+    async def work(box):
+        running = asyncio.create_task(box.exec(["python3", "-I", "-c", churn], seconds=4))
+        outcomes = set()
+        while not running.done():
+            for reading in (box.get_folder("/app", 10**7), box.get("/app/7", 10**5)):
+                try:
+                    await reading
+                    outcomes.add("read")
+                except SandboxFileError:
+                    outcomes.add("refused")
+        return outcomes, await running
+
+    outcomes, result = in_box(work)
+    assert outcomes == {"read", "refused"}
+    assert result.timed_out, result.stderr
+
+
+def test_planted_modules_do_not_reach_an_isolated_interpreter():
+    async def work(box):
+        for name in ("json", "sitecustomize", "conftest", "usercustomize"):
+            await box.put(f"/app/{name}.py", b"print('forged')")
+            await box.put(f"/var/agent/.local/lib/python3/{name}.py", b"print('forged')")
+        plain = await box.exec(["python3", "-c", "import json"])
+        isolated = await box.exec(["python3", "-I", "-c", "import json"])
+        return plain.stdout, isolated.stdout
+
+    assert in_box(work) == (b"forged\n", b"")
+
+
+@root_only
+def test_an_agents_work_is_graded_where_the_agent_never_was():
+    """The daemon, the replaced interpreter and the tests made beforehand stay in the stopped sandbox."""
+    forge = "while true; do mkdir -p /logs; echo 1 > /logs/reward; sleep 0.01; done"
+
+    async def work():
+        async with Sandbox() as image:
+            await image.exec("mkdir /data; echo base > /data/base", user="root")
+            layer = await image.snapshot()
+        async with Sandbox(SandboxConfig(base=layer)) as box:
+            await box.exec(
+                "mkdir -p /tests; echo forged > /tests/test.py; echo x >> /data/base", user="root"
+            )
+            await box.exec(
+                f"echo 42 > answer; ln -s /etc/shadow link; setsid sh -c '{forge}' &", user="root"
+            )
+            await asyncio.sleep(0.2)
+            assert await box.get("/logs/reward", 10) == b"1\n"
+            os.kill(first_process(box), signal.SIGSTOP)
+            files = await box.get_folder("/app", 10_000)
+        async with Sandbox(SandboxConfig(base=layer)) as fresh:
+            await fresh.put_tar("/app", files)
+            await fresh.put("/tests/test.py", b"print('judge')", user="root", mode=0o600)
+            await fresh.exec("mkdir -m 700 /logs; chmod 700 /tests", user="root")
+            judged = await fresh.exec(
+                "cat answer /data/base; python3 -I /tests/test.py", user="root"
+            )
+            spied = await fresh.exec("cat /tests/test.py; echo 1 > /logs/reward; pgrep -c sleep")
+            left = await fresh.exec("ls /logs", user="root")
+        layer.remove()
+        return judged, spied, left
+
+    judged, spied, left = run(work())
+    assert judged.stdout == b"42\nbase\njudge\n"
+    assert spied.stdout == b"1\n"  # the first process itself
+    assert spied.stderr.count(b"ermission denied") == 2
+    assert left.stdout == b""
+
+
+@root_only
+def test_root_inside_cannot_take_the_sandbox_away():
+    """A program that fails could else turn its reward of 0 into none."""
+    bomb = "import os, signal\nfor _ in range(3):\n  try: os.kill(-1, signal.SIGKILL)\n"
+    bomb += "  except OSError: pass\nfor pid in range(1, os.getpid()):\n  try: os.kill(pid, signal.SIGKILL)\n"
+    bomb += "  except OSError: pass\nprint('on')"
+
+    async def work(box):
+        results = [await box.exec(["python3", "-I", "-c", bomb], user="root")]
+        results.append(await box.exec("rm -rf /app /etc/* /bin /lib /lib64; echo on", user="root"))
+        return results, await box.exec("/usr/bin/true", user="root")
+
+    results, after = in_box(work, processes=50)
+    assert results[0].stdout == b"on\n"
+    assert after.code in (
+        126,
+        127,
+    )  # there is no loader any more, and it is told as the program's doing

@@ -1,0 +1,262 @@
+"""Nothing is left of a sandbox, whatever ran in it and however it ended; its neighbours notice nothing."""
+
+import asyncio
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, run_python
+from tests.envs.leftovers import all_that_sandboxes_make, groups, namespaces, processes_in, run
+from tests.envs.test_sandbox import first_process, root_only
+
+pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
+FORK_BOMB = """
+    import os, time
+    while True:
+        try:
+            if not os.fork():
+                os.setsid()
+        except OSError:
+            time.sleep(0.01)
+"""
+MEMORY_HOG = """
+    import os
+    for _ in range(5):
+        os.fork()
+    kept = []
+    while True:
+        kept.append(bytearray(b"x" * 2**20))
+"""
+MUCH_OUTPUT = """
+    import os
+    for _ in range(300):
+        os.write(1, bytes(2**20))
+    print("end")
+"""
+DAEMONS = """
+    import os, signal, time
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+    for _ in range(10):
+        if not os.fork():
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            while True:
+                open("/tmp/x", "a").write("x")
+                time.sleep(0.01)
+"""
+FULL_DISK = """
+    with open("/app/x", "wb") as file:
+        while True:
+            file.write(bytes(2**20))
+"""
+POISONS = [FORK_BOMB, MEMORY_HOG, MUCH_OUTPUT, DAEMONS, FULL_DISK]
+CONFIG = SandboxConfig(seconds=4, memory_bytes=2**28, disk_bytes=2**27, processes=100)
+
+
+async def poisoned(poison: str, stop_first: bool):
+    async with Sandbox(CONFIG) as box:
+        if stop_first:
+            os.kill(first_process(box), signal.SIGSTOP)
+        return await box.exec(["python3", "-I", "-c", textwrap.dedent(poison)])
+
+
+async def healthy(number: int):
+    start = time.monotonic()
+    for _ in range(3):
+        result = await run_python(f"print({number} + sum(range(10**5)))")
+        assert (result.code, result.stdout) == (0, b"%d\n" % (number + 4999950000)), result
+    return time.monotonic() - start
+
+
+def test_poisoned_sandboxes_do_not_harm_their_neighbours():
+    """Acceptance check 28 of the specification."""
+
+    async def work():
+        bad = [
+            asyncio.create_task(poisoned(poison, stop_first))
+            for poison, stop_first in [*((poison, False) for poison in POISONS), (DAEMONS, True)]
+        ]
+        await asyncio.sleep(0.5)
+        times = await asyncio.gather(*(healthy(number) for number in range(4)))
+        return await asyncio.gather(*bad), times
+
+    (bomb, hog, output, daemons, disk, stopped), times = run(work())
+    assert bomb.timed_out and bomb.code == 137
+    assert hog.code != 0
+    assert output.truncated and len(output.stdout) == CONFIG.output_bytes
+    assert daemons.code == stopped.code == 0
+    assert disk.code == 1 and b"No space left" in disk.stderr
+    assert max(times) < 30  # each started, ran and ended three sandboxes
+
+
+def test_what_a_sandbox_is_made_of_is_seen_from_outside():
+    """The checks of the other tests are no checks if they cannot see."""
+
+    async def work():
+        before = all_that_sandboxes_make()
+        async with Sandbox() as box:
+            await box.exec("sleep 1007 >/dev/null 2>&1 &")
+            (namespace,) = namespaces()
+            inside = processes_in(namespace)
+            layer = await box.snapshot()
+            during = all_that_sandboxes_make()
+        layer.remove()
+        return before, inside, during, processes_in(namespace)
+
+    before, inside, during, after = run(work())
+    assert len(inside) == 2 and "1007" in "".join(inside) and after == []
+    differ = {name for name, value in during.items() if value != before[name]}
+    assert differ >= {"children", "namespaces", "folders", "descriptors"}
+    assert os.getuid() != 0 or "groups" in differ
+
+
+@pytest.mark.parametrize("stage", ["start", "exec", "put", "get_folder", "snapshot"])
+def test_a_cancelled_sandbox_leaves_nothing(stage):
+    """At moments from the first system call to the last; nothing_left looks afterwards."""
+    rng = random.Random(stage)
+
+    async def whole(begun):
+        async with Sandbox() as box:
+            begun.set()
+            if stage == "exec":
+                await box.exec("setsid sleep 1008 & sleep 1008")
+            elif stage == "put":
+                await box.put("/app/x", bytes(30_000_000))
+            elif stage == "get_folder":
+                await box.exec("head -c 30000000 /dev/zero > x")
+                await box.get_folder("/app", 10**8)
+            elif stage == "snapshot":
+                await box.exec("head -c 30000000 /dev/zero > x")
+                (await box.snapshot()).remove()
+            else:
+                begun.clear()
+
+    async def work():
+        cancelled = 0
+        for number in range(12):
+            begun = asyncio.Event()
+            task = asyncio.create_task(whole(begun))
+            if stage != "start":
+                await begun.wait()
+            await asyncio.sleep(rng.uniform(0, 0.09) if number else 0)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()  # an impatient caller
+            try:
+                await task
+            except asyncio.CancelledError:
+                cancelled += 1
+        return cancelled
+
+    assert run(work()) > 0
+
+
+def test_an_exception_in_the_block_leaves_nothing_and_is_passed_on():
+    async def work():
+        async with Sandbox() as box:
+            await box.exec("sleep 1009 >/dev/null 2>&1 &")
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(work())
+
+
+def test_a_time_limit_around_a_command_ends_it():
+    async def work():
+        async with Sandbox() as box:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await box.exec("setsid sleep 1010 & sleep 1010")
+            return await box.exec("pgrep -fc 'sleep 101[0]'")
+
+    assert run(work()).stdout == b"0\n"
+
+
+@root_only
+def test_a_stopped_first_process_does_not_hold_the_sandbox():
+    async def work():
+        start = time.monotonic()
+        async with Sandbox() as box:
+            await box.exec("sleep 1011 >/dev/null 2>&1 &", user="root")
+            os.kill(first_process(box), signal.SIGSTOP)
+            (namespace,) = namespaces()
+        return processes_in(namespace), time.monotonic() - start
+
+    left, took = run(work())
+    assert left == [] and took < 10
+
+
+def test_bubblewrap_killed_from_outside_takes_the_sandbox_along():
+    async def work():
+        async with Sandbox() as box:
+            await box.exec("sleep 1012 >/dev/null 2>&1 &")
+            (namespace,) = namespaces()
+            os.kill(box._monitor.pid, signal.SIGKILL)
+            for _ in range(200):
+                if not processes_in(namespace):
+                    return True
+                await asyncio.sleep(0.02)
+
+    assert run(work())
+
+
+OWNER = """
+    import asyncio
+    from glm5_jax.envs.sandbox import Sandbox
+
+    async def main():
+        async with Sandbox() as box:
+            await box.exec("setsid sleep 1013 >/dev/null 2>&1 &")
+            print("running", flush=True)
+            await box.exec("sleep 1013", seconds=1000)
+
+    asyncio.run(main())
+"""
+
+
+def test_the_sandboxes_of_a_killed_process_end_and_their_groups_are_swept_by_the_next(plain_env):
+    command = [sys.executable, "-c", textwrap.dedent(OWNER)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=plain_env) as owner:
+        assert owner.stdout.readline() == b"running\n"
+        time.sleep(0.3)
+        mark = f"-{owner.pid}-"
+        found = [name for name in groups_of(mark)]
+        (namespace,) = namespaces()
+        assert len(processes_in(namespace)) == 4
+        owner.kill()
+    for _ in range(500):
+        if not processes_in(namespace):
+            break
+        time.sleep(0.02)
+    assert processes_in(namespace) == []
+    assert run(run_python("print(1)")).stdout == b"1\n"
+    assert groups_of(mark) == []
+    assert found or os.getuid() != 0
+
+
+def groups_of(mark: str) -> list[str]:
+    return [
+        os.path.join(place, name)
+        for place, names, _ in os.walk("/sys/fs/cgroup")
+        for name in names
+        if name.startswith("glm5_jax-") and mark in name
+    ]
+
+
+def test_no_temporary_folder_is_made_for_a_sandbox(tmp_path):
+    async def work():
+        async with Sandbox() as box:
+            await box.exec("echo x > /tmp/x")
+            return list(pathlib.Path(tmp_path).rglob("*"))
+
+    assert run(work()) == [tmp_path / "temporary"]
+    assert groups() == []
