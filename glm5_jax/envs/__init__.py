@@ -1,0 +1,1 @@
+"""Where policies act and are judged: sandboxes, tasks and their verifiers."""
