@@ -29,7 +29,7 @@ from glm5_jax.text.chat import tool_function
 
 START_SECONDS = 120  # for a child that loads SymPy on a machine under load
 MOST_CODE = 100_000  # bytes of a program, which goes to its Python as one argument
-MOST_ROUNDS = 8  # runs of tests whose calls depend on what earlier ones returned
+MOST_ROUNDS = 32  # runs of tests whose calls depend on what earlier ones returned
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -14,7 +14,6 @@ its question, by the same hash as for conversations: what is asked on one side i
 other seeds and in supervised fine-tuning.
 """
 
-import ast
 import dataclasses
 import itertools
 import json
@@ -143,22 +142,12 @@ def _svamp(config: TaskConfig) -> Iterator[_Made]:
 
 def _mbpp(config: TaskConfig) -> Iterator[_Made]:
     for problem in chat_tasks.shipped("mbpp.jsonl"):
-        setup, tests = problem.get("setup", ""), "\n".join(problem["tests"])
-        used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-        names = sorted(used & (_defined(problem["code"]) | _defined(setup)))
-        data = {"tests": tests, "names": names, "setup": setup}
+        data = {
+            "tests": "\n".join(problem["tests"]),
+            "names": problem["names"],
+            "setup": problem.get("setup", ""),
+        }
         yield _Made(f"{problem['text']}\n{problem['tests'][0]}", data)
-
-
-def _defined(code: str) -> set[str]:
-    """The names that code has once it ran, at its top level."""
-    found = set()
-    for node in ast.parse(code).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
 
 
 def _humaneval(config: TaskConfig) -> Iterator[_Made]:

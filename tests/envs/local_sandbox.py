@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import tempfile
+import time
 
 MOST_OUTPUT = 2**22
 MEMORY = 2**30
@@ -39,36 +40,35 @@ class LocalSandbox:
         return await asyncio.to_thread(self._run, argv, seconds, stdin)
 
     def _run(self, argv, seconds, stdin):
-        as_root = os.getuid() == 0
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
+            given.write(stdin)
+            given.seek(0)
+            as_other = {"user": USER, "group": USER, "extra_groups": []} if os.getuid() == 0 else {}
             process = subprocess.Popen(
                 argv,
-                stdin=subprocess.PIPE,
+                stdin=given,
                 stdout=out,
-                stderr=err,
+                stderr=subprocess.DEVNULL,
                 cwd="/",
                 env={"PATH": "/usr/bin:/bin"},
                 start_new_session=True,
                 preexec_fn=_limit,
-                **({"user": USER, "group": USER, "extra_groups": []} if as_root else {}),
+                **as_other,
             )
-            timed_out = False
-            try:
-                process.communicate(stdin, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-            finally:
-                # Also when it ended: what it started may go on.
-                with_group = process.pid
-                try:
-                    os.killpg(with_group, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-                process.wait()
-            out.seek(0), err.seek(0)
+            end = time.monotonic() + seconds
+            while not _has_ended(process.pid) and time.monotonic() < end:
+                time.sleep(0.005)
+            timed_out = not _has_ended(process.pid)
+            # Before it is waited for: until then its number cannot belong to another group.
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            out.seek(0)
             stdout = out.read()
-            truncated = len(stdout) >= MOST_OUTPUT
-            return Ran(process.returncode, stdout, err.read(), timed_out, truncated)
+            return Ran(code, stdout, b"", timed_out, len(stdout) >= MOST_OUTPUT)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _limit():
