@@ -24,13 +24,13 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
     product of letters and take "sey" for "yes". The process ends if it takes longer than `seconds`."""
     # Whoever waits kills it before; but they may be gone.
     signal.alarm(seconds)
-    word, right = (_WORD.fullmatch(text.strip()) for text in (answer, truth))
-    if word or right:
-        return bool(word and right) and word[1].lower().split() == right[1].lower().split()
-    expected, found = (_parsed(text) for text in (truth, answer))
-    same = verify(expected, found, timeout_seconds=None)
-    signal.alarm(0)
-    return same
+    try:
+        word, right = (_WORD.fullmatch(text.strip()) for text in (answer, truth))
+        if word or right:
+            return bool(word and right) and word[1].lower().split() == right[1].lower().split()
+        return verify(_parsed(truth), _parsed(answer), timeout_seconds=None)
+    finally:
+        signal.alarm(0)
 
 
 def ready() -> bool:

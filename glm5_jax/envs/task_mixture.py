@@ -115,16 +115,16 @@ class TaskMixture:
     def _next(self) -> Task:
         kinds = self._kinds.items()
         drawn = 1 + sum(kind.drawn for _, kind in kinds)
-        settled = 1 + sum(kind.accepted + kind.waiting for _, kind in kinds)
         # One more than its share allows, or nothing could be drawn at first.
         allowed = [
             (name, kind)
             for name, kind in kinds
             if kind.drawn < 1 + self._most_drawn * kind.weight * drawn
         ]
-        # The first of those that are equally far behind, as max takes it.
-        name, kind = max(
-            allowed, key=lambda pair: pair[1].weight * settled - pair[1].accepted - pair[1].waiting
+        # By ratio, so that those that can keep their shares keep them to each other if one cannot; half a group
+        # more, so that kinds take turns. Of those equally far behind, the first.
+        name, kind = min(
+            allowed, key=lambda pair: (pair[1].accepted + pair[1].waiting + 0.5) / pair[1].weight
         )
         epoch, place = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1

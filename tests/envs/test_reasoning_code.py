@@ -275,7 +275,11 @@ class Hangs(LocalSandbox):
         ({**ADD, "tests": "assert 1 == 1"}, LocalSandbox, "call nothing of the code"),
         ({**ADD, "tests": "add(1, 2)"}, LocalSandbox, "the tests assert nothing"),
         ({**ADD, "tests": "assert add(lambda: 1, 2)"}, LocalSandbox, "an object of class function"),
-        ({**ADD, "tests": "while True: pass\nassert add(1, 2)"}, LocalSandbox, "took more than 1 s"),
+        (
+            {**ADD, "tests": "while True: pass\nassert add(1, 2)"},
+            LocalSandbox,
+            "took more than 1 s",
+        ),
     ],
 )
 def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
