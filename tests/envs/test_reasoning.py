@@ -101,6 +101,23 @@ def test_what_means_something_else_is_wrong(formulas, truth, reply):
     assert (reward.value, reward.parts) == (0.0, {"right": 0.0})
 
 
+@pytest.mark.parametrize(
+    "hedge",
+    [
+        "18 or 19", "18, 19", "18; 19", "18 = 19", "18 \\text{ (or 19)}", "[18, 19]", "(18, 19)", "18 \\vee 19",
+        "18 \\cup 19", "18 \\to 19", "18 \\quad 19", "18 \\\\ 19", "18 \\mid 19", "18 \\leq x \\leq 19", "18.5 \\pm 0.5",
+        "x = 18, y = 19", "\\begin{cases} 18 \\\\ 19 \\end{cases}", "18} \\boxed{19", "18 \\neq 19", "\\boxed{18} \\boxed{19}",
+        "$18$ \\text{The final answer is 19. I hope}", "18 \\text{answer: } $19$", "\\{18, 19\\}", "18 \\% 19",
+    ],
+)  # fmt: skip
+def test_no_answer_is_right_for_two_results(formulas, hedge):
+    rights = [
+        judged(formulas, task(answer=truth), said(f"\\boxed{{{hedge}}}")).value
+        for truth in ("18", "19")
+    ]
+    assert sum(rights) <= 1
+
+
 @pytest.mark.parametrize("reply", ["", "hello there", "\\boxed{}", "\\boxed{" + "1+" * 5000 + "1}"])
 def test_no_answer_is_wrong(formulas, reply):
     reward = judged(formulas, task(answer="18"), said(reply))
