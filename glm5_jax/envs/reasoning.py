@@ -179,7 +179,8 @@ class ScienceVerifier(_Binary):
 class CodeVerifier(_Binary):
     """Runs the reply's program in a sandbox and compares what it gives, outside of it.
 
-    sandbox: makes an async context manager with `exec`, as envs/sandbox.py. data has either
+    sandbox: makes an async context manager with `exec`, as `Sandbox` of envs/sandbox; None for that one. data has
+    either
 
       cases: of programs that read and write, [{"input": ..., "output": ...}]; lines must be equal but for
         blanks at their ends, and the program must end with code 0
@@ -193,10 +194,10 @@ class CodeVerifier(_Binary):
         self,
         config: VerifierConfig = VerifierConfig(),
         *,
-        sandbox: Callable[[], contextlib.AbstractAsyncContextManager[Any]],
+        sandbox: Callable[[], contextlib.AbstractAsyncContextManager[Any]] | None = None,
     ):
         super().__init__(config)
-        self._sandbox = sandbox
+        self._sandbox = sandbox or _isolated(config)
         self._source = pathlib.Path(code_child.__file__).read_text("utf-8")
 
     async def decide(self, task: Task, attempt: Attempt) -> Verdict:
@@ -269,6 +270,17 @@ class CodeVerifier(_Binary):
         if isinstance(result, dict) and "failed" in result:
             return None, f"failed: {result['failed']}"
         return result, ""
+
+
+def _isolated(config: VerifierConfig):
+    # Not at the top: it needs Linux, and the other verifiers run elsewhere, too.
+    from glm5_jax.envs.sandbox import Sandbox, SandboxConfig
+
+    memory = config.code_memory
+    limits = SandboxConfig(
+        seconds=config.code_seconds, memory_bytes=memory, disk_bytes=max(memory // 2, 1)
+    )
+    return lambda: Sandbox(limits)
 
 
 class _Clock:
