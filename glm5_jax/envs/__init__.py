@@ -1,1 +1,1 @@
-"""Where policies act and are judged: sandboxes, tasks and their verifiers."""
+"""Where agents act: sandboxes, tasks and what they are scored by."""
