@@ -121,10 +121,10 @@ class TaskMixture:
             for name, kind in kinds
             if kind.drawn < 1 + self._most_drawn * kind.weight * drawn
         ]
-        # By ratio, so that those that can keep their shares keep them to each other if one cannot; half a group
-        # more, so that kinds take turns. Of those equally far behind, the first.
+        # By ratio, so that those that can keep their shares keep them to each other if one cannot. Of those equally
+        # far behind, the first.
         name, kind = min(
-            allowed, key=lambda pair: (pair[1].accepted + pair[1].waiting + 0.5) / pair[1].weight
+            allowed, key=lambda pair: (pair[1].accepted + pair[1].waiting) / pair[1].weight
         )
         epoch, place = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1

@@ -99,6 +99,8 @@ def test_honest_programs_pass(data, code):
          "def nothing(): pass\ndef one(): return 1\ndef none(): return []"),
         ("try:\n    half(3)\n    raise RuntimeError\nexcept ValueError as error:\n    assert 'odd' in str(error)\n"
          "assert half(4) == 2", "def half(n):\n    if n % 2: raise ValueError('odd')\n    return n // 2"),
+        # They draw the same whenever they run.
+        ("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
         ("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
          "def third(n): return n / 3"),
         ("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
@@ -157,7 +159,8 @@ CHEATS = {
     "\"why\": \"\"}\\n')\n    except OSError: pass\nos._exit(0)",
     "writes true and leaves": f"import os\nfor fd in range(20):\n    try: os.write(fd, b'{TRUE}')\n"
     "    except OSError: pass\nos._exit(0)",
-    "writes too few": "import os\nos.write(3, b'[]')\nos._exit(0)",
+    "writes too few": "import os\nfor fd in range(20):\n    try: os.write(fd, b'[]')\n    except OSError: pass\n"
+    "os._exit(0)",
     "writes odd values": "import os\nos.write(3, b'[{\"value\": {\"result\": 0}}, {\"value\": {\"int\": []}}]')\n"
     "os._exit(0)",
     "writes depth": "import os\nos.write(3, b'[' * 100_000 + b']' * 100_000)\nos._exit(0)",
@@ -195,6 +198,10 @@ def test_cheats_get_nothing(cheat):
     assert is_wrong(judged(ADD, CHEATS[cheat]))
 
 
+def test_an_answer_to_fewer_calls_is_forged():
+    assert is_wrong(judged(ADD, CHEATS["writes too few"]), "forged its answer")
+
+
 BOMBS = {
     "a loop": "while True: pass",
     "a loop when called": "def add(a, b):\n    while True: pass",
@@ -222,6 +229,8 @@ def test_what_takes_all_there_is_gets_nothing(bomb):
         ("import os\nos._exit(0)", "output is another"),
         ("print(4); print(42)", "output is another"),
         ("while True: print(4)", "case 0"),
+        ("print('x' * 5_000_000)", "wrote too much"),
+        ("print(4)\n\0", "zero bytes"),
         ("while True: pass", "took more than 1 s"),
     ],
 )
@@ -307,6 +316,12 @@ def test_calls_that_never_settle_are_wrong():
     assert is_wrong(judged(data, "def next_of(n): return n + 1"), "the calls are others")
 
 
+def circle():
+    made = []
+    made.append([made])
+    return made
+
+
 VALUES = [
     None, True, 0, -7, 2**59, -(2**70), 1.5, float("inf"), 1 + 2j, "", "é\ud800", b"\0\xff", bytearray(b"x"),
     [1, [2]], (1, (2,)), {1, (2, 3)}, frozenset("ab"), {}, {1: "a", (1, 2): [None], "k": {"int": "0x1"}},
@@ -318,6 +333,14 @@ VALUES = [
 def test_values_come_back_as_they_were(value):
     back = code_child.decode(json.loads(json.dumps(code_child.encode(value))))
     assert back == value and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), [len], iter([1]), [0] * code_child.MOST_VALUES, circle()]
+)
+def test_what_is_none_or_too_large_does_not_go(value):
+    with pytest.raises(code_child.Unplain):
+        code_child.encode(value)
 
 
 def test_of_a_subclass_the_plain_value_comes_back():
@@ -346,6 +369,23 @@ def test_both_ends_in_one_process():
     ]
     assert judged[0] == {"passed": True, "why": ""}
     assert judged[1] == {"passed": False, "why": "AssertionError assert 1 does not hold"}
+
+
+def test_a_copy_of_what_the_code_made_is_it():
+    [made, used] = code_child.judge(
+        "import copy\nassert f(copy.deepcopy(f(1))) == 1", "", ["f"], [], []
+    )["calls"]
+    assert (made["args"], used["args"]) == ([1], [{"result": 0}])
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["assert f({}) == 1", "assert f({}) is None", "assert not f({})", "assert f({}) + 1 == 3"],
+)
+def test_the_calls_of_all_asserts_are_found_at_once(test):
+    tests = "\n".join(test.format(n) for n in (5, 6, 7))
+    found = code_child.judge(tests, "", ["f"], [], [])
+    assert [call["args"] for call in found["calls"]] == [[5], [6], [7]]
 
 
 @pytest.mark.parametrize(
