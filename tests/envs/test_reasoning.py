@@ -162,6 +162,9 @@ def test_the_child_ends_by_itself_if_nobody_waits():
                 "equal", 60, answer=answer, truth="yes" if answer == "yes" else "2", seconds=1
             )
         time.sleep(1.2)
+        assert worker.call("equal", 60, answer="1", truth="1", seconds=60), (
+            "it waits for the next call"
+        )
         with pytest.raises(ChildProcessError):
             worker.call("equal", 60, answer="10^{10^{10}}", truth="5", seconds=1)
 
