@@ -112,17 +112,17 @@ def _plays(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | 
 
 def _mbpp(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | None:
     del config, rng, preserved
-    problems = _shipped("mbpp.jsonl")
+    problems = shipped("mbpp.jsonl")
     if number >= len(problems):
         return None
-    text, code, test = (problems[number][name] for name in ("text", "code", "test"))
+    text, code, [test, *_] = (problems[number][name] for name in ("text", "code", "tests"))
     reply = {"role": "assistant", "content": f"```python\n{code}\n```"}
     return {"messages": [_user(f"{text}\n{test}"), reply]}
 
 
 def _gsm8k(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | None:
     del config, rng, preserved
-    problems = _shipped("gsm8k.jsonl")
+    problems = shipped("gsm8k.jsonl")
     if number >= len(problems):
         return None
     question, answer = problems[number]["question"], problems[number]["answer"]
@@ -186,7 +186,7 @@ def _tools(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict:
         {"role": "tool", "content": result},
         {"role": "assistant", "reasoning_content": "That is it.", "content": reply},
     ]
-    return {"messages": messages, "tools": _schemas(), "answer": reply}
+    return {"messages": messages, "tools": shop_tools(), "answer": reply}
 
 
 _MISTAKES = (
@@ -211,7 +211,8 @@ def _call(reasoning: str, call: dict) -> dict:
 
 
 @functools.cache
-def _shipped(name: str) -> list[dict]:
+def shipped(name: str) -> list[dict]:
+    """The lines of an asset."""
     return [json.loads(line) for line in (ASSETS / name).read_text("utf-8").splitlines()]
 
 
@@ -229,7 +230,8 @@ def _exchanges() -> list[tuple[str, str, str]]:
 
 
 @functools.cache
-def _schemas() -> list[dict]:
+def shop_tools() -> list[dict]:
+    """What of the shop's tools the conversations use, as OpenAI describes functions."""
     tools = json.loads((ASSETS / "retail_tools.json").read_text("utf-8"))
     return [tool for tool in tools if tool["function"]["name"] in TOOLS]
 

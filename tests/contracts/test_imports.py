@@ -21,7 +21,7 @@ LEVELS = {
     "launch": 9,
 }
 SIDEWAYS = {("envs", "agents")}  # the one import between packages of one level, level 2 aside
-IMPORT_NAMES = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
+IMPORT_NAMES = {"absl-py": "absl", "math-verify": "math_verify", "orbax-checkpoint": "orbax"}
 NETWORK = ("socket", "socketserver", "http", "urllib", "aiohttp", "requests", "httpx")
 NETWORK_FILES = ("server", "client", "gateway", "service", "orchestrator", "weight_sync")
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")

@@ -1,0 +1,108 @@
+"""Tasks are kept if the student rarely solves them and the teacher does."""
+
+import json
+
+import pytest
+
+from glm5_jax.envs.difficulty import DifficultyConfig, Verdicts, keep_hard, read_verdicts
+from glm5_jax.rl.types import Task
+
+ASKED = ({"role": "user", "content": "?"},)
+# Passes of 8 tries, by student and teacher.
+PASSES = {
+    "never": (0, 0),
+    "rarely": (0, 1),
+    "edge": (2, 8),
+    "easy": (3, 8),
+    "solved": (8, 8),
+    "odd": (3, 0),
+}
+TASKS = [Task(name, "math" if len(name) < 5 else "science", ASKED) for name in PASSES]
+STUDENT, TEACHER = ({name: Verdicts(p[i], 8) for name, p in PASSES.items()} for i in (0, 1))
+
+
+def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
+    kept, report = keep_hard(TASKS, STUDENT, TEACHER)
+    assert [task.id for task in kept] == list(report.kept) == ["rarely", "edge"]
+    assert report.too_easy == ("easy", "solved", "odd")
+    assert report.unsolved == ("never",)
+    assert [line.split() for line in str(report).splitlines()] == [
+        ["kept", "too_easy", "unsolved"],
+        ["math", "1", "2", "0"],
+        ["science", "1", "1", "1"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (DifficultyConfig(most_of_student=0.0), ["rarely"]),
+        (DifficultyConfig(most_of_student=0.375), ["rarely", "edge", "easy"]),
+        (DifficultyConfig(above_of_teacher=0.125), ["edge"]),
+        (DifficultyConfig(most_of_student=1.0), ["rarely", "edge", "easy", "solved"]),
+    ],
+)
+def test_thresholds_are_those_of_the_config(config, kept):
+    assert [task.id for task in keep_hard(TASKS, STUDENT, TEACHER, config)[0]] == kept
+
+
+def test_verdicts_of_one_task_add_up(tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    lines = [("a", 1, 4), ("b", 0, 8), ("a", 2, 4)]
+    path.write_text(
+        "\n".join(json.dumps(dict(zip(("task", "passes", "tries"), v))) + "\n" for v in lines)
+    )
+    verdicts = read_verdicts(path)
+    assert verdicts == {"a": (3, 8), "b": (0, 8)}
+    assert [verdicts[name].rate for name in "ab"] == [0.375, 0.0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no json",
+        "[]",
+        '{"task": "a", "passes": 1}',
+        '{"task": "a", "passes": 2, "tries": 1}',
+        '{"task": "a", "passes": -1, "tries": 1}',
+        '{"task": "a", "passes": 0, "tries": 0}',
+        '{"task": "a", "passes": 0.5, "tries": 1}',
+        '{"task": "a", "passes": true, "tries": 1}',
+        '{"task": 7, "passes": 1, "tries": 1}',
+    ],
+)
+def test_what_is_no_verdict_is_named(tmp_path, line):
+    path = tmp_path / "verdicts.jsonl"
+    path.write_text('{"task": "a", "passes": 1, "tries": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="verdicts.jsonl:2 is no verdict"):
+        read_verdicts(path)
+
+
+def test_unknown_tasks_are_named():
+    more = {**STUDENT, **{f"new-{i}": Verdicts(1, 8) for i in range(7)}}
+    with pytest.raises(
+        ValueError, match="the student has verdicts on unknown tasks: new-0, .* new-4 and 2 more"
+    ):
+        keep_hard(TASKS, more, TEACHER)
+    less = {name: TEACHER[name] for name in PASSES if name != "edge"}
+    with pytest.raises(ValueError, match="the teacher tried tasks less than 1 times: edge$"):
+        keep_hard(TASKS, STUDENT, less)
+    with pytest.raises(
+        ValueError,
+        match="the student tried tasks less than 9 times: easy, edge, never, odd, rarely",
+    ):
+        keep_hard(TASKS, STUDENT, TEACHER, DifficultyConfig(min_tries=9))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("most_of_student", 1.5),
+        ("most_of_student", -0.1),
+        ("above_of_teacher", 1.0),
+        ("min_tries", 0),
+    ],
+)
+def test_thresholds_out_of_range_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        DifficultyConfig(**{field: value})

@@ -1,0 +1,132 @@
+"""What replies claim: one answer, one letter, one program, in time that grows with the length alone."""
+
+import time
+
+import pytest
+
+from glm5_jax.envs.final_answer import MOST_CHARACTERS, boxed, choice, final_answer, program
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("72", "72"),
+        ("\\frac{1}{2}", "\\frac{1}{2}"),
+        ("so \\boxed{4}, no, \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+        ("\\boxed{3} and \\boxed{5", "3"),
+        ("\\boxed{ \\boxed{3}", "3"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("The answer is 5, as \\boxed{6} says. Answer: 7", "6"),
+        ("Answer: 5\n\nOr rather\n**Final answer:** $\\sqrt{2}$", "\\sqrt{2}"),
+        ("The answer is **18 dollars**.", "18"),
+        ("answer = -5 cm", "-5"),
+        ("She has 3.\n#### 70,000", "70000"),
+        ("I count 10-5 = 5 eggs.", "5"),
+        ("It costs $18 and then $20.", "20"),
+        ("It is $x+1$ where y is less", "x+1"),
+        ("It is $x+1$, and the rest 3", "3"),
+        ("It is \\(x+1\\)", "x+1"),
+        ("hello there", ""),
+        ("", ""),
+        ("\\boxed{}", ""),
+    ],
+)
+def test_the_last_claim_of_the_strongest_form_counts(reply, answer):
+    assert final_answer(reply) == answer
+
+
+@pytest.mark.parametrize(
+    ("written", "number"),
+    [
+        ("1,234", "1234"),
+        ("1{,}234{,}567", "1234567"),
+        ("1\\,234", "1234"),
+        ("\\$1,234.50", "1234.50"),
+        ("$18", "18"),
+        ("-$5", "-5"),
+        ("−5", "-5"),
+        (".5", ".5"),
+        ("18.", "18"),
+        ("18 fresh eggs", "18"),
+        ("1.5e-3", "1.5 \\times 10^{-3}"),
+        # What changes the value, or is a list, stays.
+        ("5 million", "5 million"),
+        ("5 pi", "5 pi"),
+        ("50 percent", "50 percent"),
+        ("18 or 19", "18 or 19"),
+        ("1,23", "1,23"),
+        ("12, 345", "12, 345"),
+        ("5x", "5x"),
+        ("5 x", "5 x"),
+    ],
+)
+def test_a_number_loses_its_currency_commas_and_unit_and_nothing_else(written, number):
+    assert final_answer(f"\\boxed{{{written}}}") == number
+
+
+def test_an_answer_has_an_end():
+    assert final_answer("\\boxed{" + "1+" * MOST_CHARACTERS + "1}") == ""
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "B", "(B)", "b", "B.", "**B**", "B) text", "Option B", "answer: B", "Answer: b", "The answer is (B).",
+        "\\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{(B) 5}", "Answer: B) A cell", "answer: B\nAnswer: B",
+        "A) no\n\\boxed{B}", "The answer is B because A is wrong", "I took long.\nB", "A cell is small.\nAnswer: B",
+    ],
+)  # fmt: skip
+def test_one_letter_is_claimed(reply):
+    assert choice(reply, 4) == "B"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "", "K", "E", "AB", "A\nB", "A) x\nB) y", "(A) (B)", "\\boxed{A}\\boxed{B}", "\\boxed{A, B}", "\\boxed{AB}",
+        "answer: A or B", "answer: A and/or B", "answer: A\nanswer: B", "\\boxed{B} \\boxed{}", "answer: not B",
+        "answer: Because", "A good one", "Answer: I think so", "\\boxed{B or (C)}", "\\boxed{F}", "Answer: B/C",
+    ],
+)  # fmt: skip
+def test_no_letter_is_claimed_or_several(reply):
+    assert choice(reply, 4) == ""
+
+
+def test_letters_go_as_far_as_the_choices():
+    assert [choice("J", n) for n in (9, 10)] == ["", "J"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nor\n  ```py3\nx = 2\n```\n```python\nx = 3\n  ```", "x = 3\n"),
+        ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n"),
+        ("```bash\nls\n```", ""),
+        ("```python\nx = 1", ""),
+    ],
+)
+def test_the_last_block_of_python_is_the_program(reply, code):
+    assert program(reply) == code
+
+
+def test_boxes_are_the_outermost():
+    assert boxed("\\boxed{a\\boxed{b}} } \\fbox{\\}c} \\boxed{{d}") == ["a\\boxed{b}", "\\}c"]
+
+
+PIECES = (
+    "\\(", "\\boxed{", "\\boxed{a}", "$", "$$ ", "{", "}", "```\n", "```x ", "```py\n", "1,", "1 ", ".1", "-", "A", "(A",
+    "(", " ", "\n", "answer ", "answer: ", "#### ", " or", "\\", "\\$", "A or ", "$1,",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("read", [final_answer, choice, program])
+def test_no_reply_takes_long_to_read(read):
+    start = time.monotonic()
+    for piece in PIECES:
+        for text in (piece, f"answer: 5 {piece}", f"x\n{piece}"):
+            read(text + piece * (100_000 // len(piece)) + "x")
+    assert time.monotonic() - start < 30, (
+        "a pattern that is quadratic takes minutes for one of these"
+    )

@@ -1,0 +1,304 @@
+"""Right answers are 1 and wrong ones 0, whatever they are made of; what else fails is no reward."""
+
+import asyncio
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import pytest
+
+from glm5_jax.core.process import Worker
+from glm5_jax.envs.reasoning import (
+    KINDS,
+    MathVerifier,
+    ScienceVerifier,
+    TirVerifier,
+    VerifierConfig,
+    verifier_for,
+)
+from glm5_jax.rl.types import Attempt, Reward, Task
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONFIG = VerifierConfig(seconds=200, math_seconds=60)
+CALCULATE = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
+NEVER_ENDS = "\\boxed{10^{10^{10}}}"
+
+
+@pytest.fixture(scope="module")
+def formulas():
+    with MathVerifier(CONFIG) as verifier:
+        yield verifier
+
+
+def task(kind="math", tools=(), **data):
+    return Task("t", kind, ({"role": "user", "content": "?"},), data, tools)
+
+
+def said(content):
+    return {"role": "assistant", "content": content}
+
+
+def judged(verifier, asked, *messages, **options) -> Reward:
+    return asyncio.run(verifier(asked, Attempt(messages, **options)))
+
+
+@pytest.mark.parametrize(
+    ("truth", "reply"),
+    [
+        ("18", "18"),
+        ("18", "She has \\boxed{18 \\text{ eggs}}."),
+        ("18", "Answer: $18.00"),
+        ("70000", "#### 70,000"),
+        ("0.5", "\\boxed{\\frac{1}{2}}"),
+        ("1/2", "\\boxed{\\dfrac{3}{6}}"),
+        ("\\frac12", "0.5"),
+        ("1/3", "0.333333"),
+        ("50", "50%"),
+        ("1000", "\\boxed{10^3}"),
+        ("1500", "\\boxed{1.5e3}"),
+        ("5", "\\boxed{x = 5}"),
+        ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
+        ("(x+1)^2", "The answer is $x^2 + 2x + 1$."),
+        ("\\{4, 5\\}", "\\boxed{5, 4}"),
+        ("(1, 2)", "\\boxed{(1, 2)}"),
+        ("\\text{yes}", "\\boxed{Yes}"),
+        ("123456789012345678901", "123456789012345678901"),
+    ],
+)
+def test_what_means_the_same_is_right(formulas, truth, reply):
+    assert judged(formulas, task(answer=truth), said(reply)) == Reward(1.0, {"right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("truth", "reply"),
+    [
+        ("18", "19"),
+        ("18", "\\boxed{18} or rather \\boxed{19}"),
+        ("18", "\\boxed{18, 19}"),
+        ("18", "\\boxed{18 or 19}"),
+        ("18", "\\boxed{18 \\pm 1}"),
+        ("18", "\\boxed{18x}"),
+        ("18", "\\boxed{18 million}"),
+        ("18", "The answer is 18 or 19."),
+        ("18", "\\boxed{x < 18}"),
+        ("18", "\\boxed{18 \\neq 18}"),
+        ("18", "\\boxed{\\infty}"),
+        ("18", "\\boxed{\\frac{18}{0}}"),
+        ("1/3", "0.33"),
+        ("(1, 2)", "\\boxed{(2, 1)}"),
+        ("yes", "\\boxed{sey}"),
+        ("18", "\\boxed{yes}"),
+        ("123456789012345678901", "123456789012345678902"),
+        ("18", "\\boxed{__import__('os')._exit(0)}"),
+        ("18", "\\boxed{\ud800 \0 \\frac{}{}}"),
+        ("18", "\\boxed{" + "{" * 200 + "}" * 200 + "}"),
+    ],
+)
+def test_what_means_something_else_is_wrong(formulas, truth, reply):
+    reward = judged(formulas, task(answer=truth), said(reply))
+    assert (reward.value, reward.parts) == (0.0, {"right": 0.0})
+
+
+@pytest.mark.parametrize(
+    "hedge",
+    [
+        "18 or 19", "18, 19", "18; 19", "18 = 19", "18 \\text{ (or 19)}", "[18, 19]", "(18, 19)", "18 \\vee 19",
+        "18 \\cup 19", "18 \\to 19", "18 \\quad 19", "18 \\\\ 19", "18 \\mid 19", "18 \\leq x \\leq 19", "18.5 \\pm 0.5",
+        "x = 18, y = 19", "\\begin{cases} 18 \\\\ 19 \\end{cases}", "18} \\boxed{19", "18 \\neq 19", "\\boxed{18} \\boxed{19}",
+        "$18$ \\text{The final answer is 19. I hope}", "18 \\text{answer: } $19$", "\\{18, 19\\}", "18 \\% 19",
+    ],
+)  # fmt: skip
+def test_no_answer_is_right_for_two_results(formulas, hedge):
+    rights = [
+        judged(formulas, task(answer=truth), said(f"\\boxed{{{hedge}}}")).value
+        for truth in ("18", "19")
+    ]
+    assert sum(rights) <= 1
+
+
+@pytest.mark.parametrize("reply", ["", "hello there", "\\boxed{}", "\\boxed{" + "1+" * 5000 + "1}"])
+def test_no_answer_is_wrong(formulas, reply):
+    reward = judged(formulas, task(answer="18"), said(reply))
+    assert reward == Reward(0.0, {"right": 0.0}, "the reply has no final answer")
+
+
+def test_an_answer_that_never_ends_is_wrong_and_the_next_one_is_judged():
+    with MathVerifier(VerifierConfig(seconds=200, math_seconds=2)) as verifier:
+        assert judged(verifier, task(answer="5"), said("5")).value == 1.0
+        start = time.monotonic()
+        reward = judged(verifier, task(answer="5"), said(NEVER_ENDS))
+        assert (reward.value, reward.error) == (0.0, "the answer took more than 2 s to compare")
+        assert time.monotonic() - start < 20
+        assert judged(verifier, task(answer="5"), said("5")).value == 1.0
+
+
+def test_a_child_that_died_of_something_else_is_replaced(formulas):
+    assert judged(formulas, task(answer="5"), said("5")).value == 1.0
+    [worker] = formulas._workers
+    os.killpg(worker._process.pid, signal.SIGKILL)
+    assert judged(formulas, task(answer="5"), said("5")).value == 1.0
+
+
+def test_answers_are_compared_side_by_side():
+    async def both():
+        attempts = [Attempt((said(str(n)),)) for n in range(20)]
+        return await asyncio.gather(*(verifier(task(answer="7"), a) for a in attempts))
+
+    with MathVerifier(VerifierConfig(seconds=200, math_seconds=60, math_workers=2)) as verifier:
+        assert [reward.value for reward in asyncio.run(both())] == [
+            float(n == 7) for n in range(20)
+        ]
+        assert len(verifier._workers) == 2
+
+
+def test_the_child_ends_by_itself_if_nobody_waits():
+    command = [sys.executable, "-m", "glm5_jax.envs.math_answers"]
+    with Worker(command, cwd=ROOT) as worker:
+        assert worker.call("ready", 120)
+        for answer in ("yes", "1", "\\frac{"):
+            worker.call(
+                "equal", 60, answer=answer, truth="yes" if answer == "yes" else "2", seconds=1
+            )
+        time.sleep(1.2)
+        assert worker.call("equal", 60, answer="1", truth="1", seconds=60), (
+            "it waits for the next call"
+        )
+        with pytest.raises(ChildProcessError):
+            worker.call("equal", 60, answer="10^{10^{10}}", truth="5", seconds=1)
+
+
+def test_the_child_compares(monkeypatch):
+    """Here, where what ran is seen; its clock is the test's, too."""
+    monkeypatch.setattr(signal, "alarm", lambda seconds: None)
+    from glm5_jax.envs import math_answers
+
+    assert math_answers.ready()
+    assert not math_answers.equal("1/3", "0.5", 60)
+    assert math_answers.equal("\\text{yes}", "Yes", 60) and not math_answers.equal("sey", "yes", 60)
+
+
+@pytest.mark.parametrize("data", [{}, {"answer": ""}, {"answer": 18}])
+def test_a_task_without_an_answer_is_no_reward(formulas, data):
+    reward = judged(formulas, task(**data), said("18"))
+    assert reward.value is None and "'t' has answer" in reward.error
+
+
+def test_a_child_that_does_not_start_is_no_reward(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with MathVerifier(CONFIG) as verifier:
+        reward = judged(verifier, task(answer="18"), said("18"))
+    assert reward.value is None and reward.error.startswith("ChildProcessError: /bin/false")
+
+
+def test_attempts_that_did_not_come_to_their_end(formulas):
+    asked = task(answer="18")
+    cut = judged(formulas, asked, said("18"), finish_reason="length")
+    assert cut == Reward(0.0, {"right": 0.0}, "the reply was cut off")
+    failed = judged(formulas, asked, said("18"), finish_reason="failed", error="no more tools")
+    assert failed == Reward(None, {}, "no more tools")
+
+
+def test_a_choice_is_one_letter():
+    verifier = ScienceVerifier(CONFIG)
+    asked = task("science", answer="B", choices=4)
+    assert judged(verifier, asked, said("It must be (B).\nAnswer: B")) == Reward(
+        1.0, {"right": 1.0}
+    )
+    assert judged(verifier, asked, said("C")) == Reward(0.0, {"right": 0.0})
+    several = judged(verifier, asked, said("\\boxed{A} \\boxed{B}"))
+    assert several == Reward(0.0, {"right": 0.0}, "the reply claims no one letter")
+    for wrong in ({"answer": "E", "choices": 4}, {"answer": "AB", "choices": 4}, {"answer": "A"}):
+        reward = judged(verifier, task("science", **wrong), said("A"))
+        assert reward.value is None and "'t'" in reward.error
+
+
+def call(*names, ids=False, content=""):
+    calls = [{"id": f"call-{n}", "function": {"name": n, "arguments": "{}"}} for n in names]
+    if not ids:
+        calls = [{"name": name, "arguments": {}} for name in names]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(content="408", **more):
+    return {"role": "tool", "content": content, **more}
+
+
+@pytest.fixture(scope="module")
+def with_tools():
+    with TirVerifier(CONFIG) as verifier:
+        yield verifier
+
+
+@pytest.mark.parametrize(
+    ("min_calls", "messages"),
+    [
+        (1, [call("calculate"), result(), said("408")]),
+        (0, [said("408")]),
+        (2, [call("calculate", "calculate"), result(), result(), said("408")]),
+        (2, [call("calculate"), result("Error: no"), call("calculate"), result(), said("408")]),
+        (1, [call("calculate", ids=True), result(tool_call_id="call-calculate"), said("408")]),
+    ],
+)
+def test_a_trace_with_the_answer_is_right(with_tools, min_calls, messages):
+    asked = task("tir", (CALCULATE,), answer="408", min_calls=min_calls)
+    reward = judged(with_tools, asked, *messages)
+    assert reward == Reward(1.0, {"right": 1.0, "trace": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([said("408")], "the attempt called tools 0 times; 1 are asked"),
+        ([call("calculator"), result(), said("408")], "there is no tool 'calculator'"),
+        ([call("calculate"), result(), call("x"), result(), said("408")], "there is no tool 'x'"),
+        ([call("calculate", content="408")], "the attempt ends with a call"),
+        ([call("calculate", "calculate", content="408"), result()], "the attempt ends with a call"),
+        ([], "the attempt called tools 0 times; 1 are asked"),
+    ],
+)
+def test_a_trace_that_breaks_the_rules_is_wrong(with_tools, messages, why):
+    asked = task("tir", (CALCULATE,), answer="408", min_calls=1)
+    reward = judged(with_tools, asked, *messages)
+    assert reward == Reward(0.0, {"right": 0.0, "trace": 0.0}, why)
+
+
+def test_a_wrong_answer_behind_a_good_trace_is_wrong(with_tools):
+    asked = task("tir", (CALCULATE,), answer="408", min_calls=1)
+    reward = judged(with_tools, asked, call("calculate"), result(), said("409"))
+    assert reward == Reward(0.0, {"right": 0.0, "trace": 1.0})
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [result(), said("408")],
+        [call("calculate"), said("408")],
+        [call("calculate"), call("calculate"), result(), result(), said("408")],
+        [call("calculate"), result(), result(), said("408")],
+        [call("calculate", ids=True), result(tool_call_id="call-other"), said("408")],
+    ],
+)
+def test_results_that_belong_to_no_call_are_not_the_policys_fault(with_tools, messages):
+    asked = task("tir", (CALCULATE,), answer="408")
+    reward = judged(with_tools, asked, *messages)
+    assert reward.value is None and reward.error.startswith("ValueError: message")
+
+
+def test_verifiers_are_found_by_the_kind_of_task():
+    assert set(KINDS) == {"math", "science", "code", "tir"}
+    assert isinstance(verifier_for("science"), ScienceVerifier)
+    with pytest.raises(
+        ValueError, match="no verifier of 'poem'; use one of math, science, code, tir"
+    ):
+        verifier_for("poem")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seconds", 0), ("math_seconds", -1), ("code_seconds", float("nan")), ("math_workers", 0), ("seconds", 10)],
+)  # fmt: skip
+def test_limits_out_of_range_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        VerifierConfig(**{field: value})

@@ -1,0 +1,403 @@
+"""Programs are judged by what they give: honest ones pass, and no trick does."""
+
+import asyncio
+import json
+
+import pytest
+
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs import code_child
+from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig, verifier_for
+from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.rl.types import Attempt, Task
+from tests.envs.local_sandbox import LocalSandbox
+
+CONFIG = VerifierConfig(seconds=60, code_seconds=20)
+QUICK = VerifierConfig(seconds=60, code_seconds=1)  # for what takes all there is
+ADD = {"tests": "assert add(1, 2) == 3\nassert add(70, 7) == 77", "names": ["add"]}
+DOUBLE = {"cases": [{"input": "2\n", "output": "4"}, {"input": "21\n", "output": "42\n"}]}
+HONEST = "def add(a, b):\n    return a + b\n"
+
+
+def judged(data, code, config=CONFIG, sandbox=LocalSandbox):
+    task = Task("t", "code", ({"role": "user", "content": "Write it."},), data)
+    reply = {"role": "assistant", "content": f"Here it is:\n```python\n{code}\n```\nDone."}
+    return asyncio.run(CodeVerifier(config, sandbox=sandbox)(task, Attempt((reply,))))
+
+
+def is_wrong(reward, why=""):
+    assert reward.value == 0.0, reward
+    assert why in reward.error
+    return True
+
+
+def shipped(kind, count=None):
+    """(a task, its reference solution) of those that are shipped."""
+    made = tasks(TaskConfig(kind, held_out_fraction=0))
+    for task, problem in list(zip(made, chat_tasks.shipped(f"{kind}.jsonl"), strict=True))[:count]:
+        yield task, problem.get("prompt", "") + problem["code"]
+
+
+def failures(kind, count=None):
+    verifier = verifier_for("code", CONFIG, sandbox=LocalSandbox)
+    for task, code in shipped(kind, count):
+        reply = {"role": "assistant", "content": f"```python\n{code}\n```"}
+        reward = asyncio.run(verifier(task, Attempt((reply,))))
+        if reward.value != 1.0:
+            yield task.id, reward
+
+
+@pytest.mark.parametrize("kind", ("mbpp", "humaneval"))
+def test_reference_solutions_pass(kind):
+    assert not list(failures(kind, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("mbpp", "humaneval"))
+def test_all_reference_solutions_pass(kind):
+    assert not list(failures(kind))
+
+
+def test_no_solution_passes_the_tests_of_another():
+    """Nor does the function that a HumanEval problem begins with, which is there before the program."""
+    some = list(shipped("humaneval", 8))
+    for (task, _), (_, other) in zip(some, some[1:]):
+        assert is_wrong(judged(task.data, other))
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (ADD, HONEST),
+        (ADD, "print('x' * 5_000_000)\n" + HONEST + "print(add(1, 1))"),
+        (ADD, HONEST + "if __name__ == '__main__':\n    raise SystemExit(1)"),
+        (ADD, "import threading, time\n" + HONEST + "threading.Thread(target=time.sleep, args=[99]).start()"),
+        (DOUBLE, "print(2 * int(input()))"),
+        (DOUBLE, "import sys\nsys.stdout.write(f'{2 * int(sys.stdin.read())}  \\n\\n')"),
+        (DOUBLE, "if __name__ == '__main__':\n    print(2 * int(input()))  # ünï"),
+    ],
+)  # fmt: skip
+def test_honest_programs_pass(data, code):
+    reward = judged(data, code)
+    assert (reward.value, reward.error, reward.parts) == (1.0, "", {"right": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("tests", "code"),
+    [
+        # What the code makes is handed back to it, and may be called.
+        ("p = Point(1, 2)\nassert norm(p, scale=2) == 10 and norm(Point(0, 1), 1) == 1",
+         "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n"
+         "def norm(p, scale): return scale * (p.x ** 2 + p.y ** 2)"),
+        ("c = counter()\nassert c() == 1\nassert c() == 2",
+         "def counter():\n    n = 0\n    def c():\n        nonlocal n\n        n += 1\n        return n\n    return c"),
+        # What is called depends on what was returned.
+        ("n = 6\nwhile n != 1:\n    n = step(n)\nassert n == 1",
+         "def step(n): return n // 2 if n % 2 == 0 else 3 * n + 1 if n > 9 else 1"),
+        ("assert all(is_even(n) == (n % 2 == 0) for n in range(20))", "def is_even(n): return n % 2 == 0"),
+        ("assert nothing() is None\nassert isinstance(one(), int)\nassert not none()\nassert -one() < 0",
+         "def nothing(): pass\ndef one(): return 1\ndef none(): return []"),
+        ("try:\n    half(3)\n    raise RuntimeError\nexcept ValueError as error:\n    assert 'odd' in str(error)\n"
+         "assert half(4) == 2", "def half(n):\n    if n % 2: raise ValueError('odd')\n    return n // 2"),
+        # They draw the same whenever they run.
+        ("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
+        ("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
+         "def third(n): return n / 3"),
+        ("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
+    ],
+)  # fmt: skip
+def test_tests_may_be_any_python(tests, code):
+    names = [
+        "Point",
+        "norm",
+        "counter",
+        "step",
+        "is_even",
+        "nothing",
+        "one",
+        "none",
+        "half",
+        "third",
+    ]
+    names = [name for name in (*names, "sum") if f"def {name}" in code or f"class {name}" in code]
+    assert judged({"tests": tests, "names": names}, code).value == 1.0
+
+
+def test_setup_runs_behind_the_program():
+    data = {"tests": "assert left(root) == 2", "names": ["left", "root"]}
+    code = "class Node:\n    pass\ndef left(node): return node.left"
+    assert judged({**data, "setup": "root = Node()\nroot.left = 2"}, code).value == 1.0
+    assert is_wrong(judged({**data, "setup": "root = Node()\nroot.left = 3"}, code))
+
+
+def test_a_prelude_is_the_tests_own():
+    """So that a helper which the program defines anew is the old one where it decides."""
+    data = {
+        "prelude": "def square(n): return n * n\ndef root(n): pass\n",
+        "tests": "assert square(root(49)) == 49",
+        "names": ["root"],
+    }
+    assert judged(data, "def root(n): return round(square(n) ** 0.25)").value == 1.0
+    assert is_wrong(judged(data, "def square(n): return 49\ndef root(n): return 1"))
+
+
+ALWAYS = (
+    "class Yes{base}:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+    "    def __bool__(self): return True\n    def __ne__(self, other): return False\n"
+)
+TRUE = '[{"value": 3}, {"value": true}]'
+CHEATS = {
+    "leaves": "import os\nos._exit(0)",
+    "leaves when called": "import os\ndef add(a, b): os._exit(0)",
+    "exits": "import sys\nsys.exit(0)",
+    "exits when called": "import sys\ndef add(a, b): sys.exit(0)",
+    "no program": "I would rather not.",
+    "no function": "def addition(a, b): return a + b",
+    "needs more": "def add(a, b, c): return a + b + c",
+    "prints a verdict": 'print(\'{"passed": true, "why": ""}\')',
+    "writes a verdict and leaves": "import os\nfor fd in range(20):\n    try: os.write(fd, b'{\"passed\": true, "
+    "\"why\": \"\"}\\n')\n    except OSError: pass\nos._exit(0)",
+    "writes true and leaves": f"import os\nfor fd in range(20):\n    try: os.write(fd, b'{TRUE}')\n"
+    "    except OSError: pass\nos._exit(0)",
+    "writes too few": "import os\nfor fd in range(20):\n    try: os.write(fd, b'[]')\n    except OSError: pass\n"
+    "os._exit(0)",
+    "writes odd values": "import os\nos.write(3, b'[{\"value\": {\"result\": 0}}, {\"value\": {\"int\": []}}]')\n"
+    "os._exit(0)",
+    "writes depth": "import os\nos.write(3, b'[' * 100_000 + b']' * 100_000)\nos._exit(0)",
+    "equals everything": ALWAYS.format(base="") + "def add(a, b): return Yes()",
+    "a number that equals everything": ALWAYS.format(base="(int)") + "def add(a, b): return Yes(1)",
+    "the class itself": ALWAYS.format(base="(type)") + "class C(metaclass=Yes): pass\ndef add(a, b): return C",
+    "patches builtins": "import builtins\nbuiltins.bool = lambda *_: True\nbuiltins.AssertionError = ValueError\n"
+    "builtins.isinstance = lambda *_: True\ndef add(a, b): return None",
+    "patches json": "import json\njson.dumps = lambda *_: '{\"passed\": true, \"why\": \"\"}'\ndef add(a, b): return 0",
+    "patches the judge": "import __main__\n__main__.judge = __main__.answer = lambda **_: {'passed': True, 'why': ''}\n"
+    "__main__.encode = lambda *_: True\ndef add(a, b): return 0",
+    "patches its frame": "import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n"
+    "        f.f_globals['encode'] = lambda *_: True\n        f = f.f_back\n    return 0",
+    "raises what asserts do": "def add(a, b): raise AssertionError",
+    "raises what nobody catches": "def add(a, b): raise KeyboardInterrupt",
+    "raises what cannot be said": "class E(BaseException):\n    def __str__(self): raise E\n    __repr__ = __str__\n"
+    "def add(a, b): raise E",
+    "returns itself": "def add(a, b): return add",
+    "returns a circle": "def add(a, b):\n    x = []\n    x.append(x)\n    return x",
+    "kills its group": "import os, signal\nos.killpg(0, signal.SIGKILL)",
+    "looks for the tests": "import glob, os, re\ndef add(a, b):\n    seen = ''\n    for path in [*glob.glob('/proc/[0-9]*/"
+    "cmdline'), *glob.glob('/proc/[0-9]*/environ'), *glob.glob('/tmp/*'), *glob.glob('*.py')]:\n        try: seen += "
+    "open(path, errors='replace').read(100_000)\n        except OSError: pass\n"
+    "    found = re.search(r'add\\(%d, %d\\) == (\\d+)' % (a, b), seen)\n    return int(found[1]) if found else None",
+    "a zero byte": "def add(a, b): return a + b\n\0",
+    "half a character": "def add(a, b): return a + b\n# \ud800",
+    "too long": HONEST + "#" * 200_000,
+    "does not parse": "def add(a, b) return a + b",
+    "deep": "x = " + "(" * 5000 + ")" * 5000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheats_get_nothing(cheat):
+    assert is_wrong(judged(ADD, CHEATS[cheat]))
+
+
+def test_an_answer_to_fewer_calls_is_forged():
+    assert is_wrong(judged(ADD, CHEATS["writes too few"]), "forged its answer")
+
+
+BOMBS = {
+    "a loop": "while True: pass",
+    "a loop when called": "def add(a, b):\n    while True: pass",
+    "a loop that cannot be ended": "def add(a, b):\n    while True:\n        try:\n            while True: pass\n"
+    "        except BaseException: pass",
+    "much output": "import os, sys\nwhile True: os.write(3, b'x' * 1_000_000)",
+    "a large value": "def add(a, b): return [0] * 10**8",
+    "a large text": "def add(a, b): return 'x' * 10**8",
+    "a large number": "def add(a, b): return 7 ** 10**8",
+    "forks": "import os\ndef add(a, b):\n    while True:\n        try: os.fork()\n        except OSError: pass",
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_takes_all_there_is_gets_nothing(bomb):
+    assert is_wrong(judged(ADD, BOMBS[bomb], QUICK))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("", "output is another"),
+        ("print(4)", "case 1 of 2: the output is another"),
+        ("print(2 * int(input()))\nraise SystemExit(1)", "ended with code 1"),
+        ("import os\nos._exit(0)", "output is another"),
+        ("print(4); print(42)", "output is another"),
+        ("while True: print(4)", "case 0"),
+        ("print('x' * 5_000_000)", "wrote too much"),
+        ("print(4)\n\0", "zero bytes"),
+        ("while True: pass", "took more than 1 s"),
+    ],
+)
+def test_wrong_output_gets_nothing(code, why):
+    assert is_wrong(judged(DOUBLE, code, QUICK), why)
+
+
+def test_the_time_is_that_of_all_runs_together():
+    data = {"cases": [{"input": "", "output": "1"}] * 9}
+    slow = "import time\ntime.sleep(0.4)\nprint(1)"
+    assert is_wrong(judged(data, slow, QUICK), "took more than 1 s")
+
+
+def test_what_is_expected_never_comes_to_where_the_program_runs():
+    """Nor does the program come to where it is decided, but for the calls of its names."""
+    boxes = []
+
+    def sandbox():
+        boxes.append([])
+        return LocalSandbox(boxes[-1])
+
+    secret, mark = 987_654_321, "marked_program"
+    tests = f"assert add(1, 2) == 3\nassert add({secret} - 1, 1) == 987654321"
+    assert judged({**ADD, "tests": tests}, HONEST + f"# {mark}", sandbox=sandbox).value == 1.0
+    [bench], [box] = [[b for b in boxes if (mark in str(b)) == has] for has in (False, True)]
+    assert len(bench) == 2 and len(box) == 1, "calls are found and made at once"
+    assert str(secret) in str(bench) and str(secret) not in str(box)
+    judged({"cases": [{"input": "1", "output": str(secret)}]}, f"# {mark}", sandbox=sandbox)
+    assert mark in str(boxes[-1]) and str(secret) not in str(boxes[-1])
+
+
+class Broken(LocalSandbox):
+    async def exec(self, argv, *, seconds, stdin=b""):
+        raise RuntimeError("the sandbox is gone")
+
+
+class Hangs(LocalSandbox):
+    async def __aenter__(self):
+        await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("data", "sandbox", "why"),
+    [
+        (ADD, Broken, "RuntimeError: the sandbox is gone"),
+        (DOUBLE, Broken, "RuntimeError: the sandbox is gone"),
+        (ADD, Hangs, "TimeoutError"),
+        ({}, LocalSandbox, "neither tests nor cases"),
+        ({"cases": []}, LocalSandbox, "'t' has cases []"),
+        ({**ADD, "tests": "assert add(1, 2) = 3"}, LocalSandbox, "SyntaxError"),
+        ({**ADD, "tests": "assert 1 == 1"}, LocalSandbox, "call nothing of the code"),
+        ({**ADD, "tests": "add(1, 2)"}, LocalSandbox, "the tests assert nothing"),
+        ({**ADD, "tests": "assert add(lambda: 1, 2)"}, LocalSandbox, "an object of class function"),
+        (
+            {**ADD, "tests": "while True: pass\nassert add(1, 2)"},
+            LocalSandbox,
+            "took more than 1 s",
+        ),
+    ],
+)
+def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
+    config = VerifierConfig(seconds=2 if sandbox is Hangs else 30, code_seconds=1, math_seconds=1)
+    reward = judged(data, HONEST, config, sandbox)
+    assert reward.value is None and why in reward.error
+
+
+def test_tests_that_hang_on_what_a_program_returns_are_its_fault():
+    data = {"tests": "n = add(1, 2)\nassert n == 3 or [x for x in iter(int, 1)]", "names": ["add"]}
+    assert is_wrong(judged(data, "def add(a, b): return 4", QUICK), "took more than 1 s")
+
+
+def test_an_assert_that_is_never_reached_holds_nothing():
+    data = {"tests": "for n in primes(9):\n    assert n in (2, 3, 5, 7)", "names": ["primes"]}
+    assert is_wrong(judged(data, "def primes(n): return []"), "no assert was reached")
+    assert judged(data, "def primes(n): return [2, 3, 5, 7]").value == 1.0
+
+
+def test_calls_that_never_settle_are_wrong():
+    data = {
+        "tests": "n = 0\nwhile n < 99:\n    n = next_of(n)\nassert n == 99",
+        "names": ["next_of"],
+    }
+    assert is_wrong(judged(data, "def next_of(n): return n + 1"), "the calls are others")
+
+
+def circle():
+    made = []
+    made.append([made])
+    return made
+
+
+VALUES = [
+    None, True, 0, -7, 2**59, -(2**70), 1.5, float("inf"), 1 + 2j, "", "é\ud800", b"\0\xff", bytearray(b"x"),
+    [1, [2]], (1, (2,)), {1, (2, 3)}, frozenset("ab"), {}, {1: "a", (1, 2): [None], "k": {"int": "0x1"}},
+    {"value": 3}, [{"set": [1]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_values_come_back_as_they_were(value):
+    back = code_child.decode(json.loads(json.dumps(code_child.encode(value))))
+    assert back == value and repr(back) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value", [object(), [len], iter([1]), [0] * code_child.MOST_VALUES, circle()]
+)
+def test_what_is_none_or_too_large_does_not_go(value):
+    with pytest.raises(code_child.Unplain):
+        code_child.encode(value)
+
+
+def test_of_a_subclass_the_plain_value_comes_back():
+    class Text(str):
+        def __eq__(self, other):
+            return True
+
+    back = code_child.decode(code_child.encode([Text("a")]))
+    assert back == ["a"] and type(back[0]) is str and back != ["b"]
+
+
+def test_both_ends_in_one_process():
+    """As the sandboxes run them, round by round."""
+    tests = {"tests": "assert add(add(1, 1), 1) == 3", "prelude": "", "names": ["add"]}
+    [inner, outer] = code_child.judge(**tests, calls=[], outcomes=[])["calls"]
+    assert inner == {"function": {"name": "add"}, "args": [1, 1], "kwargs": {"dict": []}}
+    assert outer["args"] == [{"result": 0}, 1]
+    outcomes = code_child.answer(HONEST, "", [inner, outer])
+    assert outcomes == [{"value": 2}, {"value": 3}]
+    # Now that the inner result is known, the outer call is one with numbers.
+    calls = code_child.judge(**tests, calls=[inner, outer], outcomes=outcomes)["calls"]
+    assert calls[1]["args"] == [2, 1]
+    judged = [
+        code_child.judge(**tests, calls=calls, outcomes=[{"value": 2}, {"value": n}])
+        for n in (3, 4)
+    ]
+    assert judged[0] == {"passed": True, "why": ""}
+    assert judged[1] == {"passed": False, "why": "AssertionError assert 1 does not hold"}
+
+
+def test_a_copy_of_what_the_code_made_is_it():
+    [made, used] = code_child.judge(
+        "import copy\nassert f(copy.deepcopy(f(1))) == 1", "", ["f"], [], []
+    )["calls"]
+    assert (made["args"], used["args"]) == ([1], [{"result": 0}])
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["assert f({}) == 1", "assert f({}) is None", "assert not f({})", "assert f({}) + 1 == 3"],
+)
+def test_the_calls_of_all_asserts_are_found_at_once(test):
+    tests = "\n".join(test.format(n) for n in (5, 6, 7))
+    found = code_child.judge(tests, "", ["f"], [], [])
+    assert [call["args"] for call in found["calls"]] == [[5], [6], [7]]
+
+
+@pytest.mark.parametrize(
+    ("code", "calls", "found"),
+    [
+        ("def", [], {"broken": "SyntaxError invalid syntax (solution.py, line 1)"}),
+        ("raise SystemExit(3)", [], {"broken": "SystemExit 3"}),
+        ("", ["nothing"], [{"raised": ["KeyError", "'nothing'"]}]),
+        ("def f(): raise ValueError('no')", ["f"], [{"raised": ["ValueError", "no"]}]),
+        ("class f: pass", ["f"], [{"object": "f"}]),
+    ],
+)
+def test_what_fails_in_a_program_is_told(code, calls, found):
+    calls = [{"function": {"name": name}, "args": [], "kwargs": {"dict": []}} for name in calls]
+    assert code_child.answer(code, "", calls) == found

@@ -1,0 +1,67 @@
+"""Programs are judged in the sandbox that runs are judged in, and tricks find no more there than in that of tests."""
+
+import pytest
+
+from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig
+from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, is_wrong, judged
+
+pytest.importorskip("glm5_jax.envs.sandbox")
+pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
+CONFIG = VerifierConfig(seconds=60, code_seconds=20)
+QUICK = VerifierConfig(seconds=60, code_seconds=2)
+SOME = (
+    "leaves",
+    "exits when called",
+    "looks for the tests",
+    "kills its group",
+    "writes true and leaves",
+)
+
+
+def in_sandbox(data, code, config=CONFIG):
+    return judged(data, code, config, sandbox=None)
+
+
+def test_honest_programs_pass():
+    assert in_sandbox(ADD, HONEST).value == 1.0
+    assert in_sandbox(DOUBLE, "print(2 * int(input()))").value == 1.0
+
+
+def test_a_program_has_no_network_and_not_the_files_of_the_host():
+    code = (
+        "import os, socket\ndef add(a, b):\n"
+        f"    if os.path.exists({__file__!r}): return 0\n"
+        "    try: socket.create_connection(('127.0.0.1', 22), 1)\n"
+        "    except ConnectionRefusedError: return a + b\n"
+        "    except OSError: return a + b\n"
+        "    return 0"
+    )
+    assert in_sandbox(ADD, code).value == 1.0
+
+
+@pytest.mark.parametrize("cheat", SOME)
+def test_cheats_get_nothing(cheat):
+    assert is_wrong(in_sandbox(ADD, CHEATS[cheat]))
+
+
+@pytest.mark.parametrize("bomb", ["forks", "a large value"])
+def test_bombs_get_nothing(bomb):
+    assert is_wrong(in_sandbox(ADD, BOMBS[bomb], QUICK))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cheat", sorted(CHEATS.keys() - {*SOME}))
+def test_all_other_cheats_get_nothing(cheat):
+    assert is_wrong(in_sandbox(ADD, CHEATS[cheat]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bomb", sorted(BOMBS.keys() - {"forks", "a large value"}))
+def test_all_other_bombs_get_nothing(bomb):
+    assert is_wrong(in_sandbox(ADD, BOMBS[bomb], QUICK))
+
+
+def test_the_sandbox_has_the_limits_of_the_config():
+    box = CodeVerifier(VerifierConfig(code_seconds=7, code_memory=2**28))._sandbox()
+    assert (box.config.seconds, box.config.memory_bytes) == (7, 2**28)
+    assert box.config.disk_bytes == 2**27

@@ -1,0 +1,201 @@
+"""Tasks follow from their config and number, have the answers that they say, and stand on one side of the split."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from glm5_jax.data import chat_tasks
+from glm5_jax.data.chat_data import asked
+from glm5_jax.data.conversation import parse
+from glm5_jax.data.sources import held_out
+from glm5_jax.envs.reasoning import KINDS as VERIFIERS, ScienceVerifier
+from glm5_jax.envs.reasoning_tasks import BOXED, ELEMENTS, KINDS, SYMBOLS, TaskConfig, tasks
+from glm5_jax.rl.types import Attempt
+
+
+def made(kind, size=400, **options):
+    """All tasks, of both sides."""
+    return list(tasks(TaskConfig(kind, size, held_out_fraction=0, **options)))
+
+
+def question(task):
+    [message] = task.messages
+    assert message["role"] == "user"
+    return message["content"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_depends_on_its_number_alone(kind):
+    some, more = made(kind, 40), made(kind, 60)
+    assert some == more[:40]
+    ids = [task.id for task in more]
+    assert len(set(ids)) == 60 and ids[7].endswith("-7")
+    assert {task.kind for task in more} == {TaskConfig(kind).domain} <= set(VERIFIERS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_task_stands_on_one_side(kind):
+    config = TaskConfig(kind, 400, held_out_fraction=0.25)
+    train, evaluation = list(tasks(config)), list(tasks(config, evaluation=True))
+
+    def numbers(some):
+        return [int(task.id.rsplit("-", 1)[1]) for task in some]
+
+    assert sorted(numbers(train) + numbers(evaluation)) == list(range(len(made(kind))))
+    assert numbers(train) == sorted(numbers(train))
+    assert 0.1 < len(evaluation) / len(train + evaluation) < 0.4
+    assert not {question(task) for task in train} & {question(task) for task in evaluation}
+
+
+@pytest.mark.parametrize("kind", ["addition", "products", "choices"])
+def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
+    options = {"size": 3000, "digits": 1, "held_out_fraction": 0.3}
+    stems = []
+    for evaluation in (False, True):
+        stems.append(set())
+        for seed in (0, 1):
+            for task in tasks(TaskConfig(kind, seed=seed, **options), evaluation=evaluation):
+                stem = question(task).splitlines()[0]
+                stems[-1].add("".join(sorted(stem)) if kind != "choices" else stem)
+    assert min(map(len, stems)) > 10 and not stems[0] & stems[1]
+
+
+@pytest.mark.parametrize("kind", ["gsm8k", "chain", "mbpp"])
+def test_the_split_is_that_of_supervised_fine_tuning(kind):
+    config = TaskConfig(kind, 200, instruction=BOXED)
+    chats = chat_tasks.lines(chat_tasks.ChatTaskConfig(kind, 200), "interleaved")
+    sides = [held_out(asked(parse(line)), config.held_out_fraction) for line in chats]
+    for evaluation in (False, True):
+        numbers = {int(task.id.rsplit("-", 1)[1]) for task in tasks(config, evaluation=evaluation)}
+        assert numbers == {i for i, side in enumerate(sides) if side == evaluation}
+
+
+def test_ids_tell_all_that_a_task_depends_on():
+    ids = {task.id: task for task in made("addition", 5)}
+    assert list(ids)[0] == "addition2-seed0-0"
+    for options in ({"seed": 1}, {"digits": 3}):
+        assert not ids.keys() & {task.id for task in made("addition", 5, **options)}
+    assert made("gsm8k", 1)[0].id == made("gsm8k", 1, seed=1)[0].id == "gsm8k-0"
+    assert made("svamp", 3, seed=1) == made("svamp", 3)
+
+
+def test_what_is_shipped_ends_where_it_ends():
+    counts = {kind: len(made(kind, 10**6)) for kind in ("gsm8k", "svamp", "mbpp", "humaneval")}
+    assert counts == {"gsm8k": 1500, "svamp": 1000, "mbpp": 374, "humaneval": 82}
+
+
+@pytest.mark.parametrize(("kind", "sign"), [("addition", "+"), ("products", "*")])
+@pytest.mark.parametrize("digits", [1, 4, 30])
+def test_numbers_have_their_digits_and_results(kind, sign, digits):
+    for task in made(kind, 100, digits=digits):
+        left, right = question(task).removesuffix("?").split(sign)
+        assert len(left) == len(right) == len(str(int(left))) == len(str(int(right))) == digits
+        result = int(left) + int(right) if sign == "+" else int(left) * int(right)
+        assert task.data["answer"] == str(result)
+
+
+def test_products_need_the_calculator():
+    for task in made("products", 5):
+        [tool] = task.tools
+        assert tool["function"]["name"] == "calculate" and task.data["min_calls"] == 1
+
+
+def test_word_problems_have_whole_answers():
+    for task in made("gsm8k", 1500) + made("svamp", 1000):
+        assert re.fullmatch(r"-?\d+(\.\d+)?", task.data["answer"])
+    assert made("gsm8k", 1)[0].data == {"answer": "72"}
+
+
+def test_the_chain_asks_for_its_last_value():
+    for task in made("chain", 100, steps=4):
+        values = {}
+        for name, left, sign, right in re.findall(r"(\w)=(\w)([+*])(\d)", question(task)):
+            left = int(left) if left.isdigit() else values[left]
+            values[name] = (left * int(right) if sign == "*" else left + int(right)) % 10
+        assert list(values) == list("abcd") and task.data == {"answer": str(values["d"])}
+
+
+def right_answer(stem: str) -> str:
+    """Of a question of `choices`, from what it says."""
+    if found := re.fullmatch(r"Which is the symbol of (\w+)\?", stem):
+        return SYMBOLS[ELEMENTS.index(found[1])]
+    if found := re.fullmatch(r"Which element has the symbol (\w+)\?", stem):
+        return ELEMENTS[SYMBOLS.index(found[1])]
+    if found := re.fullmatch(r"Which element has the atomic number (\d+)\?", stem):
+        return ELEMENTS[int(found[1]) - 1]
+    a, b = map(int, re.findall(r"\b\d+\b", stem.replace("s^2", "")))
+    units = {"force": "N", "moves": "m", "flow": "V", "machine": "J"}
+    [unit] = [unit for word, unit in units.items() if word in stem]
+    return f"{a * b} {unit}"
+
+
+@pytest.mark.parametrize("choices", [2, 4, 10])
+def test_of_the_choices_one_is_right(choices):
+    letters = set()
+    for task in made("choices", 500, choices=choices):
+        stem, *lines = question(task).splitlines()
+        answers = dict(line.split(") ", 1) for line in lines)
+        assert list(answers) == list("ABCDEFGHIJ"[:choices]) and task.data["choices"] == choices
+        assert len(set(answers.values())) == choices
+        assert [x for x in answers if answers[x] == right_answer(stem)] == [task.data["answer"]]
+        letters.add(task.data["answer"])
+    assert len(letters) == choices
+    reply = Attempt(({"role": "assistant", "content": f"({task.data['answer']})"},))
+    assert asyncio.run(ScienceVerifier()(task, reply)).value == 1.0
+
+
+def test_elements_are_in_the_order_of_their_numbers():
+    known = {
+        1: ("hydrogen", "H"),
+        11: ("sodium", "Na"),
+        26: ("iron", "Fe"),
+        47: ("silver", "Ag"),
+        54: ("xenon", "Xe"),
+    }
+    assert len(ELEMENTS) == len(SYMBOLS) == len(set(SYMBOLS)) == 54
+    assert {number: (ELEMENTS[number - 1], SYMBOLS[number - 1]) for number in known} == known
+
+
+def test_programs_are_asked_with_one_of_their_tests_at_most():
+    for task in made("mbpp"):
+        first, *others = task.data["tests"].splitlines()
+        assert question(task).endswith(f"\n{first}") and others
+        assert not any(test in question(task) for test in others if test != first)
+    for task in made("humaneval"):
+        assert task.data["prelude"].rstrip() in question(task)
+        asserts = [line.strip() for line in task.data["tests"].splitlines() if "assert" in line]
+        assert asserts and not any(line in question(task) for line in asserts)
+
+
+def test_the_instruction_stands_behind_the_question():
+    [task] = made("addition", 1, instruction=BOXED)
+    assert (
+        question(task)
+        == question(made("addition", 1)[0]) + "\nPut your final answer within \\boxed{}."
+    )
+
+
+def test_tasks_are_json_but_for_their_class():
+    for kind in KINDS:
+        [task] = made(kind, 1)
+        assert json.loads(json.dumps([task.messages, task.data, task.tools]))[1] == task.data
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", "poem"),
+        ("size", 0),
+        ("seed", -1),
+        ("digits", 0),
+        ("steps", 1),
+        ("choices", 1),
+        ("choices", 11),
+        ("held_out_fraction", 1.5),
+    ],
+)
+def test_values_out_of_range_are_named(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
+        TaskConfig(**{field: value})

@@ -1,0 +1,135 @@
+"""Kinds of tasks stay in balance among what is accepted, and a restored mixture goes on as the saved one."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from glm5_jax.envs.task_mixture import TaskMixture
+from glm5_jax.rl.types import Task
+
+WEIGHTS = {"math": 2.0, "code": 1.0, "tir": 1.0}
+
+
+def some(kind, count=7):
+    message = {"role": "user", "content": "?"}
+    return [Task(f"{kind}-{i}", kind, (message,)) for i in range(count)]
+
+
+def mixture(weights=WEIGHTS, **options):
+    return TaskMixture({kind: some(kind) for kind in weights}, weights, **options)
+
+
+def run(mixed, steps, accepts, late=0):
+    """Draws `steps` tasks, each reported `late` draws afterwards: accepted with the probability of its kind."""
+    rng, waiting, drawn = np.random.default_rng(0), [], []
+    for _ in range(steps):
+        [task] = mixed.draw()
+        drawn.append(task)
+        waiting.append(task)
+        if len(waiting) > late:
+            done = waiting.pop(0)
+            (mixed.accept if rng.random() < accepts[done.kind] else mixed.drop)(done)
+    return drawn
+
+
+def test_if_all_is_accepted_kinds_are_drawn_by_their_weights():
+    kinds = [task.kind for task in run(mixture(), 40, dict.fromkeys(WEIGHTS, 1.0))]
+    assert kinds[:8] == ["math", "code", "tir", "math"] * 2
+    assert Counter(kinds) == {"math": 20, "code": 10, "tir": 10}
+
+
+@pytest.mark.parametrize("late", [0, 16])
+def test_what_is_accepted_has_the_shares_whatever_is_dropped(late):
+    mixed = mixture()
+    drawn = Counter(
+        task.kind for task in run(mixed, 1500, {"math": 0.9, "code": 0.4, "tir": 0.6}, late)
+    )
+    shares = mixed.shares()
+    assert {kind: round(share, 2) for kind, share in shares.items()} == {
+        kind: pytest.approx(weight / 4, abs=0.02) for kind, weight in WEIGHTS.items()
+    }
+    assert drawn["code"] > 1.2 * drawn["tir"], "more are dropped, so more are drawn"
+
+
+def test_a_kind_that_is_never_accepted_leaves_the_others_their_turn():
+    mixed = mixture({"math": 1.0, "code": 1.0, "tir": 2.0}, most_drawn=1.5)
+    drawn = Counter(task.kind for task in run(mixed, 400, {"math": 1.0, "code": 0.0, "tir": 1.0}))
+    assert drawn["code"] == pytest.approx(400 * 1.5 / 4, abs=2)
+    assert mixed.shares() == {
+        "math": pytest.approx(1 / 3, abs=0.01),
+        "code": 0,
+        "tir": pytest.approx(2 / 3, abs=0.01),
+    }
+
+
+def test_many_drawn_at_once_are_those_drawn_one_by_one():
+    at_once = mixture().draw(20)
+    one_by_one = mixture()
+    assert at_once == [one_by_one.draw()[0] for _ in range(20)]
+
+
+def test_every_epoch_has_all_tasks_in_an_order_of_its_own():
+    tasks = mixture({"math": 1.0}).draw(21)
+    epochs = [[task.id for task in tasks[i : i + 7]] for i in (0, 7, 14)]
+    assert all(sorted(epoch) == [task.id for task in some("math")] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert tasks == mixture({"math": 1.0}).draw(21) != mixture({"math": 1.0}, seed=1).draw(21)
+
+
+def test_a_restored_mixture_goes_on_with_the_very_same_tasks():
+    accepts = {"math": 0.9, "code": 0.4, "tir": 0.6}
+    saved = mixture()
+    run(saved, 33, accepts, late=5)
+    state = json.loads(json.dumps(saved.state()))
+    restored = mixture()
+    restored.restore(state)
+    assert restored.state() == state
+    assert run(restored, 60, accepts) == run(saved, 60, accepts)
+    assert restored.shares() == saved.shares()
+
+
+def test_groups_on_their_way_count_until_they_are_lost():
+    mixed = mixture({"math": 1.0, "code": 1.0})
+    first = mixed.draw(4)
+    assert mixed.shares() == {"math": 0, "code": 0}
+    mixed.drop_waiting()
+    with pytest.raises(ValueError, match="no group of task 'math-.' is on its way"):
+        mixed.accept(first[0])
+    assert Counter(task.kind for task in mixed.draw(2)) == {"math": 1, "code": 1}
+
+
+def test_a_group_is_reported_once_and_of_a_task_that_was_drawn():
+    mixed = mixture()
+    [task] = mixed.draw()
+    mixed.accept(task)
+    for unknown in (task, some("poem")[0]):
+        with pytest.raises(ValueError, match="report each once"):
+            mixed.drop(unknown)
+
+
+def test_a_state_of_other_tasks_is_refused():
+    state = mixture().state()
+    others = {kind: some(kind, 7 if kind == "math" else 8) for kind in WEIGHTS}
+    for other in (mixture(seed=1), TaskMixture(others, WEIGHTS), mixture({"math": 1.0})):
+        with pytest.raises(ValueError, match="give the tasks that it was saved with"):
+            other.restore(state)
+    mixture({"math": 1.0, "code": 1.0, "tir": 5.0}).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "weights", "options", "why"),
+    [
+        ({}, {}, {}, "there are tasks of"),
+        ({"a": some("a")}, {"b": 1.0}, {}, r"tasks of \['a'\] and weights of \['b'\]"),
+        ({"a": some("a")}, {"a": 0.0}, {}, "the weight of 'a' is 0.0"),
+        ({"a": some("a")}, {"a": float("nan")}, {}, "the weight of 'a' is nan"),
+        ({"a": []}, {"a": 1.0}, {}, "there is no task of 'a'"),
+        ({"a": some("a"), "b": some("a")}, {"a": 1.0, "b": 1.0}, {}, "two tasks have one id"),
+        ({"a": some("a")}, {"a": 1.0}, {"most_drawn": 0.5}, "most_drawn is 0.5"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(tasks, weights, options, why):
+    with pytest.raises(ValueError, match=why):
+        TaskMixture(tasks, weights, **options)
