@@ -77,7 +77,7 @@ def tokenizer(tmp_path_factory):
 def config(tokenizer):
     return RlConfig(
         name="rl",
-        model=one_layer(vocab_size=292, max_position_embeddings=128),
+        model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
         tokenizer=tokenizer,
         goes_on=False,
         optimizer=OptimizerConfig(weight_decay=0.0),
