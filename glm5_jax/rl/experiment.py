@@ -34,6 +34,15 @@ class EvaluationConfig:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """Whose log-probs tasks of an origin learn from; the origin "" is of all others. checkpoint: a workdir, one of its
+    checkpoints/STEP or an HF folder."""
+
+    checkpoint: str
+    origin: str = ""
+
+
 def adam() -> OptimizerConfig:
     """GLM-5's is not disclosed; slime's public recipes for it use Adam (0.9, 0.98) with decay 0.1. The indexer stays
     (GLM-5 3.2), and the MTP layer, which nothing trains here."""
@@ -57,8 +66,7 @@ class RlConfig(StageConfig):
     Attributes:
       learns: from "rewards" or "teachers" (GLM-5 3.5), of which tasks have theirs by their origin.
       policy, credit, rollout, engine, evaluation: see their own.
-      teachers: (origin of tasks, path of a checkpoint); the origin "" is of all others. With rewards: the reference
-        of `credit.pull`.
+      teachers: see `Teacher`. With rewards: the reference of `credit.pull`.
       length: tokens of a row, and at most of an attempt.
       rows: of a batch: a multiple of this, in powers of two.
       judged_at_once: attempts.
@@ -74,7 +82,7 @@ class RlConfig(StageConfig):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    teachers: tuple[tuple[str, str], ...] = ()
+    teachers: tuple[Teacher, ...] = ()
     length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
     rows: int = 8
     judged_at_once: int = 64
@@ -92,7 +100,7 @@ class RlConfig(StageConfig):
                 f"learns is {self.learns!r}, credit.pull {self.credit.pull} and teachers {self.teachers}; what learns "
                 "from teachers, or pays for leaving a reference, needs one, and nothing else"
             )
-        origins = [origin for origin, _ in self.teachers]
+        origins = [teacher.origin for teacher in self.teachers]
         if len(set(origins)) < len(origins):
             raise ValueError(f"two teachers have one origin: {origins}; join them")
         if self.credit.pull and origins != [""]:

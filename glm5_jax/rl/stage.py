@@ -86,6 +86,13 @@ class Reinforcement(Stage):
                 f"engine.max_length is {longest} and length {config.length}; an attempt must fit a row"
             )
         self._engine_options = dataclasses.asdict(config.engine) | {"max_length": longest}
+        taught = {teacher.origin for teacher in config.teachers}
+        for task in self._known:
+            if taught and not {task.origin, ""} & taught:
+                raise ValueError(
+                    f"task {task.id!r} is of origin {task.origin!r}, and there are teachers of {sorted(taught)}; add "
+                    'one, or one of ""'
+                )
         for task in (*self._known, *(t for tasks in self._world.held_out.values() for t in tasks)):
             check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
 
@@ -95,10 +102,10 @@ class Reinforcement(Stage):
     def _open(self) -> Source:
         config = self.config
         self._teachers = {
-            origin: models.open_weights(
-                path, config.model, mesh=self._mesh, unshared=config.unshared
+            teacher.origin: models.open_weights(
+                teacher.checkpoint, config.model, mesh=self._mesh, unshared=config.unshared
             )
-            for origin, path in config.teachers
+            for teacher in config.teachers
         }
         self._attempts = Attempts(config, self._world)
         return self._attempts
@@ -226,16 +233,14 @@ class Attempts:
         config = self._config
         batch, rows = lay_out(records, config.length, multiple, config.streams)
         if self.scores is not None:
+            scores = self.scores(batch)
             origins = {group.task.id: group.task.origin for group in groups}
-            for origin, logp in self.scores(batch).items():
-                for i, own in enumerate(rows):
-                    for segment, record in enumerate(own, 1):
-                        theirs = (
-                            origins[record.task_id] if len(self._config.teachers) > 1 else origin
-                        )
-                        if theirs == origin:
-                            here = batch["segment_ids"][i] == segment
-                            batch["ref_logp"][i, here] = logp[i, here]
+            for i, own in enumerate(rows):
+                for segment, record in enumerate(own, 1):
+                    origin = origins[record.task_id]
+                    logp = scores[origin if origin in scores else ""]
+                    here = batch["segment_ids"][i] == segment
+                    batch["ref_logp"][i, here] = logp[i, here]
         return batch
 
 

@@ -13,7 +13,7 @@ from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher, policy_alone
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World
@@ -175,7 +175,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     one, other = (saved(config, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
     two = dataclasses.replace(config.train, steps=2, eval_interval=0)
     common = dict(learns="teachers", checkpoint=one, train=two)
-    alike = dataclasses.replace(config, teachers=(("", one),), **common)
+    alike = dataclasses.replace(config, teachers=(Teacher(one),), **common)
     Reinforcement(alike, tmp_path / "alike", world()).run()
     moved = [
         np.abs(a - b).max()
@@ -186,7 +186,9 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     ]
     assert max(moved) < 0.1  # rounding, which Muon makes a step of
     assert max(column(read(tmp_path / "alike"), "loss/ref_kl")[1], key=abs) < 1e-5
-    both = dataclasses.replace(config, teachers=(("math", one), ("code", other)), **common)
+    both = dataclasses.replace(
+        config, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
+    )
     stage = Reinforcement(both, tmp_path / "both", world())
     batches = []
     update = stage._update
@@ -196,7 +198,8 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     stage.run()
     score = jax.jit(stage._step.score)
     want = {
-        name: np.asarray(score(weights(path, config), batches[0])) for name, path in both.teachers
+        t.origin: np.asarray(score(weights(t.checkpoint, config), batches[0]))
+        for t in both.teachers
     }
     trained = batches[0]["loss_mask"] == 1
     theirs = {name: np.abs(logp - batches[0]["ref_logp"]) < 1e-6 for name, logp in want.items()}
@@ -211,7 +214,7 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
     near = dataclasses.replace(
         config,
         checkpoint=start,
-        teachers=(("", start),),
+        teachers=(Teacher(start),),
         credit=CreditConfig(pull=True),
         policy=PolicyConfig(ref_kl=30.0),
     )
@@ -234,12 +237,15 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
     [
         ({"learns": "fear"}, "learns is 'fear'; use one of rewards, teachers"),
         ({"learns": "teachers"}, "needs one, and nothing else"),
-        ({"teachers": (("", "x"),)}, "needs one, and nothing else"),
+        ({"teachers": (Teacher("x"),)}, "needs one, and nothing else"),
         (
-            {"learns": "teachers", "teachers": (("a", "x"), ("a", "y"))},
+            {"learns": "teachers", "teachers": (Teacher("x", "a"), Teacher("y", "a"))},
             "two teachers have one origin",
         ),
-        ({"credit": CreditConfig(pull=True), "teachers": (("a", "x"),)}, 'has the origin ""'),
+        (
+            {"credit": CreditConfig(pull=True), "teachers": (Teacher("x", "a"),)},
+            'has the origin ""',
+        ),
         ({"rows": 0}, "rows is 0 and judged_at_once 64; both must be positive"),
     ],
 )
@@ -257,7 +263,12 @@ def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypat
         ),
         ({"engine": EngineConfig(max_length=65)}, {}, "engine.max_length is 65 and length 64"),
         ({"engine": EngineConfig(max_length=7)}, {}, "'t0' has a prompt of .* tokens; at most 6"),
-        ({"learns": "teachers", "teachers": (("", "/nowhere"),)}, {}, "/nowhere does not exist"),
+        ({"learns": "teachers", "teachers": (Teacher("/nowhere"),)}, {}, "/nowhere does not exist"),
+        (
+            {"learns": "teachers", "teachers": (Teacher("x", "math"),)},
+            {},
+            r"'t1' is of origin 'code', and there are teachers of \['math'\]",
+        ),
         ({"goes_on": True}, {}, "goes on from trained weights"),
     ]
     for changes, more, words in cases:
