@@ -77,6 +77,7 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_BYTES = 256
+BYTES = "bytes"
 # Texts that a normalizer, or a blank put before a word, would change.
 _PROBES = ("A.\u00e9e\u0301\ufb01\u200b  \t\x01\r\n1", " a ")
 _TEMPLATE = "chat_template.jinja"
@@ -185,10 +186,12 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Tokenizer":
         """Reads a tokenizer.json, or a folder with one, and what stands beside it (tokenizer_config.json,
-        chat_template.jinja).
+        chat_template.jinja). "bytes" is the tokenizer without a merge: each byte is a token.
 
         Raises ValueError naming the path if there is no such file or it cannot be read.
         """
+        if path == BYTES:
+            return cls.train((), NUM_BYTES + len(SPECIAL_TOKENS))
         path = pathlib.Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():

@@ -61,7 +61,7 @@ class StageConfig:
     name: str = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
     mesh: MeshConfig = MeshConfig()
-    # A tokenizer.json or its folder; None: the shipped one. Its end and padding ids are the model's.
+    # A tokenizer.json or its folder, or "bytes"; None: the shipped one. Its end and padding ids are the model's.
     tokenizer: str | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)

@@ -69,7 +69,7 @@ def world(verify=likes_low_bytes, **more):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    Tokenizer.train([], 292).save(folder)
+    Tokenizer.load("bytes").save(folder)
     return str(folder)
 
 

@@ -116,6 +116,12 @@ def test_training_is_deterministic_and_saves_what_it_loads(tmp_path):
     assert Tokenizer.load(tmp_path / "one" / "tokenizer.json").eos_ids == tokenizer.eos_ids
 
 
+def test_bytes_alone_are_a_tokenizer():
+    tokenizer = Tokenizer.load("bytes")
+    assert tokenizer.vocab_size == 256 + 36
+    assert len(tokenizer.encode("1+ü")) == 4 and tokenizer.decode(tokenizer.encode("1+ü")) == "1+ü"
+
+
 def test_training_refuses_a_vocabulary_that_cannot_be():
     with pytest.raises(ValueError, match="vocab_size is 291; it must be at least 292"):
         Tokenizer.train(TEXTS, 291)
