@@ -24,6 +24,7 @@ from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step import make_step
 from tests.model.small import one_layer
 
 TASKS = [
@@ -85,11 +86,26 @@ def config(tokenizer):
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=2, save_interval=2),
         rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
-        engine=EngineConfig(page_size=8, max_batch=16, chunk=512, max_length=32),
+        engine=EngineConfig(page_size=32, max_batch=2, chunk=64, max_length=32),
         evaluation=EvaluationConfig(tasks=2, group=2),
         length=64,
         rows=8,
     )
+
+
+MADE = {}
+
+
+def shared(cfg, step, optimizer, schedule, mesh, token_loss):
+    """Compiled once for all runs, whose schedule is the same."""
+    key = repr((cfg, step, optimizer, token_loss.config))
+    if key not in MADE:
+        MADE[key] = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
+    return MADE[key]
+
+
+def stage_of(config, workdir, made=None, known=()):
+    return Reinforcement(config, workdir, made or world(), known, step_maker=shared)
 
 
 def weights(workdir, config):
@@ -104,8 +120,16 @@ def same(a, b):
 
 def test_a_run_and_one_that_was_stopped(config, tmp_path):
     made = world()
-    stage = Reinforcement(config, tmp_path / "whole", made, TASKS)
+    stage, versions = stage_of(config, tmp_path / "whole", made, TASKS), []
+    records = stage._attempts._records
+
+    def watched(groups):
+        versions.append({v for g in groups for r in g.records for v in r.weight_version.tolist()})
+        return records(groups)
+
+    stage._attempts._records = watched
     summary = stage.run()
+    assert versions == [{-1, 0}, {-1, 1}, {-1, 2}, {-1, 3}]
     assert stage.finished and summary.reward is not None and summary.held_out_reward is not None
     assert "reward" in str(summary) and "training loss" not in str(summary)
     rows = read(tmp_path / "whole")
@@ -117,9 +141,9 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped
     assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
     half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
-    Reinforcement(half, tmp_path / "parted", world()).run()
+    stage_of(half, tmp_path / "parted").run()
     before = weights(tmp_path / "parted", config)
-    Reinforcement(config, tmp_path / "parted", world()).run()
+    stage_of(config, tmp_path / "parted").run()
     after = weights(tmp_path / "parted", config)
     assert not same(before, after)
     assert same(after, weights(tmp_path / "whole", config))
@@ -131,26 +155,13 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     assert told[: len(told) // 2] == told[len(told) // 2 :]
 
 
-def test_tokens_know_the_version_that_drew_them(config, tmp_path, monkeypatch):
-    stage, seen = Reinforcement(config, tmp_path, world()), []
-    records = stage._attempts._records
-
-    def kept(groups):
-        seen.append({v for g in groups for r in g.records for v in r.weight_version.tolist()})
-        return records(groups)
-
-    stage._attempts._records = kept
-    stage.run()
-    assert seen == [{-1, 0}, {-1, 1}, {-1, 2}, {-1, 3}]
-
-
 def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path):
     async def broken(task, attempt):
         return Reward(None, error="no sandbox")
 
     made = world(broken)
     with pytest.raises(TrainingStopped, match=f"{MOST_EMPTY} batches in a row .*no sandbox"):
-        Reinforcement(config, tmp_path, made).run()
+        stage_of(config, tmp_path, made).run()
     assert not made.tasks.accepted and len(made.tasks.dropped) == 4 * MOST_EMPTY
 
     async def half(task, attempt):
@@ -159,7 +170,7 @@ def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path
         return await likes_low_bytes(task, attempt)
 
     made = world(half)
-    Reinforcement(config, tmp_path / "half", made).run()
+    stage_of(config, tmp_path / "half", made).run()
     assert len(made.tasks.accepted) == len(made.tasks.dropped) == 8
     assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 4
 
@@ -176,7 +187,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     two = dataclasses.replace(config.train, steps=2, eval_interval=0)
     common = dict(learns="teachers", checkpoint=one, train=two)
     alike = dataclasses.replace(config, teachers=(Teacher(one),), **common)
-    Reinforcement(alike, tmp_path / "alike", world()).run()
+    stage_of(alike, tmp_path / "alike").run()
     moved = [
         np.abs(a - b).max()
         for a, b in zip(
@@ -189,7 +200,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     both = dataclasses.replace(
         config, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
     )
-    stage = Reinforcement(both, tmp_path / "both", world())
+    stage = stage_of(both, tmp_path / "both")
     batches = []
     update = stage._update
     stage._update = lambda state, batch: (
@@ -221,7 +232,7 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
     far = dataclasses.replace(config, checkpoint=start)
     gone = {}
     for name, one in (("near", near), ("far", far)):
-        Reinforcement(one, tmp_path / name, world()).run()
+        stage_of(one, tmp_path / name).run()
         logits = [
             np.asarray(
                 glm5.forward(weights(path, config), np.arange(20)[None], config.model).logits
