@@ -9,7 +9,6 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
 :addition  a policy of 0.13M parameters learns from nothing to add two numbers of two digits
 """
 
-import asyncio
 import dataclasses
 import itertools
 
@@ -23,7 +22,7 @@ from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
-from glm5_jax.training.experiment import MeshConfig, choose
+from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
@@ -115,3 +114,52 @@ def digits_right(task: Task, attempt: Attempt) -> Reward:
     digits = sum(map(str.isdigit, got)) / max(len(got), 1)
     value = 0.1 * digits + 0.1 * ends + 0.4 * places + 0.4 * exact
     return Reward(value, {"exact": exact, "places": places, "digits": digits, "ends": float(ends)})
+
+
+def get_config(variant: str = "addition") -> ReasoningConfig:
+    """The variant's experiment; ValueError lists the variants."""
+    return choose(variant, {"addition": addition})
+
+
+def addition() -> ReasoningConfig:
+    """Rate, batch and reward are ours; Muon on the matrices, as it learns from few steps."""
+    base = presets.tiny()
+    return ReasoningConfig(
+        name="rl_reasoning:addition",
+        model=dataclasses.replace(
+            base,
+            vocab_size=292,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_nextn_predict_layers=0,
+            attention="dense",
+            index_topk=None,
+            max_position_embeddings=128,
+        ),
+        tokenizer="bytes",
+        goes_on=False,
+        optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),
+        schedule=ScheduleConfig(
+            kind="constant", peak=2e-3, end=0.0, warmup_steps=10, total_steps=400
+        ),
+        step=dataclasses.replace(policy_alone(), remat="none"),
+        train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=200),
+        rollout=RolloutConfig(prompts=32, group=16, max_tokens=4, max_turns=1, thinking=False),
+        engine=EngineConfig(page_size=16, max_batch=512, chunk=16_384, max_length=32),
+        evaluation=EvaluationConfig(tasks=100, temperature=0.0),
+        length=128,
+        rows=16,
+        tasks=(Share(TaskConfig("addition", size=20_000, digits=1, held_out_fraction=0.2)),),
+        partly=True,
+    )
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

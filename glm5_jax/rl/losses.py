@@ -98,7 +98,6 @@ def corrected(config: PolicyConfig, logp, old_logp, rollout_logp, advantage) -> 
 
 def icepop(logp, old_logp, rollout_logp, advantage, config: PolicyConfig) -> Corrected:
     """Eq. 1; the window is that of the engine's ratio, closed."""
-    old_logp = lax.stop_gradient(old_logp)
     off = old_logp - rollout_logp
     # In float32 the exponential may put a token that is on the edge beyond it.
     edge = math.log(config.beta) + 1e-6

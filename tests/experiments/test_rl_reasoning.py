@@ -1,0 +1,109 @@
+"""Reasoning RL as an experiment: its tasks, what they are worth, and what is refused."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+
+from experiments import rl_reasoning
+from experiments.rl_reasoning import Share, digits_right
+from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.rl.types import Attempt, Task
+
+SUM = Task("t", "math", ({"role": "user", "content": "40+60?"},), {"answer": "100"})
+
+
+def worth(reply, finish_reason="stop"):
+    said = {"role": "assistant", "content": reply}
+    return digits_right(SUM, Attempt((said,), finish_reason))
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "value"),
+    [
+        ("100", "stop", 1.0),
+        ("100", "length", 0.5),
+        ("101", "stop", 0.1 + 0.1 + 0.4 * 2 / 3),
+        ("10", "stop", 0.1 + 0.1 + 0.4 * 2 / 3),
+        ("1000", "stop", 0.1 + 0.1 + 0.4 * 3 / 4),
+        ("1x", "stop", 0.05 + 0.1 + 0.4 / 3),
+        ("ab", "length", 0.0),
+        ("", "stop", 0.1),
+    ],
+)
+def test_parts_of_a_sum_are_worth_a_part(reply, reason, value):
+    found = worth(reply, reason)
+    assert found.value == pytest.approx(value)
+    assert found.parts["exact"] == (reply == "100" and reason == "stop")
+
+
+def small(**changes):
+    return dataclasses.replace(rl_reasoning.addition(), **changes)
+
+
+def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
+    config = rl_reasoning.get_config("addition")
+    assert config.model.num_stored_parameters < 200_000
+    stage = config.stage(tmp_path)
+    world = stage._world
+    learnt = {task.messages[0]["content"] for task in world.tasks.draw(2000)}
+    held_out = {task.messages[0]["content"] for own in world.held_out.values() for task in own}
+    assert learnt and held_out and not learnt & held_out
+    stage.close()
+
+
+def test_each_kind_has_its_own_verifier(tmp_path):
+    shares = (Share(TaskConfig("gsm8k", size=20)), Share(TaskConfig("choices", size=20), 2.0))
+    stage = small(
+        tasks=shares,
+        partly=False,
+        length=2048,
+        engine=rl_reasoning.EngineConfig(),
+        model=dataclasses.replace(rl_reasoning.addition().model, max_position_embeddings=2048),
+    ).stage(tmp_path)
+    verify = stage._world.verify
+    for share in shares:
+        task = next(tasks(share.tasks))
+        right = Attempt(({"role": "assistant", "content": f"answer: {task.data['answer']}"},))
+        wrong = Attempt(({"role": "assistant", "content": "answer: Q"},))
+        assert asyncio.run(verify(task, right)).value == 1
+        assert asyncio.run(verify(task, wrong)).value == 0
+    drawn = [task.kind for task in stage._world.tasks.draw(30)]
+    assert drawn.count("science") == 2 * drawn.count("math")
+    stage.close()
+
+
+def test_what_everybody_solves_is_left_out(tmp_path, capsys):
+    share = Share(TaskConfig("addition", size=40, digits=1, held_out_fraction=0.2))
+    own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
+    known = [task.id for task in tasks(share.tasks)]
+
+    def write(path, passes):
+        lines = (
+            json.dumps({"task": t, "passes": passes(i), "tries": 8}) for i, t in enumerate(known)
+        )
+        path.write_text("\n".join(lines))
+
+    write(own, lambda i: 8 * (i % 2))
+    write(other, lambda i: 4)
+    config = small(tasks=(share,), verdicts=str(own), stronger_verdicts=str(other))
+    stage = config.stage(tmp_path / "run")
+    assert {task.id for task in stage._world.tasks.draw(200)} == set(known[::2])
+    assert "too_easy" in capsys.readouterr().out
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": (Share(), Share())}, "two of the tasks have one name"),
+        ({"verdicts": "x"}, "belong together; give both or none"),
+    ],
+)
+def test_contradictions_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        small(**changes)
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of addition"):
+        rl_reasoning.get_config("huge")

@@ -1,0 +1,163 @@
+"""Every factor of the losses and advantages broken on purpose: some test of theirs must fail."""
+
+import itertools
+import pathlib
+import types
+
+import pytest
+
+from glm5_jax.rl import advantage, losses, streams
+from tests.rl import test_advantage, test_losses, test_streams
+
+LOSSES = {
+    "popped tokens count": ("jnp.where(below | above, 0, _exp(off))", "_exp(off)"),
+    "kept tokens count as one": (
+        "jnp.where(below | above, 0, _exp(off))",
+        "jnp.where(below | above, 0, 1.0)",
+    ),
+    "rho is left out": ("return Corrected(rho * loss,", "return Corrected(loss,"),
+    "the window is open": ("math.log(config.beta) + 1e-6", "math.log(config.beta) - 1e-6"),
+    "the window has no lower edge": ("off < -edge, off > edge", "off < -99, off > edge"),
+    "the window has no upper edge": ("off < -edge, off > edge", "off < -edge, off > 99"),
+    "rho is upside down": ("off = old_logp - rollout_logp", "off = rollout_logp - old_logp"),
+    "r is upside down": ("_exp(logp - old_logp)", "_exp(old_logp - logp)"),
+    "the better of both counts": ("-jnp.minimum(", "-jnp.maximum("),
+    "the lower clip is the upper's": ("1 - config.clip_low, 1", "1 - config.clip_high, 1"),
+    "the upper clip is the lower's": ("1 + config.clip_high\n", "1 + config.clip_low\n"),
+    "nothing is clipped": ("jnp.clip(ratio, low, high) * advantage)", "ratio * advantage)"),
+    "the sign of the clipped loss": ("loss = -jnp.minimum(", "loss = jnp.minimum("),
+    "f takes a gradient": ("ratio = lax.stop_gradient(ratio)", "pass"),
+    "f's window is closed below": (
+        "ratio <= 1 - config.window_low",
+        "ratio < 1 - config.window_low",
+    ),
+    "f's window is closed above": (
+        "ratio >= 1 + config.window_high",
+        "ratio > 1 + config.window_high",
+    ),
+    "f masks one side": ("weight = jnp.where(below | above", "weight = jnp.where(above"),
+    "f is one inside": ("jnp.where(below | above, 0, ratio)", "jnp.where(below | above, 0, 1.0)"),
+    "f is left out": ("-weight * advantage * logp", "-advantage * logp"),
+    "no advantage": ("-weight * advantage * logp", "-weight * logp"),
+    "no log-prob": ("-weight * advantage * logp", "-weight * advantage"),
+    "the sign of the masked loss": ("-weight * advantage * logp", "weight * advantage * logp"),
+    "another denominator": ("off = logp - rollout_logp\n", "off = logp - old_logp\n"),
+    "unclipped without its ratio": (
+        "-ratio * advantage, ratio, never",
+        "-advantage + 0 * ratio, ratio, never",
+    ),
+    "exponentials without a bound": ("jnp.exp(jnp.clip(off, -MOST, MOST))", "jnp.exp(off)"),
+    "the teacher's advantage learns": (
+        'lax.stop_gradient(streams["ref_logp"] - logp)',
+        '(streams["ref_logp"] - logp)',
+    ),
+    "away from the teacher": ('streams["ref_logp"] - logp', 'logp - streams["ref_logp"]'),
+    "the teacher alone": ('streams["ref_logp"] - logp', 'streams["ref_logp"]'),
+    "the divergence without its line": ("jnp.exp(off) - 1 - off", "jnp.exp(off) - 1"),
+    "a distance with a sign": ("jnp.abs(off)", "off"),
+    "the entropy's sign": ('"entropy": -still', '"entropy": still'),
+}
+ADVANTAGES = {
+    "no mean": ("found - found.mean()", "found"),
+    "the population's deviation": ("ddof=1", "ddof=0"),
+    "no deviation": ("away / (found.std(ddof=1) + 1e-6)", "away"),
+    "no epsilon": ("found.std(ddof=1) + 1e-6", "found.std(ddof=1)"),
+    "failures count as zeros": (
+        "if r is not None], np.float64",
+        "if r is not None or True], np.float64",
+    ),
+    "others by their number": ("len(found) / (len(found) - 1)", "1"),
+    "equal rewards by rounding": ("found.min() < found.max()", "True"),
+    "a single reward": ("len(found) > 1 and ", ""),
+}
+STREAMS = {
+    "prompts are credited": (
+        "np.where(record.loss_mask, advantage, 0)",
+        "np.full(len(record), advantage)",
+    ),
+    "failures are learnt from": ("if reward.value is not None:", "if True:"),
+    "nothing is left out": ("config.drop_flat and", "False and"),
+    "long rollouts count more": ("max(lengths[record.rollout_id], 1.0)", "1.0"),
+    "pieces count each for itself": (
+        "lengths[record.rollout_id] += record",
+        "lengths[record.rollout_id] = record",
+    ),
+    "tokens by their rollouts": ('config.normalisation == "token"', "False"),
+    "no pull": ("if config.pull else found", "if False else found"),
+}
+
+
+def mutant(module, old, new):
+    """The module with one piece of its text replaced."""
+    source = pathlib.Path(module.__file__).read_text("utf-8")
+    assert source.count(old) == 1, (source.count(old), old)
+    made = types.ModuleType(module.__name__)
+    made.__file__ = module.__file__
+    # What pickles and dataclasses look up by the name is the real one.
+    exec(compile(source.replace(old, new), module.__file__, "exec"), made.__dict__)
+    return made
+
+
+def survives(tests, names, made, monkeypatch, checks):
+    """Whether every check passes with the mutant's names."""
+    for name in names:
+        monkeypatch.setattr(tests, name, getattr(made, name))
+    for check in checks:
+        try:
+            check()
+        except Exception:
+            return False
+    return True
+
+
+def checks_of_losses():
+    t = test_losses
+    yield t.test_icepop_by_hand
+    yield t.test_double_sided_by_hand
+    yield t.test_the_window_of_icepop_is_closed_in_float32_too
+    for kind, several in itertools.product(losses.CORRECTIONS, (False, True)):
+        yield lambda: t.test_values_and_gradients_are_the_oracle_s(kind, several)  # noqa: B023
+    for kind in losses.CORRECTIONS:
+        yield lambda: t.test_a_token_that_is_out_of_all_bounds_is_finite(kind)  # noqa: B023
+    yield t.test_distillation_has_the_teacher_s_log_ratio_as_advantage
+    yield t.test_distilled_samples_add_up_to_the_reverse_divergence
+    yield t.test_what_is_told_of_the_samples
+
+
+def checks_of_advantages():
+    t = test_advantage
+    yield t.test_by_hand
+    for baseline in advantage.BASELINES:
+        yield lambda: t.test_failures_of_the_environment_are_left_out(baseline)  # noqa: B023
+        if baseline != "none":
+            yield lambda: t.test_a_group_that_tells_nothing_is_zero(baseline)  # noqa: B023
+
+
+def checks_of_streams():
+    return [
+        value
+        for name, value in vars(test_streams).items()
+        if name.startswith("test_") and "rows" not in name and "record_is" not in name
+    ]
+
+
+PARTS = {
+    "losses": (test_losses, ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
+    "advantage": (test_advantage, ("advantages",), advantage, checks_of_advantages, ADVANTAGES),
+    "streams": (test_streams, ("credited", "distilled"), streams, checks_of_streams, STREAMS),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_not_broken_survives(part, monkeypatch):
+    tests, names, module, checks, _ = PARTS[part]
+    assert survives(tests, names, module, monkeypatch, checks())
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part in PARTS for name in PARTS[part][-1]]
+)
+def test_what_is_broken_is_found(part, name, monkeypatch):
+    tests, names, module, checks, mutations = PARTS[part]
+    made = mutant(module, *mutations[name])
+    assert not survives(tests, names, made, monkeypatch, checks())
