@@ -7,9 +7,9 @@ gate: 1 if the task's rules are kept, else 0, and then nothing else is asked. or
 judge's mean criterion, or how the reply fares against a human's answer where the task has one. g: of a guard, 1
 where nothing is wrong. A core below 0 takes 2 - M in place of M, or a fault would raise it.
 
-The paper prints neither weights nor scales. With orm_z a poor reply that keeps the rules may be worth less than
-one that breaks them; `squash` maps orm_z to 1 / (1 + exp(-orm_z)), and then, with guards that multiply,
-R is never below 0.
+The paper prints neither weights nor scales, but that what is correct comes first: `squash` maps orm_z to
+1 / (1 + exp(-orm_z)), so that, with guards that multiply, no reply that keeps the rules is worth less than one that
+breaks them. Without it a poor one may be.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class GeneralConfig:
     grm: float = 0.5
     orm_mean: float = 0.0
     orm_std: float = 1.0
-    squash: bool = False
+    squash: bool = True
     budget: int = 12_000
     length: GuardConfig | None = GuardConfig()
     repetition: GuardConfig | None = GuardConfig()
