@@ -8,7 +8,6 @@ that of a model with one array more, which `unshared=("^score/",)` leaves behind
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -124,7 +123,7 @@ class OutcomeConfig(StageConfig):
         return [pair for file in self.files for pair in read_preferences(file)]
 
     def stage(self, workdir, evaluator=None, before=None):
-        return OutcomeTraining(self, workdir, self.preferences(), before)
+        return OutcomeTraining(self, workdir, self.preferences(), before=before)
 
 
 def make_outcome_step(
@@ -179,8 +178,6 @@ def make_outcome_step(
         finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
         updates, moments = optimizer.update(grads, state["optimizer"], params)
         moved = optax.apply_updates(params, jax.tree.map(lambda u: learning_rate * u, updates))
-        # What is frozen is not even added to: -0.0 + 0.0 is 0.0.
-        moved = unflatten(flatten(moved) | still)
 
         state = advanced(state, batch, moved, moments, finite)
         metrics = {
@@ -311,10 +308,10 @@ class OutcomeTraining(Stage):
         config: OutcomeConfig,
         workdir,
         preferences: Sequence[Preference],
+        step_maker: Callable[..., Step] = make_outcome_step,
         before: Stage | None = None,
     ):
         self._preferences = preferences
-        step_maker = functools.partial(make_outcome_step, pairs=config.pairs)
         super().__init__(config, workdir, step_maker, before)
 
     def _check(self) -> None:
@@ -326,6 +323,9 @@ class OutcomeTraining(Stage):
             )
         if self._mesh is not None:
             check_batch(config.rows, config.length, self._mesh)
+
+    def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
+        return super()._make_step(step_maker, pairs=self.config.pairs, **options)
 
     def _open(self) -> Source:
         learnt, self._judged = rendered(self._preferences, self.tokenizer, self.config)

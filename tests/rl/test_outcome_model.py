@@ -31,6 +31,7 @@ from glm5_jax.rl.outcome_training import (
 )
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.schedule import ScheduleConfig
 from tests.model.small import one_layer
 from tests.oracles import preferences as oracle
@@ -53,8 +54,20 @@ CONFIG = reward_model.MadeConfig(
 PAIRS = [Pair([1, 2, 3], [1, 2, 4, 5]), Pair([7, 8], [9]), Pair([1] * 6, [2] * 5)]
 
 
+MADE = {}
+
+
+def shared(cfg, step, optimizer, schedule, mesh, pairs):
+    """Compiled once for all runs that have so many pairs, whose schedule is the same."""
+    key = repr((cfg, step, optimizer, pairs))
+    if key not in MADE:
+        MADE[key] = make_outcome_step(cfg, step, optimizer, schedule, mesh, pairs)
+    return MADE[key]
+
+
 def stage(config, workdir, pairs=None):
-    return OutcomeTraining(config, workdir, config.preferences() if pairs is None else pairs)
+    pairs = config.preferences() if pairs is None else pairs
+    return OutcomeTraining(config, workdir, pairs, step_maker=shared)
 
 
 def weights(workdir):
@@ -352,6 +365,14 @@ def test_what_cannot_run_is_refused_before_it_starts(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="in one process and this pod has 2"):
         stage(CONFIG, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variant", ["tiny", "small"])
+def test_of_a_model_the_new_head_learns_and_the_old_one_rests(variant):
+    config = reward_model.get_config(variant)
+    groups = groups_of(config.optimizer, outcome_model.letters(config.model))
+    assert groups[HEAD]["weight"] == groups["embed"]["weight"] == "adamw"
+    assert groups["lm_head"]["weight"] == "frozen"
 
 
 def test_what_cannot_be_loaded_is_refused(trained, tmp_path):
