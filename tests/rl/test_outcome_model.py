@@ -13,6 +13,7 @@ from flax import nnx
 
 from experiments import reward_model
 from glm5_jax.checkpoint import models, store
+from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.preferences import Preference
 from glm5_jax.envs.general import General, GeneralConfig
@@ -261,6 +262,8 @@ def test_a_trained_model_scores_as_it_did_in_training(trained):
     ids = [model.read(*one) for one in asked]
     want = [oracle.score(hidden(params, own), params[HEAD]["weight"]) for own in ids]
     np.testing.assert_allclose(model.score(asked), want, atol=1e-5)
+    cut = OutcomeModel.load(trained, rows=4, mesh=make_mesh(fsdp=4, context=2))
+    np.testing.assert_allclose(cut.score(asked), want, atol=1e-5)
     learnt = stage(dataclasses.replace(CONFIG, train=TrainConfig(steps=5)), trained)._known
     found = model.score_ids([ids for pair in learnt for ids in pair])
     assert len(learnt) == CONFIG.examined
