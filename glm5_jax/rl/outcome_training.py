@@ -2,9 +2,9 @@
 
     loss = mean over pairs of -log sigmoid(score(chosen) - score(rejected))
 
-That is the model of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, 3.4); GLM-5 discloses nothing of it, and
-the defaults are Llama 2's (arXiv 2307.09288, 3.2.2). The head begins at 0, so the first loss is log 2. A checkpoint is
-that of a model with one array more, which `unshared=("^score/",)` leaves behind.
+That is the model of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, 3.4); GLM-5 discloses nothing of it: pairs
+of a step and rate are Llama 2's (arXiv 2307.09288, 3.2.2), the other defaults ours. The head begins at 0, so the first
+loss is log 2. A checkpoint is that of a model with one array more, which `unshared=("^score/",)` leaves behind.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def adam() -> OptimizerConfig:
 
 
 def falling() -> ScheduleConfig:
-    """Llama 2's, for its largest model: to a tenth."""
+    """Llama 2's, for its largest model: to a tenth, after 3% of the steps. How many they are is ours."""
     return ScheduleConfig("cosine", peak=5e-6, end=5e-7, warmup_steps=30, total_steps=1000)
 
 
