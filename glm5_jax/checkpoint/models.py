@@ -27,7 +27,7 @@ def load_model(path, mesh=None) -> glm5.Glm5:
     if not _is_run(path):
         load = hf_import.load_quantised if hf_import.is_quantised(path) else hf_import.load_hf
         return load(path, mesh=mesh)
-    cfg = _run_config(path)
+    cfg = run_config(path)
     return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
 
 
@@ -64,7 +64,7 @@ def open_weights(
             shardings,
         )
     store.check_params(path, abstract, unshared)
-    check_arithmetic(f"checkpoint {path}", _run_config(path), cfg, unshared)
+    check_arithmetic(f"checkpoint {path}", run_config(path), cfg, unshared)
     return functools.partial(store.load_params, path, abstract, unshared)
 
 
@@ -110,7 +110,7 @@ def loader_like(model: glm5.Glm5) -> Callable[[str], dict]:
         if quantised:
             found, held = hf_import.open_quantised(path)
         else:
-            found = _run_config(path) if _is_run(path) else hf_import.read_config(path)
+            found = run_config(path) if _is_run(path) else hf_import.read_config(path)
             held = glm5.abstract(found)
         if (theirs := _kind_of(held)) != kind:
             raise ValueError(
@@ -163,7 +163,7 @@ def _workdir(path: pathlib.Path) -> pathlib.Path:
     return path if (path / "checkpoints").is_dir() else path.absolute().parents[1]
 
 
-def _run_config(path: pathlib.Path) -> ModelConfig:
+def run_config(path: pathlib.Path) -> ModelConfig:
     """The model's config as the run wrote it."""
     file = _workdir(path) / "config.json"
     try:

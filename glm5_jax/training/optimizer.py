@@ -3,7 +3,7 @@
 A first-match pattern table gives every weight to one group:
 
     muon     attention, feed-forward, expert, router and eh_proj matrices
-    adamw    embedding, output head, norms, biases, of Gated DeltaNet the taps and rates; all of
+    adamw    embedding, output heads, norms, biases, of Gated DeltaNet the taps and rates; all of
              muon's too, if `matrices` is "adamw"
     indexer  the lightning indexers, AdamW as well
     frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
@@ -27,7 +27,7 @@ from glm5_jax.training.muon import scale_by_muon
 GROUPS = (
     (r"router/bias$", "frozen"),
     (r"indexer/", "indexer"),
-    (r"^(embed|lm_head)/weight$", "adamw"),
+    (r"^(embed|lm_head|score)/weight$", "adamw"),
     (r"norm$", "adamw"),
     (r"attn/\w+_bias$", "adamw"),
     (r"attn/(q_a|q_b|kv_a|k_b|v_b|q|k|v|o)$", "muon"),

@@ -311,16 +311,7 @@ def make_step(
         }
         moved = _balanced(unflatten(moved), parts.load, rates.bias_rate)
 
-        def keep(new, old):
-            return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-
-        state = {
-            "params": keep(moved, params),
-            "optimizer": keep(moments, state["optimizer"]),
-            "step": state["step"] + 1,
-            "tokens": state["tokens"] + batch["token_ids"].size,
-            "rng": state["rng"],
-        }
+        state = advanced(state, batch, moved, moments, finite)
         losses = {"total": total, "ce": parts.ce, "balance": parts.balance, **parts.parts}
         if config.mtp_steps and cfg.num_nextn_predict_layers:
             losses["mtp"] = parts.mtp
@@ -375,6 +366,21 @@ def make_step(
         jax.jit(score_function(cfg, config, mesh, token_loss.temperature if token_loss else 1.0)),
         bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
     )
+
+
+def advanced(state, batch, params, moments, finite) -> dict:
+    """The state after a step that leads to these params and moments; unless finite, it has the old ones."""
+
+    def keep(new, old):
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+
+    return {
+        "params": keep(params, state["params"]),
+        "optimizer": keep(moments, state["optimizer"]),
+        "step": state["step"] + 1,
+        "tokens": state["tokens"] + batch["token_ids"].size,
+        "rng": state["rng"],
+    }
 
 
 def _state_shardings(cfg, abstract, mesh):

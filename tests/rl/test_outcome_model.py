@@ -1,0 +1,421 @@
+"""The outcome reward model: its formulas, a run that learns and one that cannot, and how it answers."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments import reward_model
+from glm5_jax.checkpoint import models, store
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.data.preferences import Preference
+from glm5_jax.envs.general import General, GeneralConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl import outcome_model
+from glm5_jax.rl.experiment import policy_alone
+from glm5_jax.rl.outcome_model import HEAD, SCORER, Asked, OutcomeModel, scale_of, score_all
+from glm5_jax.rl.outcome_training import (
+    OutcomeTraining,
+    Pair,
+    Pairs,
+    adam,
+    bradley_terry,
+    make_outcome_step,
+    margins_of,
+)
+from glm5_jax.rl.types import Attempt, Task
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import groups_of
+from glm5_jax.training.schedule import ScheduleConfig
+from tests.model.small import one_layer
+from tests.oracles import preferences as oracle
+
+CONFIG = reward_model.MadeConfig(
+    name="reward",
+    model=one_layer(vocab_size=2048, max_position_embeddings=256),
+    goes_on=False,
+    optimizer=dataclasses.replace(adam(), frozen=("^mtp/", "^lm_head/")),
+    schedule=ScheduleConfig("constant", 2e-2, 0.0, 0, 4),
+    step=dataclasses.replace(policy_alone(), remat="none"),
+    train=TrainConfig(eval_interval=2, save_interval=2),
+    pairs=8,
+    length=128,
+    rows=8,
+    held_out_fraction=0.2,
+    examined=32,
+    made=60,
+)
+PAIRS = [Pair([1, 2, 3], [1, 2, 4, 5]), Pair([7, 8], [9]), Pair([1] * 6, [2] * 5)]
+
+
+MADE = {}
+
+
+def shared(cfg, step, optimizer, schedule, mesh, pairs):
+    """Compiled once for all runs that have so many pairs, whose schedule is the same."""
+    key = repr((cfg, step, optimizer, pairs))
+    if key not in MADE:
+        MADE[key] = make_outcome_step(cfg, step, optimizer, schedule, mesh, pairs)
+    return MADE[key]
+
+
+def stage(config, workdir, pairs=None):
+    pairs = config.preferences() if pairs is None else pairs
+    return OutcomeTraining(config, workdir, pairs, step_maker=shared)
+
+
+def weights(workdir):
+    found = store.load_params(workdir, outcome_model.abstract(CONFIG.model))
+    return jax.device_get(found)
+
+
+def drawn_params(seed=0):
+    cfg = CONFIG.model
+    params = glm5.params_of(glm5.Glm5(cfg, rngs=nnx.Rngs(seed)))
+    head = np.random.default_rng(seed).normal(size=cfg.hidden_size)
+    return {**params, HEAD: {"weight": jnp.asarray(head, jnp.float32)}}
+
+
+def test_the_oracle_has_its_own_slopes():
+    chosen, rejected = [0.5, -2.0, 3.0], [1.5, -1.0, -3.0]
+    _, up, down = oracle.loss(chosen, rejected)
+    for side, slopes in ((chosen, up), (rejected, down)):
+        for i, slope in enumerate(slopes):
+            values = []
+            for sign in (1, -1):
+                side[i] += sign * 1e-5
+                values.append(oracle.loss(chosen, rejected)[0])
+                side[i] -= sign * 1e-5
+            assert (values[0] - values[1]) / 2e-5 == pytest.approx(slope, abs=1e-9)
+
+
+def test_the_loss_of_pairs_wherever_they_stand():
+    """Value and gradient, with replies of a pair in different rows and in either order."""
+    scores = np.random.default_rng(0).normal(size=(3, 5)) * 3
+    pair = np.zeros((3, 5), np.int32)
+    chosen, rejected = [(0, 1), (2, 4), (1, 0)], [(2, 2), (0, 0), (1, 3)]
+    for number, (better, worse) in enumerate(zip(chosen, rejected), 1):
+        pair[better], pair[worse] = number, -number
+    found, slopes = jax.value_and_grad(lambda x: bradley_terry(margins_of(x, pair, 3)))(
+        jnp.asarray(scores, jnp.float32)
+    )
+    value, up, down = oracle.loss(*([scores[at] for at in side] for side in (chosen, rejected)))
+    want = np.zeros_like(scores)
+    for side, own in ((chosen, up), (rejected, down)):
+        for at, slope in zip(side, own):
+            want[at] = slope
+    assert float(found) == pytest.approx(value, rel=1e-5)
+    np.testing.assert_allclose(slopes, want, atol=1e-6)
+
+
+def test_a_margin_of_any_size_has_a_finite_loss():
+    value, slopes = jax.value_and_grad(bradley_terry)(jnp.array([300.0, -300.0]))
+    assert float(value) == 150 and slopes.tolist() == [0, -0.5]
+
+
+def hidden(params, ids):
+    body = {name: own for name, own in params.items() if name != HEAD}
+    return np.asarray(glm5.forward(body, np.array([ids]), CONFIG.model).hidden[0], np.float64)
+
+
+def test_a_step_learns_what_the_oracle_says():
+    """The loss of packed rows is that of each chat by itself, and its gradient reaches the head."""
+    source = Pairs(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16, seed=1))
+    batch, params = source.next(2), drawn_params()
+    step = make_outcome_step(
+        CONFIG.model, CONFIG.step, CONFIG.optimizer, lambda step: 1e-2, pairs=3
+    )
+    head = np.asarray(params[HEAD]["weight"], np.float64)
+    ends = [[hidden(params, ids) for ids in side] for side in zip(*PAIRS)]
+    scores = [[oracle.score(own, head) for own in side] for side in ends]
+    value, up, down = oracle.loss(*scores)
+    loss, count = step.evaluate(params, batch)
+    assert int(count) == 3 and float(loss) / 3 == pytest.approx(value, rel=1e-4)
+    want = sum(
+        slope * own[-1]
+        for side, slopes in zip(ends, (up, down))
+        for own, slope in zip(side, slopes)
+    )
+
+    def objective(head):
+        found = step.evaluate({**params, HEAD: {"weight": head}}, batch)[0]
+        return found / 3
+
+    got = jax.grad(objective)(params[HEAD]["weight"])
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_scores_do_not_depend_on_what_they_are_packed_with():
+    params = drawn_params()
+    run = jax.jit(outcome_model.token_scores(CONFIG.model))
+    sequences = [[1 + i % 9, *range(2, 3 + i % 5)] for i in range(40)]
+    found = score_all(run, params, sequences, 16, 2)
+    alone = [oracle.score(hidden(params, ids), params[HEAD]["weight"]) for ids in sequences]
+    np.testing.assert_allclose(found, alone, atol=1e-4)
+    assert run._cache_size() == 1
+
+
+def test_pairs_come_in_epochs_and_go_on_where_they_were():
+    config = dataclasses.replace(CONFIG, pairs=2, length=8)
+    source = Pairs(PAIRS, config)
+    seen = [source._draw(2) for _ in range(12)]
+    seen = [pair for drawn in seen for pair in drawn]
+    epochs = [seen[i : i + 3] for i in range(0, 24, 3)]
+    assert all(sorted(epoch) == sorted(PAIRS) for epoch in epochs)
+    assert any(epoch != epochs[0] for epoch in epochs)
+    source.next(4)
+    state = json.loads(json.dumps(source.state()))
+    other = Pairs(PAIRS, config)
+    other.restore(state)
+    a, b = source.next(4), other.next(4)
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert np.sort(a["pair"][a["pair"] != 0]).tolist() == [-2, -1, 1, 2]
+    with pytest.raises(ValueError, match="the run was on other pairs"):
+        Pairs(PAIRS[:2], config).check(state)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Four steps in one go."""
+    workdir = tmp_path_factory.mktemp("reward") / "whole"
+    stage(CONFIG, workdir).run()
+    return workdir
+
+
+def test_a_run_and_one_that_was_stopped(trained, tmp_path):
+    rows = read(trained)
+    assert column(rows, "loss/preference")[1][0] == pytest.approx(np.log(2), rel=1e-6)
+    assert column(rows, "held_out/accuracy")[0] == [2, 4]
+    assert (trained / "report/index.html").exists()
+    half = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=2))
+    stage(half, tmp_path).run()
+    before = weights(tmp_path)
+    stage(CONFIG, tmp_path).run()
+    after, whole = weights(tmp_path), weights(trained)
+    assert same(after, whole)
+    assert (tmp_path / SCORER).read_text() == (trained / SCORER).read_text()
+    assert not np.array_equal(before[HEAD]["weight"], after[HEAD]["weight"])
+    assert not np.array_equal(before["embed"]["weight"], after["embed"]["weight"])
+    assert np.array_equal(before["lm_head"]["weight"], after["lm_head"]["weight"])
+
+
+def test_the_backbone_is_there_for_others(trained):
+    """Without the head it is a model like all others."""
+    load = models.open_weights(trained, CONFIG.model, unshared=("^score/",))
+    assert HEAD not in load()
+    with pytest.raises(ValueError, match="score/weight"):
+        models.load_model(trained)
+
+
+def two_steps(params, frozen):
+    """(weights before, weights after, metrics of the second step)"""
+    batch = Pairs(PAIRS, dataclasses.replace(CONFIG, pairs=3, length=16)).next(2)
+    optimizer = dataclasses.replace(CONFIG.optimizer, frozen=frozen)
+    step = make_outcome_step(CONFIG.model, CONFIG.step, optimizer, lambda step: 1e-2, pairs=3)
+    state = step.initialise(jax.random.key(0), params)
+    before = jax.device_get(state["params"])
+    for _ in range(2):
+        state, metrics = step.train(state, batch)
+    assert int(state["step"]) == 2
+    return before, jax.device_get(state["params"]), metrics
+
+
+def same(a, b):
+    return all(np.array_equal(*both, equal_nan=True) for both in zip(*map(jax.tree.leaves, (a, b))))
+
+
+def test_the_head_alone_may_learn():
+    before, after, metrics = two_steps(None, ("^(?!score/)",))
+    assert not before.pop(HEAD)["weight"].any()
+    assert np.abs(after.pop(HEAD)["weight"]).max() > 1e-3
+    assert same(before, after)
+    assert metrics["loss"]["total"] < np.log(2) and metrics["margin"] > 0
+    assert not metrics["skipped"]
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    params = drawn_params()
+    params["final_norm"] = params["final_norm"] * np.nan
+    before, after, metrics = two_steps(params, CONFIG.optimizer.frozen)
+    assert same(before, after) and metrics["skipped"]
+
+
+def attempts(config=CONFIG):
+    """Each chosen reply, then the rejected one."""
+    return [
+        (Task(f"{i}", "general", one.messages), Attempt((reply,)))
+        for i, one in enumerate(config.preferences())
+        for reply in (one.chosen, one.rejected)
+    ]
+
+
+def test_a_trained_model_scores_as_it_did_in_training(trained):
+    model, params = OutcomeModel.load(trained, rows=2), weights(trained)
+    asked = attempts()[:6]
+    ids = [model.read(*one) for one in asked]
+    want = [oracle.score(hidden(params, own), params[HEAD]["weight"]) for own in ids]
+    np.testing.assert_allclose(model.score(asked), want, atol=1e-5)
+    cut = OutcomeModel.load(trained, rows=4, mesh=make_mesh(fsdp=4, context=2))
+    np.testing.assert_allclose(cut.score(asked), want, atol=1e-5)
+    learnt = stage(dataclasses.replace(CONFIG, train=TrainConfig(steps=5)), trained)._known
+    found = model.score_ids([ids for pair in learnt for ids in pair])
+    assert len(learnt) == CONFIG.examined
+    assert (model.mean, model.std) == pytest.approx((np.mean(found), np.std(found)), rel=1e-3)
+    assert scale_of([1.0, 3.0]) == (2.0, 1.0)
+
+
+def test_reasoning_is_not_judged(trained):
+    model = OutcomeModel.load(trained)
+    task = attempts()[0][0]
+    said = {"role": "assistant", "content": "Yes."}
+    plain = model.read(task, Attempt((said,)))
+    for more in ({"reasoning_content": "Hm."}, {"content": "<think>Hm.</think>Yes."}):
+        assert model.read(task, Attempt(({**said, **more},))) == plain
+    assert model.read(task, Attempt(({**said, "content": "No."},))) != plain
+
+
+def test_what_is_asked_together_is_scored_together(trained):
+    model, sizes = OutcomeModel.load(trained), []
+    asked, compute = attempts()[:10], model.score_ids
+    want = model.score(asked)
+    model.score_ids = lambda ids: sizes.append(len(ids)) or compute(ids)
+    outcome = Asked(model, at_once=4)
+
+    async def all_of_them():
+        return await asyncio.gather(*(outcome(*one) for one in asked))
+
+    for _ in range(2):  # each time in a loop of its own
+        assert asyncio.run(all_of_them()) == pytest.approx(want, abs=1e-5)
+    assert sizes == [4, 4, 2] * 2
+    config = GeneralConfig(
+        orm=1.0, grm=0.0, orm_mean=model.mean, orm_std=model.std, repetition=None, mixing=None
+    )
+    reward = asyncio.run(General(config, orm=outcome)(*asked[0]))
+    assert reward.value == pytest.approx((want[0] - model.mean) / model.std, abs=1e-3)
+
+
+def test_who_asks_is_told_what_went_wrong(trained):
+    model, let_go = OutcomeModel.load(trained), threading.Event()
+    good, (task, _) = attempts()[0], attempts()[1]
+    long = task, Attempt(({"role": "assistant", "content": "word " * 200},))
+    unanswered = task, Attempt(())
+
+    async def together(outcome, *asked):
+        return await asyncio.gather(*(outcome(*one) for one in asked), return_exceptions=True)
+
+    found = asyncio.run(together(Asked(model), good, long, unanswered))
+    assert isinstance(found[0], float)
+    assert "tokens, a row 128; raise length" in str(found[1])
+    assert "only a chat that ends with an assistant's message" in str(found[2])
+
+    def broken(ids):
+        raise RuntimeError("no memory")
+
+    model.score_ids = broken
+    assert "no memory" in str(asyncio.run(together(Asked(model), good))[0])
+    model.score_ids = lambda ids: let_go.wait(30) and []
+
+    async def impatient():
+        try:
+            return await together(Asked(model, seconds=0.05), good)
+        finally:
+            let_go.set()
+
+    assert isinstance(asyncio.run(impatient())[0], TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pairs": 0}, "pairs is 0; it must be positive"),
+        ({"held_out_fraction": 1.0}, "held_out_fraction is 1.0; it must be between 0 and 1"),
+        (
+            {"step": dataclasses.replace(CONFIG.step, microbatches=2)},
+            "microbatches is 2; a pair may stand in two rows",
+        ),
+    ],
+)
+def test_contradictions_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_what_cannot_run_is_refused_before_it_starts(tmp_path, monkeypatch):
+    pairs = CONFIG.preferences()
+    [asked] = pairs[0].messages
+    reply = {"role": "assistant", "content": "Yes."}
+    alike = Preference((asked,), {**reply, "reasoning_content": "Hm."}, reply)
+    cases = [
+        (CONFIG, [*pairs[:2], alike], "pair 3: both replies read alike"),
+        (dataclasses.replace(CONFIG, length=8), pairs, "pair 1: a chat has .* tokens, a row 8"),
+        (CONFIG, [], "of 0 pairs none is there to learn from"),
+        (dataclasses.replace(CONFIG, held_out_fraction=1e-9), pairs, "none is there to be judged"),
+        (dataclasses.replace(CONFIG, goes_on=True), pairs, "goes on from trained weights"),
+    ]
+    for config, given, words in cases:
+        with pytest.raises(ValueError, match=words):
+            stage(config, tmp_path, given)
+    with pytest.raises(ValueError, match="there are no files"):
+        reward_model.get_config("small").stage(tmp_path)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="in one process and this pod has 2"):
+        stage(CONFIG, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("variant", ["tiny", "small"])
+def test_of_a_model_the_new_head_learns_and_the_old_one_rests(variant):
+    config = reward_model.get_config(variant)
+    groups = groups_of(config.optimizer, outcome_model.letters(config.model))
+    assert groups[HEAD]["weight"] == groups["embed"]["weight"] == "adamw"
+    assert groups["lm_head"]["weight"] == "frozen"
+
+
+def test_what_cannot_be_loaded_is_refused(trained, tmp_path):
+    with pytest.raises(ValueError, match="no reward model that is trained to its end"):
+        OutcomeModel.load(tmp_path)
+    fields = json.loads((trained / SCORER).read_text())
+    for name in ("config.json", "tokenizer", "checkpoints"):
+        (tmp_path / name).symlink_to(trained / name)
+    (tmp_path / SCORER).write_text(json.dumps({**fields, "step": 2}))
+    with pytest.raises(ValueError, match="is of step 2, the newest checkpoint of 4"):
+        OutcomeModel.load(tmp_path)
+    (tmp_path / SCORER).write_text(json.dumps({**fields, "std": 0.0}))
+    with pytest.raises(ValueError, match="std is 0.0; scores that are all alike"):
+        OutcomeModel.load(tmp_path)
+    for numbers in ({"seconds": 0}, {"at_once": 0}):
+        with pytest.raises(ValueError, match="make both positive"):
+            Asked(OutcomeModel.load(trained), **numbers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_held_out_pairs_are_ranked_right_unless_labels_are_chance(shuffled, tmp_path):
+    """Of other conversations; where who is preferred was drawn by lot, there is nothing to learn."""
+    config = dataclasses.replace(
+        CONFIG,
+        schedule=ScheduleConfig("linear", 2e-2, 1e-3, 3, 40),
+        train=TrainConfig(eval_interval=0),
+        pairs=16,
+        made=400,
+        examined=100,
+    )
+    pairs, lots = config.preferences(), np.random.default_rng(0)
+    if shuffled:
+        pairs = [
+            dataclasses.replace(one, chosen=one.rejected, rejected=one.chosen)
+            if lots.integers(2)
+            else one
+            for one in pairs
+        ]
+    training = stage(config, tmp_path, pairs)
+    training.run()
+    [accuracy] = column(read(tmp_path), "held_out/accuracy")[1]
+    assert 0.3 < accuracy < 0.7 if shuffled else accuracy >= 0.9
