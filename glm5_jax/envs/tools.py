@@ -1,0 +1,84 @@
+"""Tools whose answers need an environment: programs that a policy wrote, run in a sandbox."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError, run_python
+from glm5_jax.rl.rollout import ToolError
+
+# As OpenAI describes functions.
+PYTHON = {
+    "type": "function",
+    "function": {
+        "name": "python",
+        "description": "Run a Python program and see what it prints. Nothing is kept between calls.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The program."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class Python:
+    """The tool `python` (`agents.tools.Tool`): each program in a sandbox of its own, so many at once. It answers with
+    what is printed, of a long text the beginning and the end, and the last line of an error."""
+
+    def __init__(
+        self,
+        config: SandboxConfig = SandboxConfig(seconds=10.0),
+        *,
+        at_once: int = 16,
+        most_characters: int = 4000,
+        run: Callable[..., Awaitable[ExecResult]] = run_python,
+    ):
+        if at_once < 1 or most_characters < 1:
+            raise ValueError(
+                f"at_once is {at_once} and most_characters {most_characters}; both must be positive"
+            )
+        self._config, self._most, self._run = config, most_characters, run
+        self._at_once, self._turns = at_once, (None, None)
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        code = arguments.get("code")
+        if not isinstance(code, str):
+            return "Error: code is no text"
+        try:
+            code.encode()
+        except UnicodeEncodeError:
+            return "Error: code holds half a character"
+        if "\0" in code:  # which no argument of a program can hold
+            return "Error: code holds a null character"
+        async with self._turn():
+            try:
+                result = await self._run(code, config=self._config)
+            except (SandboxError, OSError) as error:
+                raise ToolError(f"{type(error).__name__}: {error}") from error
+        return self._told(result)
+
+    def _turn(self) -> asyncio.Semaphore:
+        """One of the running loop: a semaphore serves no other, and each turn of attempts has its own."""
+        loop = asyncio.get_running_loop()
+        if self._turns[0] is not loop:
+            self._turns = loop, asyncio.Semaphore(self._at_once)
+        return self._turns[1]
+
+    def _told(self, result: ExecResult) -> str:
+        printed, wrong = (out.decode(errors="replace") for out in (result.stdout, result.stderr))
+        lines = [self._cut(printed.rstrip())] if printed.strip() else []
+        if result.timed_out:
+            lines.append(f"Error: no end within {self._config.seconds:g} s")
+        elif result.out_of_memory:
+            lines.append("Error: out of memory")
+        elif result.code:
+            said = wrong.strip().splitlines()
+            lines.append(f"Error: {self._cut(said[-1]) if said else f'exit code {result.code}'}")
+        return "\n".join(lines)
+
+    def _cut(self, text: str) -> str:
+        if len(text) <= self._most:
+            return text
+        half = self._most // 2
+        return f"{text[: self._most - half]}\n[...]\n{text[len(text) - half :]}"

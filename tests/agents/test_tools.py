@@ -1,0 +1,211 @@
+"""What tools answer: exactly what they should, and for whatever a policy writes something."""
+
+import asyncio
+import json
+import operator
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, strategies as st
+
+from glm5_jax.agents.tools import (
+    MOST_CHARACTERS,
+    MOST_DIGITS,
+    MOST_NESTED,
+    Toolbox,
+    calculate,
+    spelt,
+)
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs import reasoning_tasks
+from glm5_jax.rl.types import Task
+from glm5_jax.text.tool_calls import ToolCall
+
+SHOP = tuple(chat_tasks.shop_tools())
+
+
+def answer(expression):
+    return asyncio.run(calculate({"expression": expression}))
+
+
+def task(tools=SHOP):
+    return Task("t", "tir", ({"role": "user", "content": "?"},), tools=tools)
+
+
+async def order(arguments):
+    return f"order {arguments['order_id']}"
+
+
+BOX = Toolbox({"calculate": calculate, "get_order_details": order})
+
+
+def asked(name, arguments, tools=SHOP, problem=None):
+    return asyncio.run(BOX(task(tools), ToolCall(name, arguments, problem, "")))
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("48*77", "3696"),
+        (" 2 + 2 ", "4"),
+        ("0.1+0.2", "0.3"),
+        ("(1+2)*-3", "-9"),
+        ("7//2-7%4", "0"),
+        ("-7//2", "-4"),
+        ("2**-2", "0.25"),
+        ("-2**2", "-4"),
+        ("2/3", "0.666666666667"),
+        ("-1/3", "-0.333333333333"),
+        ("1/10**13", "0"),
+        ("5.", "5"),
+        (".5*2", "1"),
+        ("12345678901234567890.12345", "12345678901234567890.12345"),
+        ("0**0", "1"),
+        ("(-1)**(10**9)", "1"),
+        ("(-1)**(-(10**9)-1)", "-1"),
+        ("0**10**9", "0"),
+        ("1/3*3", "1"),
+    ],
+)
+def test_values(expression, value):
+    assert answer(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "why"),
+    [
+        ("1/0", "division by zero"),
+        ("1%0", "division by zero"),
+        ("1//(2-2)", "division by zero"),
+        ("0**-1", "division by zero"),
+        ("2**.5", "whole number"),
+        ("2**10**9", "digits"),
+        ("(1/2)**10**9", "digits"),
+        ("9**1500*9**1500", "digits"),
+        ("1/9**1500/9**1500", "digits"),
+        ("", "no arithmetic"),
+        ("1+", "no arithmetic"),
+        ("...", "no arithmetic"),
+        ("(1)(2)", "no arithmetic"),
+        ("()", "no arithmetic"),
+        ("007", "no arithmetic"),
+        ("1e5", "'e' is no number"),
+        ("__import__('os')", "'_' is no number"),
+        ("1\n+1", "is no number"),
+        (1, "no text"),
+        ("1" * (MOST_CHARACTERS + 1), "longer"),
+        ("-" * 1500 + "1", "within each other"),
+        ("(" * 900 + "1" + ")" * 900, ""),
+        ("+".join("1" * (MOST_NESTED + 1)), "within each other"),
+    ],
+)
+def test_what_has_no_value_is_told_why(expression, why):
+    told = answer(expression)
+    assert told.startswith("Error: ") and why in told
+
+
+def test_limits_are_reached_and_not_passed():
+    assert answer("1" * MOST_DIGITS) == "1" * MOST_DIGITS
+    assert answer("9" * MOST_DIGITS + "+0") == "9" * MOST_DIGITS
+    assert "digits" in answer("9" * MOST_DIGITS + "+1")
+    assert answer(f"10**{MOST_DIGITS - 1}") == "1" + "0" * (MOST_DIGITS - 1)
+    assert answer("+".join("1" * (MOST_NESTED - 1))) == str(MOST_NESTED - 1)
+
+
+@st.composite
+def expressions(draw, depth=3):
+    """(text, Fraction) of some arithmetic, every operation within parentheses."""
+    if not depth or draw(st.booleans()):
+        text = draw(st.from_regex(r"[1-9][0-9]{0,5}(\.[0-9]{1,4})?", fullmatch=True))
+        return text, Fraction(text)
+    (a, left), (b, right) = draw(expressions(depth - 1)), draw(expressions(depth - 1))
+    signs = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+    if right:
+        signs |= {"/": operator.truediv, "//": operator.floordiv, "%": operator.mod}
+    sign = draw(st.sampled_from(sorted(signs)))
+    return f"({a}{sign}{b})", Fraction(signs[sign](left, right))
+
+
+@given(expressions())
+def test_any_arithmetic_has_its_exact_value(made):
+    text, value = made
+    assert answer(text) == spelt(value)
+    if value.denominator == 1:
+        assert answer(text) == str(value.numerator)
+    assert abs(Fraction(answer(text)) - value) <= Fraction(1, 2 * 10**12)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["calculate", "get_order_details", "lookup", ""]) | st.text()
+KEYS = st.sampled_from(["expression", "order_id"]) | st.text()
+
+
+@given(st.text() | st.text("0123456789.+-*/%() ", max_size=60))
+def test_any_expression_is_answered(expression):
+    assert isinstance(answer(expression), str)
+
+
+@given(NAMES, st.dictionaries(KEYS, JSON, max_size=3), st.none() | st.text())
+def test_any_call_is_answered(name, arguments, problem):
+    assert isinstance(asked(name, arguments, problem=problem), str)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "+".join(f"1/{7 + i}**500" for i in range(150)),
+        "*".join(["9**2000/7**2000"] * 100),
+        "/".join(["9" * 1000] * 2),
+        "%".join(["9**2000", "7**2000"] * 90),
+        "**".join("9" * 190),
+    ],
+)
+def test_what_is_large_is_answered_at_once(expression):
+    began = time.process_time()
+    answer(expression)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("digits", [2, 1000])
+def test_the_products_of_the_tasks(digits):
+    config = reasoning_tasks.TaskConfig(kind="products", size=20, digits=digits)
+    for own in reasoning_tasks.tasks(config):
+        expression = own.messages[0]["content"].removesuffix("?")
+        call = ToolCall("calculate", {"expression": expression}, None, "")
+        assert asyncio.run(BOX(own, call)) == own.data["answer"]
+
+
+def test_answers_are_those_that_conversations_show():
+    """Of right calls and of mistakes, but for arguments that are no object: reading a call gives an object."""
+    config = chat_tasks.ChatTaskConfig(kind="tools", size=200, mistakes=0.5)
+    told = 0
+    for line in chat_tasks.lines(config, "interleaved"):
+        chat = json.loads(line)
+        for message, result in zip(chat["messages"], chat["messages"][1:]):
+            for call in message.get("tool_calls", ()):
+                name, arguments = call["name"], call["arguments"]
+                wrong = result["content"].startswith("Error")
+                if isinstance(arguments, dict) and (wrong or name == "calculate"):
+                    assert asked(name, arguments, tuple(chat["tools"])) == result["content"]
+                    told += 1 + 1000 * wrong
+    assert told > 20_000 and told % 1000 > 50
+
+
+def test_a_call_needs_its_arguments_and_a_tool_of_its_task():
+    assert asked("get_order_details", {"order_id": "#W1"}) == "order #W1"
+    assert asked("calculate", {}) == "Error: calculate needs expression"
+    assert asked("calculate", {"expression": "1", "x": 2}) == "Error: calculate has no x"
+    assert asked("calculate", {"expression": "1"}, ()) == "Error: no tool calculate"
+    assert asked("calculate", {"expression": "1"}, problem="it has no end").endswith("no end")
+
+
+def test_tools_that_nobody_answers_are_refused():
+    own = [tool for tool in SHOP if tool["function"]["name"] == "calculate"]
+    Toolbox({"calculate": calculate}, [task(own)])
+    with pytest.raises(ValueError, match="'t' offers 'get_order_details', which nobody answers"):
+        Toolbox({"calculate": calculate}, [task(())] + [task()])

@@ -1,0 +1,115 @@
+"""The tool that runs programs: what it answers, that it keeps its limits, and whose fault is what."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from glm5_jax.agents.tools import Toolbox
+from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError
+from glm5_jax.envs.tools import PYTHON, Python
+from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.types import Task
+from glm5_jax.text.tool_calls import ToolCall
+
+TASK = Task("t", "tir", ({"role": "user", "content": "?"},), tools=(PYTHON,))
+
+
+def giving(*result, **options):
+    """A tool whose programs all end so."""
+
+    async def run(code, config):
+        return ExecResult(*result)
+
+    return Python(run=run, **options)
+
+
+def answer(tool, code="print(1)"):
+    call = ToolCall("python", {"code": code}, None, "")
+    return asyncio.run(Toolbox({"python": tool}, [TASK])(TASK, call))
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        ((0, b"1\n", b""), "1"),
+        ((0, b"", b"a warning"), ""),
+        ((1, b"1\n", b"Traceback\n  line\nKeyError: 2\n"), "1\nError: KeyError: 2"),
+        ((3, b"", b""), "Error: exit code 3"),
+        ((137, b"1\n", b"", True), "1\nError: no end within 10 s"),
+        ((137, b"", b"Killed", False, False, True), "Error: out of memory"),
+        ((0, b"a\xff", b""), "a\N{REPLACEMENT CHARACTER}"),
+    ],
+)
+def test_what_a_program_did_is_told(result, told):
+    assert answer(giving(*result)) == told
+
+
+def test_of_much_the_beginning_and_the_end():
+    told = answer(giving(1, b"0123456789" * 9, b"x" * 90, most_characters=7))
+    assert told == "0123\n[...]\n789\nError: xxxx\n[...]\nxxx"
+
+
+def test_what_is_no_program_is_not_run():
+    tool = giving(0, b"ran", b"")
+    for code, why in ((1, "no text"), ("\0", "null"), ("\ud800", "half a character")):
+        assert why in answer(tool, code)
+
+
+@given(st.text(st.characters(exclude_categories=())) | st.integers() | st.none())
+def test_any_code_is_answered(code):
+    assert isinstance(answer(giving(0, b"1", b""), code), str)
+
+
+@pytest.mark.parametrize("error", [SandboxError("lost"), OSError("no room")])
+def test_what_the_environment_broke_is_no_answer(error):
+    async def run(code, config):
+        raise error
+
+    with pytest.raises(ToolError, match=str(error)):
+        answer(Python(run=run))
+
+
+def test_so_many_at_once_in_every_turn():
+    """Each turn of attempts has an event loop of its own."""
+    running, most = 0, []
+
+    async def run(code, config):
+        nonlocal running
+        running += 1
+        most.append(running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return ExecResult(0, b"", b"")
+
+    tool = Python(run=run, at_once=3)
+
+    async def turn():
+        await asyncio.gather(*(tool({"code": "1"}) for _ in range(10)))
+
+    for _ in range(2):
+        asyncio.run(turn())
+    assert max(most) == 3 and len(most) == 20
+
+
+def test_options_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="at_once is 0"):
+        Python(at_once=0)
+
+
+@pytest.mark.usefixtures("isolation", "nothing_left")
+class TestInASandbox:
+    def test_programs_run(self):
+        tool = Python()
+        assert answer(tool, "print(6 * 7)") == "42"
+        assert answer(tool, "print(1)\n1 / 0") == "1\nError: ZeroDivisionError: division by zero"
+        assert answer(tool, "import sys; sys.exit(4)") == "Error: exit code 4"
+
+    def test_one_that_has_no_end(self):
+        told = answer(Python(SandboxConfig(seconds=1.0)), "print(1, flush=True)\nwhile True: pass")
+        assert told == "1\nError: no end within 1 s"
+
+    @settings(max_examples=8, deadline=None)
+    @given(st.text(max_size=40))
+    def test_whatever_is_written(self, code):
+        assert isinstance(answer(Python(SandboxConfig(seconds=3.0)), code), str)
