@@ -36,15 +36,9 @@ from glm5_jax.inference.request import (
     Token,
     TooLong,
 )
-from glm5_jax.inference.runner import Carried, Part, Runner, check_params
+from glm5_jax.inference.runner import Carried, Computation, Part, Runner, check_params
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.scheduler import (
-    Decode,
-    Limits,
-    Prefill,
-    Scheduler,
-    Sequence as Running,
-)
+from glm5_jax.inference.scheduler import Decode, Limits, Prefill, Scheduler, Sequence as Running
 from glm5_jax.inference.steps import Drew, Shape
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
@@ -343,6 +337,11 @@ class Engine:
         if policy == RECOMPUTE:
             self._parcels.clear()
         self.version = version
+
+    @property
+    def computation(self) -> Computation:
+        """By what it computes now, for those who compute the same."""
+        return self._runner.computation
 
     @property
     def description(self) -> dict:

@@ -50,13 +50,24 @@ class Carried(NamedTuple):
     slots: Slots
 
 
+class Computation(NamedTuple):
+    """What an engine's forward depends on: weights in the form that they are computed with, layer by layer without a
+    mesh, and the config that goes with them."""
+
+    params: dict
+    cfg: ModelConfig
+    shape: Shape
+    mesh: jax.sharding.Mesh | None
+    plan: Plan
+
+
 class Runner:
     """Owner of what an engine has on the device."""
 
     def __init__(self, model: glm5.Glm5, shape: Shape, plan: Plan):
         # Experts become int4 once, not once per token.
         plain = dataclasses.replace(model.cfg, int4_group=None)
-        self._cfg, self._shape, self._mesh = model.cfg, shape, model.mesh
+        self._cfg, self._shape, self._mesh, self._plan = model.cfg, shape, model.mesh, plan
         self._steps = Steps(plain, shape, model.mesh, plan)
         self._device = self._steps.device(model.cfg.dtype)
         size = (self.groups, shape.slots + 1)
@@ -68,6 +79,10 @@ class Runner:
     def groups(self) -> int:
         """Groups of devices that hold other sequences."""
         return self._steps.groups
+
+    @property
+    def computation(self) -> Computation:
+        return Computation(self._params, self._steps.cfg, self._shape, self._mesh, self._plan)
 
     def load(self, params) -> None:
         """Takes the weights that all later work is done with; ValueError if they are of another model."""

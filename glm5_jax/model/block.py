@@ -30,7 +30,7 @@ from glm5_jax.model.indexer import (
 from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla, paged_mla
 from glm5_jax.model.mlp import Mlp, mlp
 from glm5_jax.model.plan import Plan
-from glm5_jax.model.router import Router, expert_load, route, sequence_balance
+from glm5_jax.model.router import Router, Routing, expert_load, route, sequence_balance
 from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.numerics import wide
@@ -71,7 +71,7 @@ class Context:
     cos, sin [b t r/2]; start: key index of query 0 (int where known); segments int[b t] of the
     queries and key_segments int[b s], or None for one document per row. index_weight [b t]: of each query in
     the indexers' loss, or None if they do not learn. paging: of a paged cache, where start is that of its
-    one row, if there is but one.
+    one row, if there is but one. watched: whether `LayerStats` tell what was chosen.
     """
 
     cfg: Any
@@ -85,21 +85,30 @@ class Context:
     key_segments: jax.Array | None
     index_weight: jax.Array | None = None
     paging: Paging | None = None
+    watched: bool = False
 
     @property
     def selects(self) -> bool:
         """Whether some key is left out: up to index_topk keys sparse attention is dense."""
         return self.cfg.attention == "sparse" and self.num_keys > self.cfg.index_topk
 
+    @property
+    def keeps_index(self) -> bool:
+        """Whether a `Selection` holds the index behind it."""
+        return self.watched or self.index_weight is not None
+
 
 class LayerStats(NamedTuple):
     """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit, and the
-    weighted loss of its indexer (None if they do not learn)."""
+    weighted loss of its indexer (None if they do not learn). Of a watched forward alone: the selection that the
+    layer attends by, and the routing of its tokens [b t ...] (None if dense)."""
 
     max_logit: jax.Array
     load: jax.Array | None = None
     balance: jax.Array | None = None
     index_loss: jax.Array | None = None
+    selection: Selection | None = None
+    routing: Routing | None = None
 
 
 class Switch(NamedTuple):
@@ -146,12 +155,15 @@ def block(
         y, selection, cache, stats = lax.switch(kind.index, branches)
     else:
         y, selection, cache, stats = attend(kind)
+    if context.watched:
+        stats = stats._replace(selection=selection)
     x = x + y
     normed = rms_norm(x, w["mlp_norm"], cfg.rms_norm_eps)
     if "mlp" in w:
         return x + mlp(w["mlp"], normed, context.region), selection, cache, stats
-    y, load, balance = mixture(w, normed, context)
-    return x + y, selection, cache, stats._replace(load=load, balance=balance)
+    y, load, balance, routing = mixture(w, normed, context)
+    stats = stats._replace(load=load, balance=balance, routing=routing)
+    return x + y, selection, cache, stats
 
 
 def attention(
@@ -220,7 +232,7 @@ def attention(
                     block=context.plan.query_block,
                     implementation=context.plan.kernels,
                 )
-            return Selection(topk, index if learns else None)
+            return Selection(topk, index if context.keeps_index else None)
 
         selection = fresh() if full is True else lax.cond(full, fresh, lambda: selection)
         if context.selects:
@@ -287,13 +299,15 @@ def _index_loss(w, queries, keys, attended, topk, index, context: Context, share
 
 
 def mixture(w, x, context: Context):
-    """Routed experts plus the shared one on x [b t d] -> (y, load float32[e], balance)."""
+    """Routed experts plus the shared one on x [b t d] -> (y, load float32[e], balance, the Routing [b t ...] of a
+    watched forward)."""
     cfg, region = context.cfg, context.region
     b, t, d = x.shape
     routing = route(w["router"], x.reshape(-1, d), cfg)
     valid = jnp.ones((b, t), bool) if context.segments is None else context.segments != 0
     load = expert_load(routing.expert_ids, valid.reshape(-1), cfg.n_routed_experts)
-    ids, weights, probs = (a.reshape(b, t, -1) for a in routing)
+    routing = Routing(*(a.reshape(b, t, -1) for a in routing))
+    ids, weights, probs = routing
     balance = sequence_balance(probs, ids, valid, region, cfg)
     tokens = (x, ids, weights)
     if region.shard_sequence:
@@ -309,4 +323,4 @@ def mixture(w, x, context: Context):
     )
     if "shared" in w:
         y = y + mlp(w["shared"], x, region)
-    return y, load, balance
+    return y, load, balance, routing if context.watched else None

@@ -237,15 +237,16 @@ def trunk(
     region: Region,
     index_weight=None,
     index_served: bool = False,
+    watched: bool = False,
 ):
     """The decoder on one device's tokens int[b t] -> Trunk. See `forward` for the arguments.
 
     index_weight [b t]: of each query in the indexers' loss (None: it is not computed). index_served: an
-    indexer learns from all layers that use its keys, instead of its own alone.
+    indexer learns from all layers that use its keys, instead of its own alone. watched: as of `Context`.
     """
     weights = Weights(cfg, region, plan)
     context, cache = begin(positions, segments, cache, cfg, plan, region)
-    context = dataclasses.replace(context, index_weight=index_weight)
+    context = dataclasses.replace(context, index_weight=index_weight, watched=watched)
     x = embed(params, weights, tokens)
     layer_caches, stats = [], []
     shares = index_shares(cfg, index_served)
@@ -272,8 +273,8 @@ def trunk(
     if cache is not None:
         cache = cache.behind(layer_caches, context.segments)
     parts = [[p for p in column if p is not None] for column in zip(*stats)]
-    stats = LayerStats(*(jnp.concatenate(p) if p else None for p in parts))
-    return Trunk(read_out(x, norm, cfg.rms_norm_eps), cache, stats, context)
+    parts = [jax.tree.map(lambda *a: jnp.concatenate(a), *p) if p else None for p in parts]
+    return Trunk(read_out(x, norm, cfg.rms_norm_eps), cache, LayerStats(*parts), context)
 
 
 def _no_selection(shape, dtype, context) -> Selection:
@@ -282,7 +283,7 @@ def _no_selection(shape, dtype, context) -> Selection:
     i, j = cfg.index_n_heads, cfg.index_head_dim
     if context.selects:
         topk = jnp.zeros((*shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
-    if context.index_weight is not None:
+    if context.keeps_index:
         keys = jnp.zeros((shape[0], context.num_keys, j), dtype)
         index = Index(jnp.zeros((*shape, i, j), dtype), jnp.zeros((*shape, i), wide(dtype)), keys)
     return Selection(topk, index)
@@ -399,7 +400,7 @@ def forward(
     def local(region, params, inputs, positions, segment_ids, cache):
         tokens, *only = inputs
         out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
-        logits = _logits(params, out.hidden, Weights(cfg, region, plan), *only)
+        logits = read_logits(params, out.hidden, Weights(cfg, region, plan), *only)
         return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
 
     inputs = (tokens,) if only is None else (tokens, only)
@@ -438,13 +439,13 @@ def forward_mtp(
         if cache is not None:
             cache = cache.behind((own,), context.segments)
         stats = reduce_stats(jax.tree.map(lambda a: a[None], stats), region)
-        return Output(_logits(params, hidden, weights, *only), hidden, cache, stats)
+        return Output(read_logits(params, hidden, weights, *only), hidden, cache, stats)
 
     inputs = (hidden, following) if only is None else (hidden, following, only)
     return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
 
 
-def _logits(params, hidden, weights: Weights, only=None):
+def read_logits(params, hidden, weights: Weights, only=None):
     if only is not None:
         hidden = jnp.take_along_axis(hidden, only[..., None], 1)
     return jnp.einsum(

@@ -234,9 +234,17 @@ def local_logp(params, batch, targets, temperature, *, cfg, plan: Plan, chunk: i
     """wide[b t]: the log-probs of targets int32[b t], under logits / temperature of this device's shard."""
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
     hidden = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region).hidden
+    weights = glm5.Weights(cfg, region, plan)
+    return target_logp(params, weights, hidden, targets, temperature, chunk, plan)
+
+
+def target_logp(
+    params, weights: glm5.Weights, hidden, targets, temperature, chunk: int, plan: Plan
+):
+    """wide[b t]: the log-probs of targets int32[b t], of the trunk's hidden [b t d]."""
     nll, _ = linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]) / temperature,
-        glm5.head(params, glm5.Weights(cfg, region, plan)),
+        glm5.head(params, weights),
         targets.reshape(-1),
         chunk,
         implementation=plan.kernels,

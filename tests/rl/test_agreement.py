@@ -1,0 +1,160 @@
+"""What engine and learner select for the same tokens: the same, unless something was planted, which is told where it is."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm5_jax import presets
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.sampling import Sampling
+from glm5_jax.model import glm5
+from glm5_jax.rl.agreement import MOST_GAP, _differing, _relative, agreement, compare
+
+# One dense layer and two of experts.
+CFG = dataclasses.replace(
+    presets.tiny(),
+    num_hidden_layers=3,
+    index_topk=12,
+    max_position_embeddings=128,
+    eos_token_id=(),
+    pad_token_id=None,
+)
+ROUNDING = 1e-5
+
+
+@functools.cache
+def params(seed=0):
+    return glm5.params_of(glm5.Glm5(CFG, rngs=nnx.Rngs(seed)))
+
+
+def engine(weights=None, cfg=CFG, **options):
+    model = glm5.Glm5(cfg, params=weights or params())
+    return Engine(model, **(dict(page_size=4, max_batch=4, chunk=32) | options))
+
+
+@functools.cache
+def records():
+    """Two attempts: one of a long prompt, and one of two replies with an answer of 9 tokens between them."""
+    made, rng = engine(), np.random.default_rng(0)
+    drawn = lambda count: rng.integers(0, CFG.vocab_size, count).tolist()  # noqa: E731
+    return [attempt(made, [drawn(45)]), attempt(made, [drawn(20), drawn(9)], 1)]
+
+
+def attempt(made, given, seed=0):
+    ids, logp = [], []
+    for more in given:
+        ids, logp = ids + more, logp + [np.nan] * len(more)
+        [reply] = made.generate([ids], Sampling(max_tokens=10, temperature=0.8, seed=seed))
+        ids, logp = ids + reply.ids, logp + reply.logprobs
+    return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
+
+
+def changed(path, change):
+    """The weights with one of them changed."""
+    tree = jax.tree.map(lambda a: a, params())
+    *names, last = path.split("/")
+    inner = tree
+    for name in names:
+        inner = inner[name]
+    inner[last] = change(inner[last])
+    return tree
+
+
+def compared(made):
+    return compare(params(), records(), made, CFG, temperature=0.8)
+
+
+def test_an_engine_selects_what_the_learner_does():
+    found = compared(engine())
+    assert found.keys.same.shape == (3,) and found.experts.same.shape == (2,)
+    assert found.metrics["agreement/keys"] == found.metrics["agreement/experts"] == 1.0
+    assert found.metrics["agreement/layer"] == -1 and found.metrics["agreement/gap"] == 0.0
+    assert found.logp.shape == (30,) and found.logp.max() < ROUNDING
+    assert found.recorded.max() < ROUNDING
+
+
+def test_another_temperature_is_told_by_what_was_recorded():
+    found = compare(params(), records(), engine(), CFG, temperature=1.0)
+    assert found.recorded.max() > 0.01 and found.logp.max() < ROUNDING
+
+
+def test_an_engine_with_other_weights():
+    made = engine()
+    made.update_weights(params(1), 1)
+    told = compared(made).metrics
+    assert told["agreement/keys"] < 0.9 and told["agreement/experts"] < 0.9
+    assert told["agreement/layer"] == 0 and told["agreement/gap"] > 0.05
+    assert min(told["agreement/logp_max"], told["agreement/recorded_max"]) > 0.01
+
+
+def test_an_indexer_with_other_weights_is_told_by_its_layer():
+    """The first of the MoE layers, which is the second of all."""
+    other = changed("moe_layers/indexer/q_b", lambda w: w.at[0].multiply(-1))
+    found = compared(engine(other))
+    assert found.keys.same[0] == 1.0 and found.keys.same[1] < 0.9
+    assert found.keys.gap[0] == 0.0 and found.keys.gap[1] > 0.05
+    assert found.metrics["agreement/layer"] == 1
+    assert found.metrics["agreement/gap"] == found.keys.gap[1]
+
+
+def test_a_router_with_another_bias_is_told_by_its_layer():
+    other = changed("moe_layers/router/bias", lambda b: b.at[1, :8].add(0.5))
+    found = compared(engine(other))
+    assert (found.keys.same == 1.0).all() and found.experts.same[0] == 1.0
+    assert found.experts.same[1] < 0.9 and found.experts.gap[1] > 0.05
+    assert found.metrics["agreement/layer"] == 2
+    assert found.metrics["agreement/gap"] == found.experts.gap[1]
+    assert found.logp.max() > ROUNDING
+
+
+def test_half_the_precision_is_a_matter_of_rounding():
+    told = compared(engine(cfg=dataclasses.replace(CFG, dtype="bfloat16"))).metrics
+    assert 0.9 < told["agreement/keys"] < 1.0
+    assert 0 < told["agreement/gap"] < 2 * jnp.finfo(jnp.bfloat16).eps
+    assert told["agreement/logp_max"] > 10 * ROUNDING
+
+
+def test_index_keys_in_8_bits_are_the_engines_own():
+    found = compared(engine(index_cache="int8"))
+    assert 0.9 < found.keys.same.mean() < 1.0
+    assert 0 < found.metrics["agreement/gap"] < 0.02
+
+
+def test_a_row_of_which_no_key_is_left_out_has_none_to_compare():
+    cfg = dataclasses.replace(CFG, index_topk=128)
+    told = compare(params(), records(), engine(cfg=cfg), cfg, temperature=0.8).metrics
+    assert "agreement/keys" not in told and told["agreement/experts"] == 1.0
+
+
+def test_nothing_sampled_is_nothing_to_compare():
+    assert agreement(params(), [TokenRecord([1, 2, 3], [0, 0, 0])], engine(), CFG) == {}
+
+
+def test_a_difference_is_measured_by_the_scores_behind_it():
+    """By hand: of two queries over four keys, the first has one key exchanged, the second lost one."""
+    scores = jnp.asarray([[[4.0, 3.0, 2.5, -8.0], [1.0, 2.0, 3.0, 4.0]]])
+    ours = jnp.asarray([[[0, 1], [2, 3]]])
+    theirs = jnp.asarray([[[0, 2], [3, -1]]])
+    one = jnp.asarray([[True, False]])
+    assert _differing(scores, ours, theirs, one) == (0.5, 0.5, 4.0)
+    assert _differing(scores, ours, theirs, ~one) == (0.5, np.inf, 4.0)
+    assert _differing(scores, ours, ours[..., ::-1], one | ~one) == (2.0, 0.0, 4.0)
+    assert (_relative(0.5, 4.0), _relative(np.inf, 4.0), _relative(0.0, 0.0)) == (
+        0.125,
+        MOST_GAP,
+        0,
+    )
+
+
+@pytest.mark.parametrize("weights", [None, 1])
+def test_metrics_are_numbers_under_their_names(weights):
+    told = agreement(params(), records()[:1], engine(weights and params(1)), CFG, temperature=0.8)
+    names = ("logp_max", "logp_mean", "recorded_max", "keys", "experts", "layer", "gap")
+    assert told.keys() == {f"agreement/{name}" for name in names}
+    assert all(type(value) is float for value in told.values())
