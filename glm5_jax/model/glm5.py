@@ -446,6 +446,7 @@ def forward_mtp(
 
 
 def read_logits(params, hidden, weights: Weights, only=None):
+    """wide[b t v] of hidden [b t d], or of the one place of each row that `only` int[b 1] names."""
     if only is not None:
         hidden = jnp.take_along_axis(hidden, only[..., None], 1)
     return jnp.einsum(

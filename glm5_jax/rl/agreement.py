@@ -100,8 +100,16 @@ def compare(
     """The `Agreement` of an engine with a learner on some records, None if no token of them was sampled.
 
     params, cfg, plan, mesh, chunk: of the learner, the last the rows of its loss; temperature: of the samples. What
-    the indexers hold of every token is kept at once, i * j numbers in each layer: use a few records.
+    the indexers hold of every token is kept at once, i * j numbers in each layer: use a few records. ValueError if
+    the engine serves a model that chooses another number of things.
     """
+    made = engine.computation
+    for name in ("num_hidden_layers", "full_layers", "index_topk", "num_experts_per_tok"):
+        theirs, own = getattr(made.cfg, name), getattr(cfg, name)
+        if theirs != own:
+            raise ValueError(
+                f"{name} is {theirs} in the engine and {own} in the learner; both must have one model"
+            )
     records = [record for record in records if _sampled(record).any()]
     if not records:
         return None
@@ -112,7 +120,7 @@ def compare(
     logp, own = _learner(
         params, batch, cfg=cfg, plan=plan, chunk=chunk, temperature=temperature, mesh=mesh
     )
-    made, read = engine.computation, np.zeros(batch["token_ids"].shape, bool)
+    read = np.zeros(batch["token_ids"].shape, bool)
     k = None if own.topk is None else own.topk.shape[-1]
     topk = None if k is None else np.full((len(cfg.full_layers), *read.shape, k), -1, np.int32)
     experts = None if own.experts is None else np.zeros(own.experts.shape, np.int32)

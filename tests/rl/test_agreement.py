@@ -46,11 +46,11 @@ def records():
     return [attempt(made, [drawn(45)]), attempt(made, [drawn(20), drawn(9)], 1)]
 
 
-def attempt(made, given, seed=0):
+def attempt(made, given, seed=0, new=10):
     ids, logp = [], []
     for more in given:
         ids, logp = ids + more, logp + [np.nan] * len(more)
-        [reply] = made.generate([ids], Sampling(max_tokens=10, temperature=0.8, seed=seed))
+        [reply] = made.generate([ids], Sampling(max_tokens=new, temperature=0.8, seed=seed))
         ids, logp = ids + reply.ids, logp + reply.logprobs
     return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
 
@@ -110,6 +110,9 @@ def test_a_router_with_another_bias_is_told_by_its_layer():
     assert found.experts.same[1] < 0.9 and found.experts.gap[1] > 0.05
     assert found.metrics["agreement/layer"] == 2
     assert found.metrics["agreement/gap"] == found.experts.gap[1]
+    # The gap is one of biased scores: here the learner's experts have the bias.
+    found = compare(other, records(), engine(), CFG, temperature=0.8)
+    assert found.experts.gap[1] > 0.2
     assert found.logp.max() > ROUNDING
 
 
@@ -130,6 +133,19 @@ def test_a_row_of_which_no_key_is_left_out_has_none_to_compare():
     cfg = dataclasses.replace(CFG, index_topk=128)
     told = compare(params(), records(), engine(cfg=cfg), cfg, temperature=0.8).metrics
     assert "agreement/keys" not in told and told["agreement/experts"] == 1.0
+
+
+def test_an_engine_reads_all_of_a_short_attempt_without_selecting():
+    """Its pages hold no more keys than are selected; the learner's row does."""
+    made = engine(page_size=2)
+    found = compare(params(), [attempt(made, [[1, 2, 3, 4]], new=4)], made, CFG, temperature=0.8)
+    assert (found.keys.same == 1.0).all() and found.logp.max() < ROUNDING
+
+
+def test_another_model_in_the_engine_is_refused():
+    made = engine(cfg=dataclasses.replace(CFG, index_topk=16))
+    with pytest.raises(ValueError, match="index_topk is 16 in the engine and 12 in the learner"):
+        compared(made)
 
 
 def test_nothing_sampled_is_nothing_to_compare():
