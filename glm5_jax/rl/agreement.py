@@ -202,7 +202,7 @@ def _learner(params, batch, *, cfg, plan, chunk, temperature, mesh):
 
 def _with_indexer(selection, cfg):
     """(topk, index) of the layers that have one, of a Selection [l ...]."""
-    return jax.tree.map(lambda a: a[np.asarray(cfg.full_layers)], tuple(selection))
+    return jax.tree.map(lambda a: a[np.asarray(cfg.full_layers, int)], tuple(selection))
 
 
 def _specs(cfg, mesh, params):

@@ -15,6 +15,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
 from glm5_jax.rl.agreement import MOST_GAP, _differing, _relative, agreement, compare
+from tests.model.small import one_layer
 
 # One dense layer and two of experts.
 CFG = dataclasses.replace(
@@ -146,6 +147,15 @@ def test_another_model_in_the_engine_is_refused():
     made = engine(cfg=dataclasses.replace(CFG, index_topk=16))
     with pytest.raises(ValueError, match="index_topk is 16 in the engine and 12 in the learner"):
         compared(made)
+
+
+def test_a_model_that_chooses_nothing_has_log_probs_alone():
+    cfg = one_layer(vocab_size=CFG.vocab_size)
+    weights = glm5.params_of(glm5.Glm5(cfg, rngs=nnx.Rngs(0)))
+    made = engine(weights, cfg)
+    told = compare(weights, [attempt(made, [[1, 2, 3]])], made, cfg, temperature=0.8).metrics
+    assert told["agreement/logp_max"] < ROUNDING and told["agreement/layer"] == -1
+    assert "agreement/keys" not in told and "agreement/experts" not in told
 
 
 def test_nothing_sampled_is_nothing_to_compare():
