@@ -329,7 +329,7 @@ VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_come_back_as_they_were(value):
     back = code_child.decode(json.loads(json.dumps(code_child.encode(value))))
     assert back == value and repr(back) == repr(value)

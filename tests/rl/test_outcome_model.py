@@ -295,7 +295,13 @@ def test_what_is_asked_together_is_scored_together(trained):
         assert asyncio.run(all_of_them()) == pytest.approx(want, abs=1e-5)
     assert sizes == [4, 4, 2] * 2
     config = GeneralConfig(
-        orm=1.0, grm=0.0, orm_mean=model.mean, orm_std=model.std, repetition=None, mixing=None
+        orm=1.0,
+        grm=0.0,
+        orm_mean=model.mean,
+        orm_std=model.std,
+        squash=False,
+        repetition=None,
+        mixing=None,
     )
     reward = asyncio.run(General(config, orm=outcome)(*asked[0]))
     assert reward.value == pytest.approx((want[0] - model.mean) / model.std, abs=1e-3)
