@@ -324,7 +324,7 @@ def circle():
 
 VALUES = [
     None, True, 0, -7, 2**59, -(2**70), 1.5, float("inf"), 1 + 2j, "", "é\ud800", b"\0\xff", bytearray(b"x"),
-    [1, [2]], (1, (2,)), {1, (2, 3)}, frozenset("ab"), {}, {1: "a", (1, 2): [None], "k": {"int": "0x1"}},
+    [1, [2]], (1, (2,)), {1, (2, 3)}, frozenset({3, 5}), {}, {1: "a", (1, 2): [None], "k": {"int": "0x1"}},
     {"value": 3}, [{"set": [1]}],
 ]  # fmt: skip
 
