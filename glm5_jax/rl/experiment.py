@@ -94,16 +94,17 @@ class RlConfig(StageConfig):
             raise ValueError(
                 f"rows is {self.rows} and judged_at_once {self.judged_at_once}; both must be positive"
             )
-        needs = self.learns == "teachers" or self.credit.pull
+        pulled = self.credit.pull == "reference"
+        needs = self.learns == "teachers" or pulled
         if needs != bool(self.teachers):
             raise ValueError(
-                f"learns is {self.learns!r}, credit.pull {self.credit.pull} and teachers {self.teachers}; what learns "
+                f"learns is {self.learns!r}, credit.pull {self.credit.pull!r} and teachers {self.teachers}; what learns "
                 "from teachers, or pays for leaving a reference, needs one, and nothing else"
             )
         origins = [teacher.origin for teacher in self.teachers]
         if len(set(origins)) < len(origins):
             raise ValueError(f"two teachers have one origin: {origins}; join them")
-        if self.credit.pull and origins != [""]:
+        if pulled and origins != [""]:
             raise ValueError(f'a reference has the origin "", not {origins}')
 
     @property

@@ -232,6 +232,8 @@ class Attempts:
     def _laid_out(self, groups: list[Group], records, multiple: int) -> Batch:
         config = self._config
         batch, rows = lay_out(records, config.length, multiple, config.streams)
+        if config.credit.pull == "uniform":
+            batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
         if self.scores is not None:
             scores = self.scores(batch)
             origins = {group.task.id: group.task.origin for group in groups}

@@ -11,6 +11,7 @@ from glm5_jax.rl.advantage import BASELINES, advantages
 from glm5_jax.rl.rollout import Group
 
 NORMALISATIONS = ("sequence", "token")
+PULLS = ("none", "reference", "uniform")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +22,21 @@ class CreditConfig:
       baseline: see `advantages`.
       normalisation: "sequence": the mean over a rollout's tokens, then over rollouts (GLM-5 Eq. 1); "token": over all
         tokens, so that long rollouts count more.
-      pull: whether tokens also pay for leaving the reference (`PolicyConfig.ref_kl`); GLM-5 3.2 has no such term.
+      pull: what tokens also pay for leaving (`PolicyConfig.ref_kl`): "none", as in GLM-5 3.2; a "reference", a
+        checkpoint; or "uniform", all tokens being as likely: an entropy bonus.
       drop_flat: whether groups without a difference are left out, not counted as zeros; not disclosed.
     """
 
     baseline: str = "zscore"
     normalisation: str = "sequence"
-    pull: bool = False
+    pull: str = "none"
     drop_flat: bool = False
 
     def __post_init__(self):
         if self.baseline not in BASELINES:
             raise ValueError(f"baseline is {self.baseline!r}; use one of {', '.join(BASELINES)}")
+        if self.pull not in PULLS:
+            raise ValueError(f"pull is {self.pull!r}; use one of {', '.join(PULLS)}")
         if self.normalisation not in NORMALISATIONS:
             raise ValueError(
                 f"normalisation is {self.normalisation!r}; use {' or '.join(NORMALISATIONS)}"
@@ -62,7 +66,7 @@ def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]
                     )
                 )
     found = _weighted(found, "rl_weight", config)
-    return _weighted(found, "ref_kl_weight", config) if config.pull else found
+    return _weighted(found, "ref_kl_weight", config) if config.pull != "none" else found
 
 
 def distilled(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:

@@ -83,7 +83,7 @@ STREAMS = {
         "lengths[record.rollout_id] = record",
     ),
     "tokens by their rollouts": ('config.normalisation == "token"', "False"),
-    "no pull": ("if config.pull else found", "if False else found"),
+    "no pull": ('if config.pull != "none" else found', "if False else found"),
 }
 
 

@@ -220,13 +220,30 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_pull_to_the_uniform_keeps_entropy(config, tmp_path):
+    longer = dataclasses.replace(
+        config,
+        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 40),
+        train=TrainConfig(eval_interval=0, save_interval=0),
+        rollout=dataclasses.replace(config.rollout, group=16),
+    )
+    entropy = {}
+    for pull in ("none", "uniform"):
+        policy = PolicyConfig(ref_kl=3.0)
+        one = dataclasses.replace(longer, credit=CreditConfig(pull=pull), policy=policy)
+        Reinforcement(one, tmp_path / pull, world()).run()
+        entropy[pull] = column(read(tmp_path / pull), "policy/entropy")[1][-1]
+    assert entropy["none"] < 5 < entropy["uniform"] < np.log(292)
+
+
+@pytest.mark.slow
 def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
     start = saved(config, tmp_path / "start", 1)
     near = dataclasses.replace(
         config,
         checkpoint=start,
         teachers=(Teacher(start),),
-        credit=CreditConfig(pull=True),
+        credit=CreditConfig(pull="reference"),
         policy=PolicyConfig(ref_kl=30.0),
     )
     far = dataclasses.replace(config, checkpoint=start)
@@ -254,7 +271,7 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
             "two teachers have one origin",
         ),
         (
-            {"credit": CreditConfig(pull=True), "teachers": (Teacher("x", "a"),)},
+            {"credit": CreditConfig(pull="reference"), "teachers": (Teacher("x", "a"),)},
             'has the origin ""',
         ),
         ({"rows": 0}, "rows is 0 and judged_at_once 64; both must be positive"),

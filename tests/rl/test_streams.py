@@ -71,7 +71,7 @@ def test_groups_that_tell_nothing_are_zeros_or_left_out():
 
 
 def test_a_pull_to_the_reference_has_weights_of_its_own():
-    [one, _] = credited([group([1, 0], [2, 4])], CreditConfig(pull=True))
+    [one, _] = credited([group([1, 0], [2, 4])], CreditConfig(pull="uniform"))
     assert one.ref_kl_weight.tolist() == one.rl_weight.tolist() == [0, 0, 0.5, 0.5]
 
 
@@ -84,6 +84,8 @@ def test_what_is_distilled_has_no_reward():
 def test_other_names_are_refused():
     with pytest.raises(ValueError, match="baseline is 'best'"):
         CreditConfig("best")
+    with pytest.raises(ValueError, match="pull is 'down'; use one of none, reference, uniform"):
+        CreditConfig(pull="down")
     with pytest.raises(ValueError, match="normalisation is 'group'; use sequence or token"):
         CreditConfig(normalisation="group")
 
