@@ -33,8 +33,11 @@ HI = [{"role": "user", "content": "hi"}]
 POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/update_weights")
 
 
-def client(server, **options):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **options)
+@pytest.fixture
+def client(healthy):
+    """Closed in the end: a socket that is left to the collector is an error in whichever test it happens."""
+    with openai.OpenAI(base_url=f"{healthy.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def post(server, path, body, headers=None):
@@ -66,9 +69,9 @@ def greedy(messages, most, **options):
     return got, parse_reply(got.ids, tokenizer=TOKENIZER, thinking=thinking)
 
 
-def test_a_chat_is_the_engine_s_reply(healthy):
+def test_a_chat_is_the_engine_s_reply(client):
     want, reply = greedy(HI, 12)
-    got = client(healthy).chat.completions.create(
+    got = client.chat.completions.create(
         model="tiny", messages=HI, max_tokens=12, temperature=0, logprobs=True, top_logprobs=1
     )
     [choice] = got.choices
@@ -99,10 +102,10 @@ def test_the_asynchronous_client_gets_the_same(healthy):
     assert error.status == 400 and "max_tokens" in str(error)
 
 
-def test_a_stream_is_the_whole_reply(healthy):
+def test_a_stream_is_the_whole_reply(client):
     messages = [{"role": "user", "content": "stream"}]
     want, reply = greedy(messages, 10, enable_thinking=False)
-    stream = client(healthy).chat.completions.create(
+    stream = client.chat.completions.create(
         model="tiny",
         messages=messages,
         max_tokens=10,
@@ -118,24 +121,20 @@ def test_a_stream_is_the_whole_reply(healthy):
     assert ids == want.ids and chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_the_client_s_stream_helper_and_several_choices(healthy):
+def test_the_client_s_stream_helper_and_several_choices(client):
     end = str(TOKENIZER.special_ids["<|user|>"])
-    with client(healthy).chat.completions.stream(
-        model="tiny", messages=HI, logit_bias={end: 100}
-    ) as stream:
+    with client.chat.completions.stream(model="tiny", messages=HI, logit_bias={end: 100}) as stream:
         final = list(stream) and stream.get_final_completion()
     assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
-    got = client(healthy).chat.completions.create(
-        model="tiny", messages=HI, max_tokens=5, n=3, seed=1
-    )
+    got = client.chat.completions.create(model="tiny", messages=HI, max_tokens=5, n=3, seed=1)
     texts = [choice.message.reasoning_content for choice in got.choices]
     assert len(set(texts)) > 1 and got.usage.completion_tokens == 15
 
 
-def test_completions_and_generate_continue_text(healthy):
+def test_completions_and_generate_continue_text(client, healthy):
     ids = TOKENIZER.encode("To be")
     want = alone(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None, chunk=64)
-    got = client(healthy).completions.create(
+    got = client.completions.create(
         model="tiny", prompt="To be", max_tokens=6, temperature=0, echo=True
     )
     assert got.choices[0].text == "To be" + TOKENIZER.decode(want.ids, errors="replace")
@@ -149,7 +148,7 @@ def test_completions_and_generate_continue_text(healthy):
     logprobs = [logprob for logprob, *_ in got["meta_info"]["output_token_logprobs"]]
     assert logprobs == pytest.approx(want.logprobs)
     assert got["meta_info"]["finish_reason"] == {"type": "length", "length": 6}
-    stream = client(healthy).completions.create(
+    stream = client.completions.create(
         model="tiny", prompt=ids, max_tokens=6, temperature=0, stream=True
     )
     assert "".join(chunk.choices[0].text for chunk in stream) == TOKENIZER.decode(
@@ -166,9 +165,9 @@ def test_a_conversation_finds_its_beginning_in_the_cache(healthy):
     assert second["meta_info"]["cached_tokens"] == (len(prompt) + 3) // 16 * 16 > 0
 
 
-def test_what_the_server_says_of_itself(healthy):
-    [own] = client(healthy).models.list().data
-    assert own.id == "tiny" and client(healthy).models.retrieve("tiny").id == "tiny"
+def test_what_the_server_says_of_itself(client, healthy):
+    [own] = client.models.list().data
+    assert own.id == "tiny" and client.models.retrieve("tiny").id == "tiny"
     assert get(healthy, "/health") == (200, '{"status":"ok"}')
     info = json.loads(get(healthy, "/server_info")[1])
     assert info["max_length"] == LENGTH and info["weight_version"] == 0 and not info["paused"]
@@ -212,26 +211,24 @@ def test_errors_have_openai_s_form(healthy, path, body, status, words):
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
-def test_the_client_raises_its_own_errors(healthy):
+def test_the_client_raises_its_own_errors(client):
     with pytest.raises(openai.BadRequestError, match="wizard"):
-        client(healthy).chat.completions.create(
-            model="tiny", messages=[{"role": "wizard", "content": "x"}]
-        )
+        client.chat.completions.create(model="tiny", messages=[{"role": "wizard", "content": "x"}])
     with pytest.raises(openai.BadRequestError) as caught:
-        client(healthy).chat.completions.create(
+        client.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "word " * 400_000}]
         )
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError):
-        client(healthy).chat.completions.create(model="other", messages=HI)
+        client.chat.completions.create(model="other", messages=HI)
 
 
-def test_two_hundred_requests_at_once(healthy):
+def test_two_hundred_requests_at_once(client, healthy):
     def one(seed):
         body = {"prompt": f"{seed} of", "max_tokens": 3, "seed": seed, "stream": seed % 2 == 0}
         if seed % 2:
             return post(healthy, "/v1/completions", body)[1]["choices"][0]["text"]
-        chunks = list(client(healthy).completions.create(model="tiny", **body))
+        chunks = list(client.completions.create(model="tiny", **body))
         assert chunks[-1].choices[0].finish_reason == "length"
         return "".join(chunk.choices[0].text for chunk in chunks)
 

@@ -51,12 +51,15 @@ def routed(server):
 
 
 def test_chats_stream_and_ids_pass_through(routed, server):
-    through, direct = (openai.OpenAI(base_url=f"{u}/v1", api_key="x") for u in (routed, server.url))
-    assert [own.id for own in through.models.list().data] == ["tiny"]
     asked = ASKED | {"temperature": 0, "logprobs": True}
-    one, other = (c.chat.completions.create(**asked).choices[0] for c in (through, direct))
+    with (
+        openai.OpenAI(base_url=f"{routed}/v1", api_key="x") as through,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as direct,
+    ):
+        assert [own.id for own in through.models.list().data] == ["tiny"]
+        one, other = (c.chat.completions.create(**asked).choices[0] for c in (through, direct))
+        chunks = list(through.chat.completions.create(**asked, stream=True))
     assert one == other and one.finish_reason == "length"
-    chunks = list(through.chat.completions.create(**asked, stream=True))
     said = [getattr(c.choices[0].delta, "reasoning_content", None) or "" for c in chunks]
     assert "".join(said) == one.message.reasoning_content
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}

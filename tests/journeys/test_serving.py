@@ -39,8 +39,10 @@ def served(folder, env):
 @pytest.mark.timeout(300)
 def test_the_command_serves_and_ends_when_what_runs_has_ended(tmp_path):
     save_hf(model(), tmp_path, tokenizer=Tokenizer.default())
-    with served(tmp_path, dict(os.environ)) as (process, url):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with (
+        served(tmp_path, dict(os.environ)) as (process, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         whole = client.chat.completions.create(
             model="glm-5-tiny", messages=HI, max_tokens=20, temperature=0
         )
