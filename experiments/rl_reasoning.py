@@ -12,6 +12,7 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
 
 import dataclasses
 import itertools
+import math
 
 from glm5_jax import presets
 from glm5_jax.envs.difficulty import DifficultyConfig, keep_hard, read_verdicts
@@ -20,13 +21,18 @@ from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
+
+DIGITS = "0123456789"
+NEAR = 3.0  # how far off a number is worth 1 / e of a right one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +113,16 @@ class Verifiers:
 
 
 def digits_right(task: Task, attempt: Attempt) -> Reward:
-    """What of a number is right: a tenth each for being digits and for ending, the rest for digits in their places,
-    half of it for all of them."""
+    """What of a number is right: a tenth each for being digits and for ending, a fifth each for digits in their places
+    and for how near it is, the rest for all of it."""
     want, got, ends = task.data["answer"], attempt.reply, attempt.finish_reason == "stop"
     exact = float(ends and got == want)
     places = sum(a == b for a, b in zip(got, want)) / max(len(want), len(got))
-    digits = sum(map(str.isdigit, got)) / max(len(got), 1)
-    value = 0.1 * digits + 0.1 * ends + 0.4 * places + 0.4 * exact
-    return Reward(value, {"exact": exact, "places": places, "digits": digits, "ends": float(ends)})
+    digits = sum(c in DIGITS for c in got) / max(len(got), 1)
+    near = math.exp(-abs(int(got) - int(want)) / NEAR) if digits == 1 else 0.0
+    value = 0.1 * digits + 0.1 * ends + 0.2 * places + 0.2 * near + 0.4 * exact
+    parts = {"exact": exact, "places": places, "near": near, "digits": digits, "ends": float(ends)}
+    return Reward(value, parts)
 
 
 def get_config(variant: str = "addition") -> ReasoningConfig:
@@ -148,10 +156,12 @@ def addition() -> ReasoningConfig:
         goes_on=False,
         optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),
         schedule=ScheduleConfig(
-            kind="constant", peak=2e-3, end=0.0, warmup_steps=10, total_steps=400
+            kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=500
         ),
         step=dataclasses.replace(policy_alone(), remat="none"),
-        train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=200),
+        policy=PolicyConfig(ref_kl=0.15),
+        credit=CreditConfig(pull="uniform"),
+        train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=250),
         rollout=RolloutConfig(prompts=32, group=16, max_tokens=4, max_turns=1, thinking=False),
         engine=EngineConfig(page_size=16, max_batch=512, chunk=16_384, max_length=32),
         evaluation=EvaluationConfig(tasks=100, temperature=0.0),

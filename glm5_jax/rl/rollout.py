@@ -96,8 +96,10 @@ class Rollouts:
         """The attempts at each task, as many as group (default: the config's), drawn by seed. name: what the ids of
         groups begin with."""
         size = group or self._config.group
+        more = self._config, self._tokenizer
+        prompts = [_rendered(task, [], 0, *more) for task in tasks]
         courses = [
-            [_Course(task, self._config, self._tokenizer) for _ in range(size)] for task in tasks
+            [_Course(task, ids, *more) for _ in range(size)] for task, ids in zip(tasks, prompts)
         ]
         seeds = np.random.SeedSequence(seed).generate_state(len(tasks) * size, np.uint64)
         under_way = [course for own in courses for course in own]
@@ -164,7 +166,7 @@ def check_task(
     """ValueError if a task cannot be attempted: tools without anybody who answers, a prompt without room."""
     if task.tools and tools is None:
         raise ValueError(f"task {task.id!r} offers tools, and nobody answers them")
-    count = len(_Course(task, config, tokenizer).ids)
+    count = len(_rendered(task, [], 0, config, tokenizer))
     if count >= max_length:
         raise ValueError(
             f"task {task.id!r} has a prompt of {count} tokens; at most {max_length - 1} leave room for a reply"
@@ -172,17 +174,16 @@ def check_task(
 
 
 class _Course:
-    """An attempt under way. seed: of its draws; finish_reason: None while calls are to be answered or a reply is to
-    come."""
+    """An attempt under way. ids: so far, to begin with the prompt; seed: of its draws; finish_reason: None while calls
+    are to be answered or a reply is to come."""
 
-    def __init__(self, task: Task, config: RolloutConfig, tokenizer: Tokenizer):
-        self.task, self._config, self._tokenizer = task, config, tokenizer
+    def __init__(self, task: Task, ids: list[int], config: RolloutConfig, tokenizer: Tokenizer):
+        self.task, self.ids, self._config, self._tokenizer = task, ids, config, tokenizer
         self.messages: list[Message] = []
         self.calls: tuple[ToolCall, ...] = ()
         self.seed = 0
         self.finish_reason: str | None = None
         self.error = ""
-        self.ids: list[int] = self._laid_out(0)
         self._sampled: list[tuple[int, Completion]] = []  # where each reply begins
         self._spans: list[tuple[int, int, str]] = []
 
@@ -213,7 +214,7 @@ class _Course:
         first = len(self.task.messages) + len(self.messages)
         self.messages += [{"role": "tool", "content": answer} for answer in answers]
         # The marker of the next turn is what the reply stopped with.
-        new = self._laid_out(first)[1:]
+        new = _rendered(self.task, self.messages, first, self._config, self._tokenizer)[1:]
         self._spans.append((len(self.ids), len(self.ids) + len(new), "result"))
         self.ids = self.ids + new
         self.calls = ()
@@ -250,13 +251,21 @@ class _Course:
             spans=tuple(self._spans),
         )
 
-    def _laid_out(self, first: int) -> list[int]:
-        return render_chat(
-            [*self.task.messages, *self.messages],
-            self._tokenizer,
-            tools=self.task.tools or None,
-            enable_thinking=self._config.thinking,
-            clear_thinking=False,
-            variant=self._config.variant,
-            first=first,
-        ).ids
+
+def _rendered(
+    task: Task,
+    messages: Sequence[Message],
+    first: int,
+    config: RolloutConfig,
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """The ids of a task's messages and these behind them, from the one numbered first on, as a prompt."""
+    return render_chat(
+        [*task.messages, *messages],
+        tokenizer,
+        tools=task.tools or None,
+        enable_thinking=config.thinking,
+        clear_thinking=False,
+        variant=config.variant,
+        first=first,
+    ).ids

@@ -154,12 +154,15 @@ class Reinforcement(Stage):
 
         def evaluate(state, done):
             del state, done  # the engine has its weights
-            found = {}
+            found, made = {}, []
             for kind, tasks in held_out.items():
                 groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
                 asyncio.run(judge(groups, self._world.verify, self.config.judged_at_once))
                 found[f"held_out/{kind}"] = _mean(groups)
-            return {"held_out/reward": float(np.mean(list(found.values()))), **found}
+                made += groups
+            whole = {"held_out/reward": float(np.mean(list(found.values())))}
+            parts = {f"held_out_part/{name}": value for name, value in _parts(made).items()}
+            return whole | found | parts
 
         return evaluate
 
@@ -268,20 +271,15 @@ async def judge(groups: Sequence[Group], verify: Verifier, at_once: int) -> None
 def told(groups: Sequence[Group]) -> dict:
     """Numbers of a batch: rewards by kind and part; lengths, and how attempts ended."""
     by_kind: dict[str, list[Group]] = {}
-    parts: dict[str, list[float]] = {}
     for group in groups:
         by_kind.setdefault(group.task.kind, []).append(group)
-        for reward in group.rewards:
-            for name, value in reward.parts.items():
-                if value is not None:
-                    parts.setdefault(name, []).append(value)
     attempts = [attempt for group in groups for attempt in group.attempts]
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [record.loss_mask.sum() for group in groups for record in group.records]
     flat = [len({r.value for r in group.rewards if r.value is not None}) < 2 for group in groups]
     return {
         "reward": {"mean": _mean(groups), **{kind: _mean(own) for kind, own in by_kind.items()}},
-        "reward_part": {name: float(np.mean(values)) for name, values in parts.items()},
+        "reward_part": _parts(groups),
         "rollout": {
             "tokens": float(np.mean(lengths)),
             "truncated": float(np.mean([a.finish_reason == "length" for a in attempts])),
@@ -289,6 +287,17 @@ def told(groups: Sequence[Group]) -> dict:
             "flat_groups": float(np.mean(flat)),
         },
     }
+
+
+def _parts(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean of each part of the rewards, where there is one."""
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for reward in group.rewards:
+            for name, value in reward.parts.items():
+                if value is not None:
+                    parts.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
 def _mean(groups: Sequence[Group]) -> float:
