@@ -12,7 +12,7 @@ MAX_BYTES = 2**22  # of an answer
 
 
 class ChatClient:
-    """Of a server at `url`, such as "http://127.0.0.1:8000", within `async with`.
+    """Of a server at `url`, such as "http://127.0.0.1:8000", within `async with`, which may be entered again.
 
     model: what to ask, None for whatever the server has. seconds: that one request may take, its wait for a place
     among `concurrency` others left out.
@@ -33,10 +33,11 @@ class ChatClient:
             )
         self._url, self._model, self._seconds = url.rstrip("/"), model, seconds
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._places = asyncio.Semaphore(concurrency)
-        self._session = None
+        self._concurrency, self._places, self._session = concurrency, None, None
 
     async def __aenter__(self) -> "ChatClient":
+        # A semaphore belongs to one event loop, and each opening may have its own.
+        self._places = asyncio.Semaphore(self._concurrency)
         # Places are counted here, so the pool's own limit must not make requests wait on the clock.
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(

@@ -2,7 +2,7 @@
 
   math     gsm8k       word problems
            svamp       shorter ones, with numbers that do not matter
-           addition    the sum of two numbers of so many digits
+           addition    the sum of two numbers of so many digits, or of so many and so many
            chain       values modulo ten that follow from each other; the last is asked (data/chat_tasks.py)
   science  choices     chemical elements and mechanics, one of several answers
   code     mbpp        small programs for what a sentence and one of its tests ask
@@ -52,6 +52,7 @@ class TaskConfig:
       size: how many tasks there are on both sides of the split, of what is shipped at most as many as that.
       seed: with a number and this config, all that a made-up task depends on.
       digits: of addition and products: of both numbers.
+      fewer: of addition: digits of the second number, which then are not as many; None: both have as many.
       steps: of chain: values.
       choices: how many answers there are to choose from.
       held_out_fraction: share of questions that are for evaluation.
@@ -62,6 +63,7 @@ class TaskConfig:
     size: int = 1000
     seed: int = 0
     digits: int = 2
+    fewer: int | None = None
     steps: int = 5
     choices: int = 4
     held_out_fraction: float = 0.1
@@ -70,6 +72,10 @@ class TaskConfig:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; use one of {', '.join(KINDS)}")
+        if self.fewer is not None and not 1 <= self.fewer < self.digits:
+            raise ValueError(
+                f"fewer is {self.fewer}; it must be from 1 to {self.digits - 1}, below digits, or None"
+            )
         for name, least, most in (
             ("size", 1, 10**7),
             ("seed", 0, 2**63),
@@ -92,7 +98,10 @@ class TaskConfig:
     def name(self) -> str:
         """What the ids of its tasks begin with: all that they depend on but their number."""
         of = KINDS[self.kind].field
-        return f"{self.kind}{getattr(self, of)}-seed{self.seed}" if of else self.kind
+        if not of:
+            return self.kind
+        fewer = "" if self.fewer is None or self.kind != "addition" else f"+{self.fewer}"
+        return f"{self.kind}{getattr(self, of)}{fewer}-seed{self.seed}"
 
 
 class _Made(NamedTuple):
@@ -160,6 +169,10 @@ def _humaneval(config: TaskConfig) -> Iterator[_Made]:
 
 def _addition(config: TaskConfig) -> Iterator[_Made]:
     for rng in _randoms(config):
+        if config.fewer is not None:
+            left, right = _number(rng, config.digits), _number(rng, config.fewer)
+            yield _Made(f"{left}+{right}?", {"answer": str(left + right)})
+            continue
         left, right = sorted((_number(rng, config.digits), _number(rng, config.digits)))
         key = f"{left}+{right}?"
         if rng.integers(2):

@@ -70,6 +70,7 @@ class RlConfig(StageConfig):
       length: tokens of a row, and at most of an attempt.
       rows: of a batch: a multiple of this, in powers of two.
       judged_at_once: attempts.
+      texts: of `World.texts`, that are learnt in every batch, beside what was attempted.
     """
 
     optimizer: OptimizerConfig = dataclasses.field(default_factory=adam)
@@ -86,13 +87,15 @@ class RlConfig(StageConfig):
     length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
     rows: int = 8
     judged_at_once: int = 64
+    texts: int = 0
 
     def __post_init__(self):
         if self.learns not in LEARNS:
             raise ValueError(f"learns is {self.learns!r}; use one of {', '.join(LEARNS)}")
-        if self.rows < 1 or self.judged_at_once < 1:
+        if self.rows < 1 or self.judged_at_once < 1 or self.texts < 0:
             raise ValueError(
-                f"rows is {self.rows} and judged_at_once {self.judged_at_once}; both must be positive"
+                f"rows is {self.rows}, judged_at_once {self.judged_at_once} and texts {self.texts}; use at least 1, 1 "
+                "and 0"
             )
         pulled = self.credit.pull == "reference"
         needs = self.learns == "teachers" or pulled

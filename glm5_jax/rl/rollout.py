@@ -41,7 +41,7 @@ class RolloutConfig:
       prompts: tasks of a step; group: attempts at each.
       max_tokens: of a reply, reasoning included.
       max_turns: replies of an attempt; between two of them its tools answer.
-      thinking: whether replies begin with reasoning.
+      thinking: whether replies begin with reasoning, where a task does not say.
       variant: the chat layout.
       tool_seconds: that a tool may take.
     """
@@ -195,7 +195,7 @@ class _Course:
             reply.ids,
             self.task.tools or None,
             tokenizer=self._tokenizer,
-            thinking=self._config.thinking,
+            thinking=_thinks(self.task, self._config),
         )
         self.messages.append(found.message)
         self.calls = found.tool_calls if self.task.tools else ()
@@ -264,8 +264,12 @@ def _rendered(
         [*task.messages, *messages],
         tokenizer,
         tools=task.tools or None,
-        enable_thinking=config.thinking,
+        enable_thinking=_thinks(task, config),
         clear_thinking=False,
         variant=config.variant,
         first=first,
     ).ids
+
+
+def _thinks(task: Task, config: RolloutConfig) -> bool:
+    return config.thinking if task.thinking is None else task.thinking

@@ -1,9 +1,11 @@
 """A stage that learns from its own attempts: sample, judge, credit, learn; then the same with the new weights."""
 
 import asyncio
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import jax
@@ -12,7 +14,9 @@ import numpy as np
 
 from glm5_jax.checkpoint import models
 from glm5_jax.core.mesh import BATCH_AXES
+from glm5_jax.data.conversation import Conversation, records
 from glm5_jax.data.loader import Batch
+from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
@@ -44,12 +48,15 @@ class TaskSource(Protocol):
 @dataclasses.dataclass(frozen=True)
 class World:
     """What a policy is put into. tasks: to learn from; held_out: by kind, to be evaluated on; verify: judges attempts;
-    tools: answers their calls; close: ends what these have started."""
+    tools: answers their calls; texts: conversations whose replies are learnt as they stand, `RlConfig.texts` in every
+    batch; judging: entered while attempts are judged; close: ends what these have started."""
 
     tasks: TaskSource
     held_out: Mapping[str, Sequence[Task]]
     verify: Verifier
     tools: Tools | None = None
+    texts: Sequence[Conversation] = ()
+    judging: Callable[[], AbstractAsyncContextManager] = contextlib.nullcontext
     close: Callable[[], None] = lambda: None
 
 
@@ -93,6 +100,20 @@ class Reinforcement(Stage):
                     f"task {task.id!r} is of origin {task.origin!r}, and there are teachers of {sorted(taught)}; add "
                     'one, or one of ""'
                 )
+        if bool(config.texts) != bool(self._world.texts):
+            raise ValueError(
+                f"texts is {config.texts} and there are {len(self._world.texts)} texts; give some, and how many of them "
+                "a batch has"
+            )
+        self._texts = [
+            record
+            for text in self._world.texts
+            for record in records(text, self.tokenizer, variant=config.chat_variant)
+        ]
+        if wrong := [len(record) for record in self._texts if len(record) > config.length]:
+            raise ValueError(
+                f"a text has {wrong[0]} tokens and a row {config.length}; raise length, or leave it out"
+            )
         for task in (*self._known, *(t for tasks in self._world.held_out.values() for t in tasks)):
             check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
 
@@ -107,7 +128,7 @@ class Reinforcement(Stage):
             )
             for teacher in config.teachers
         }
-        self._attempts = Attempts(config, self._world)
+        self._attempts = Attempts(config, self._world, self._texts)
         return self._attempts
 
     def _rows(self, tokens_seen: int) -> int:
@@ -157,7 +178,7 @@ class Reinforcement(Stage):
             found, made = {}, []
             for kind, tasks in held_out.items():
                 groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
-                asyncio.run(judge(groups, self._world.verify, self.config.judged_at_once))
+                asyncio.run(judge(groups, self._world, self.config.judged_at_once))
                 found[f"held_out/{kind}"] = _mean(groups)
                 made += groups
             whole = {"held_out/reward": float(np.mean(list(found.values())))}
@@ -179,8 +200,9 @@ class Attempts:
     rollouts: Rollouts
     scores: Callable[[Batch], dict[str, np.ndarray]] | None
 
-    def __init__(self, config: RlConfig, world: World):
-        self._config, self._world = config, world
+    def __init__(self, config: RlConfig, world: World, texts: Sequence[TokenRecord] = ()):
+        """texts: records of the world's."""
+        self._config, self._world, self._texts = config, world, texts
         self._made = 0  # batches
         self.metrics: dict = {}
 
@@ -189,6 +211,9 @@ class Attempts:
         for _ in range(MOST_EMPTY):
             groups = self._collect()
             if records := self._records(groups):
+                first = (self._made - 1) * self._config.texts
+                numbers = range(first, first + self._config.texts)
+                records += [self._texts[i % len(self._texts)] for i in numbers]
                 return self._laid_out(groups, records, batch_size)
         raise ValueError(
             f"{MOST_EMPTY} batches in a row had nothing to learn from; the last one's errors: "
@@ -215,7 +240,7 @@ class Attempts:
         tasks = self._world.tasks.draw(config.rollout.prompts)
         groups = self.rollouts.sample(tasks, (config.seed, number), name=f"{number}-")
         sampled = time.perf_counter()
-        asyncio.run(judge(groups, self._world.verify, config.judged_at_once))
+        asyncio.run(judge(groups, self._world, config.judged_at_once))
         self.metrics = told(groups) | {
             "seconds": {"rollout": sampled - began, "judging": time.perf_counter() - sampled}
         }
@@ -242,14 +267,14 @@ class Attempts:
             origins = {group.task.id: group.task.origin for group in groups}
             for i, own in enumerate(rows):
                 for segment, record in enumerate(own, 1):
-                    origin = origins[record.task_id]
+                    origin = origins.get(record.task_id, "")  # texts are of no task
                     logp = scores[origin if origin in scores else ""]
                     here = batch["segment_ids"][i] == segment
                     batch["ref_logp"][i, here] = logp[i, here]
         return batch
 
 
-async def judge(groups: Sequence[Group], verify: Verifier, at_once: int) -> None:
+async def judge(groups: Sequence[Group], world: World, at_once: int) -> None:
     """Gives every attempt its reward, so many at once."""
     turns = asyncio.Semaphore(at_once)
 
@@ -257,14 +282,13 @@ async def judge(groups: Sequence[Group], verify: Verifier, at_once: int) -> None
         if attempt.finish_reason == "failed":
             return Reward(None, error=attempt.error)
         async with turns:
-            return await verify(task, attempt)
+            return await world.verify(task, attempt)
 
-    for group, rewards in zip(
-        groups,
-        await asyncio.gather(
+    async with world.judging():
+        found = await asyncio.gather(
             *(asyncio.gather(*(one(g.task, attempt) for attempt in g.attempts)) for g in groups)
-        ),
-    ):
+        )
+    for group, rewards in zip(groups, found):
         group.rewards = list(rewards)
 
 

@@ -14,7 +14,8 @@ FINISHED = ("stop", "length", "failed")
 class Task:
     """A problem. id: of its own among all; kind: of task, whose verifier judges it; messages: what the policy is
     given; data: what the verifier needs, a result or tests, which the policy never sees; tools: that it may
-    call, as OpenAI describes functions; origin: the stage whose task it is, which has its teacher."""
+    call, as OpenAI describes functions; origin: the stage whose task it is, which has its teacher; thinking: whether
+    replies begin with reasoning, None: as all others do."""
 
     id: str
     kind: str
@@ -22,6 +23,7 @@ class Task:
     data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     origin: str = ""
+    thinking: bool | None = None
 
     def __post_init__(self):
         if not self.messages:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -23,9 +24,9 @@ def worth(reply, finish_reason="stop"):
     ("reply", "reason", "value"),
     [
         ("100", "stop", 1.0),
-        ("100", "length", 0.5),
-        ("101", "stop", 0.1 + 0.1 + 0.4 * 2 / 3),
-        ("10", "stop", 0.1 + 0.1 + 0.4 * 2 / 3),
+        ("100", "length", 0.1 + 0.4 + 0.2),
+        ("101", "stop", 0.1 + 0.1 + 0.4 * 2 / 3 + 0.2 * math.exp(-1 / 5)),
+        ("10", "stop", 0.1 + 0.1 + 0.4 * 2 / 3 + 0.2 * math.exp(-90 / 5)),
         ("1000", "stop", 0.1 + 0.1 + 0.4 * 3 / 4),
         ("1x", "stop", 0.05 + 0.1 + 0.4 / 3),
         ("ab", "length", 0.0),
@@ -105,5 +106,5 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
 def test_contradictions_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         small(**changes)
-    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of addition"):
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of addition, tiny, glm5"):
         rl_reasoning.get_config("huge")

@@ -274,7 +274,7 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
             {"credit": CreditConfig(pull="reference"), "teachers": (Teacher("x", "a"),)},
             'has the origin ""',
         ),
-        ({"rows": 0}, "rows is 0 and judged_at_once 64; both must be positive"),
+        ({"rows": 0}, "rows is 0, judged_at_once 64 and texts 0; use at least 1"),
     ],
 )
 def test_contradictions_are_refused(config, changes, words):

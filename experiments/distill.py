@@ -1,0 +1,127 @@
+"""On-policy cross-stage distillation: what the last stages forgot is learnt again from what the earlier ones were
+(GLM-5 3.5).
+
+    python -m launch.run --experiment=experiments/distill.py:tiny --experiment.checkpoint=WORKDIR
+        --experiment.teachers="[{'checkpoint': 'WORKDIR', 'origin': 'reasoning'}, ...]"
+
+The policy attempts tasks of each earlier stage, once each, and the checkpoint that this stage ended with scores what it
+wrote, token by token: the advantage is log p_teacher - log p of each (Eq. 2), with the windows of Eq. 1. No reward takes
+part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning" and "general".
+
+:tiny  within lifecycle.py:tiny, in about two minutes.
+:glm5  for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
+"""
+
+import dataclasses
+import itertools
+
+from experiments import rl_general, rl_reasoning
+from glm5_jax.agents.tools import Toolbox, calculate
+from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
+from glm5_jax.envs.reasoning import VerifierConfig
+from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.task_mixture import TaskMixture
+from glm5_jax.rl.experiment import RlConfig, Teacher
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.training.experiment import choose
+
+ORIGINS = ("sft", "reasoning", "general")
+EARLIER = "workdir/lifecycle_{}"  # where lifecycle.py trains by default
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig(RlConfig):
+    """Attributes:
+    sft, reasoning, general: the tasks of each earlier stage, whose teacher has the origin of that name.
+    """
+
+    learns: str = "teachers"
+    sft: tuple[rl_reasoning.Share, ...] = ()
+    reasoning: tuple[rl_reasoning.Share, ...] = ()
+    general: tuple[rl_general.Share, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        own = {origin for origin in ORIGINS if getattr(self, origin)}
+        taught = {teacher.origin for teacher in self.teachers}
+        if own != taught and taught != {""}:
+            raise ValueError(
+                f"there are tasks of {sorted(own)} and teachers of {sorted(taught)}; each origin needs both"
+            )
+
+    def stage(self, workdir, evaluator=None, before=None) -> Reinforcement:
+        del evaluator
+        kinds, weights, held_out = {}, {}, {}
+        for origin in ORIGINS:
+            for share in getattr(self, origin):
+                name = f"{origin}:{share.name}"
+                weights[name] = share.weight
+                for found, evaluation in ((kinds, False), (held_out, True)):
+                    own = share.tasks_of(evaluation=evaluation)
+                    found[name] = [dataclasses.replace(task, origin=origin) for task in own]
+        known = list(itertools.chain(*kinds.values()))
+        verifiers = rl_reasoning.Verifiers(VerifierConfig(), False)
+        rules = Instructions("share")
+
+        async def verify(task: Task, attempt: Attempt) -> Reward:
+            return await (rules if task.kind == INSTRUCTIONS else verifiers)(task, attempt)
+
+        world = World(
+            TaskMixture(kinds, weights, seed=self.seed),
+            held_out,
+            verify,
+            Toolbox({"calculate": calculate}, known),
+            close=verifiers.close,
+        )
+        return Reinforcement(self, workdir, world, known, before=before)
+
+
+def get_config(variant: str = "tiny") -> DistillConfig:
+    """The variant's experiment; ValueError lists the variants."""
+    return choose(variant, {"tiny": tiny, "glm5": glm5})
+
+
+def teachers(folder: str) -> tuple[Teacher, ...]:
+    """Of each origin, the stage in the folder."""
+    stages = {"sft": "sft", "reasoning": "rl_reasoning", "general": "rl_general"}
+    return tuple(Teacher(f"{folder}/{stages[origin]}", origin) for origin in ORIGINS)
+
+
+def tiny() -> DistillConfig:
+    """Rate, batch and lengths are ours, as those of rl_reasoning.py."""
+    base = rl_reasoning.tiny()
+    return DistillConfig(
+        **rl_general.shared(
+            base,
+            name="distill:tiny",
+            learns="teachers",
+            teachers=teachers(EARLIER.format("tiny")),
+            rollout=dataclasses.replace(base.rollout, prompts=128, group=1),
+        ),
+        sft=(rl_reasoning.Share(TaskConfig("chain", size=20_000, steps=5)),),
+        reasoning=base.tasks[:1],
+        general=rl_general.tiny().tasks,
+    )
+
+
+def glm5() -> DistillConfig:
+    """Group and batch of the paper; from teachers of the two stages whose tasks are shipped."""
+    base = rl_reasoning.glm5()
+    general = rl_general.glm5().tasks
+    return DistillConfig(
+        **rl_general.shared(
+            base,
+            name="distill:glm5",
+            learns="teachers",
+            teachers=teachers(EARLIER.format("glm5"))[1:],
+            rollout=RolloutConfig(prompts=1024, group=1),  # GLM-5 3.5
+        ),
+        reasoning=base.tasks,
+        general=tuple(share for share in general if share.kind == "instructions"),
+    )
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

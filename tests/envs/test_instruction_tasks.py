@@ -1,0 +1,62 @@
+"""Demands that are made up: what is asked is what is checked, and can be kept."""
+
+import pytest
+
+from glm5_jax.envs.instruction_tasks import WORDS, DemandConfig, tasks
+from glm5_jax.envs.instructions import instructions
+
+CONFIG = DemandConfig(size=400, most=3, held_out_fraction=0.2)
+
+
+def willing(task):
+    """A reply that does as the sentences say, which it reads as a person would."""
+    asked = task.messages[-1]["content"]
+    said = [word for word in WORDS if f'Say "{word}".' in asked]
+    count = next(
+        (n for n in range(20, 0, -1) if f"at least {n} words" in asked),
+        next((n - 1 for n in range(1, 21) if f"fewer than {n} words" in asked), 3),
+    )
+    return " ".join([*said, *["Ay"] * (count - len(said))])
+
+
+def test_all_demands_of_a_task_can_be_kept_together():
+    kinds = set()
+    for task in tasks(CONFIG):
+        demands = instructions(task.data)
+        kinds |= {demand.kind for demand in demands}
+        assert all(demand.kept(willing(task)) for demand in demands), task.messages
+        assert 1 <= len(demands) <= 3 and task.thinking is False
+    assert len(kinds) == 4
+
+
+@pytest.mark.parametrize(
+    ("demand", "reply"),
+    [
+        ("Use no commas.", "Ay, Ay"),
+        ("Use fewer than 5 words.", "Ay Ay Ay Ay Ay"),
+        ("Use at least 5 words.", "Ay Ay Ay Ay"),
+        ('Say "my".', "Ay"),
+        ('Do not say "my".', "Ay My"),
+    ],
+)
+def test_each_demand_can_be_broken(demand, reply):
+    found = [task for task in tasks(CONFIG) if demand in task.messages[-1]["content"]]
+    assert found
+    for task in found:
+        assert not all(one.kept(reply) for one in instructions(task.data))
+
+
+def test_the_sides_are_apart_and_tasks_depend_on_config_and_number_alone():
+    sides = [list(tasks(CONFIG, evaluation=side)) for side in (False, True)]
+    said = [{task.messages[0]["content"] + task.id for task in side} for side in sides]
+    assert all(sides) and not said[0] & said[1]
+    longer = DemandConfig(size=800, most=3, held_out_fraction=0.2)
+    assert list(tasks(longer))[: len(sides[0])] == sides[0]
+    other = DemandConfig(size=400, most=3, seed=1, held_out_fraction=0.2)
+    assert [t.data for t in tasks(other)] != [t.data for t in sides[0]]
+
+
+@pytest.mark.parametrize("most", [0, 4])
+def test_numbers_out_of_range_are_refused(most):
+    with pytest.raises(ValueError, match=f"most is {most}; it must be from 1 to 3"):
+        DemandConfig(most=most)
