@@ -128,12 +128,14 @@ class Verifiers:
 
 def digits_right(task: Task, attempt: Attempt) -> Reward:
     """What of a number is right: a tenth each for being digits and for ending, two fifths for digits in their places, a
-    fifth each for being near and for being all right."""
+    fifth each for being near and for being all right. Tokens that are no text stand where digits should."""
     want, got, ends = task.data["answer"], attempt.reply, attempt.finish_reason == "stop"
     exact = float(ends and got == want)
-    places = sum(a == b for a, b in zip(got, want)) / max(len(want), len(got))
-    digits = sum(c in DIGITS for c in got) / max(len(got), 1)
-    near = math.exp(-abs(int(got) - int(want)) / NEAR) if digits == 1 else 0.0
+    written = max(len(got), attempt.sampled - ends)
+    places = sum(a == b for a, b in zip(got, want)) / max(len(want), written)
+    count = sum(c in DIGITS for c in got)
+    digits = count / max(written, 1)
+    near = math.exp(-abs(int(got) - int(want)) / NEAR) if got and count == len(got) else 0.0
     value = 0.1 * digits + 0.1 * ends + 0.4 * places + 0.2 * near + 0.2 * exact
     parts = {"exact": exact, "places": places, "near": near, "digits": digits, "ends": float(ends)}
     return Reward(value, parts)

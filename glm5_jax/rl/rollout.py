@@ -229,7 +229,8 @@ class _Course:
         self.error = f"{type(error).__name__}: {error}"
 
     def attempt(self) -> Attempt:
-        return Attempt(tuple(self.messages), self.finish_reason, self.error)
+        sampled = sum(len(reply.ids) for _, reply in self._sampled)
+        return Attempt(tuple(self.messages), self.finish_reason, self.error, sampled)
 
     def record(self, group_id: str, rollout_id: str) -> TokenRecord:
         t = len(self.ids)

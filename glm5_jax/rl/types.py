@@ -33,11 +33,13 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """messages: behind those of the task, the policy's replies and what tools answered. finish_reason: "stop",
-    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why)."""
+    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why). sampled: tokens that the
+    policy wrote, also those that are no text, 0 if nobody counted."""
 
     messages: tuple[Message, ...]
     finish_reason: str = "stop"
     error: str = ""
+    sampled: int = 0
 
     def __post_init__(self):
         if self.finish_reason not in FINISHED:

@@ -15,9 +15,9 @@ from glm5_jax.rl.types import Attempt, Task
 SUM = Task("t", "math", ({"role": "user", "content": "40+60?"},), {"answer": "100"})
 
 
-def worth(reply, finish_reason="stop"):
+def worth(reply, finish_reason="stop", sampled=0):
     said = {"role": "assistant", "content": reply}
-    return digits_right(SUM, Attempt((said,), finish_reason))
+    return digits_right(SUM, Attempt((said,), finish_reason, sampled=sampled))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,12 @@ def test_parts_of_a_sum_are_worth_a_part(reply, reason, value):
     found = worth(reply, reason)
     assert found.value == pytest.approx(value)
     assert found.parts["exact"] == (reply == "100" and reason == "stop")
+
+
+def test_tokens_that_nobody_sees_cost_something():
+    assert worth("100", sampled=4).value == pytest.approx(1.0)
+    hidden = worth("100", sampled=5)
+    assert hidden.value == pytest.approx(1 - (0.1 + 0.4) / 4) and hidden.parts["exact"] == 1
 
 
 def small(**changes):

@@ -1,6 +1,7 @@
 """Attempts: the tokens that were sampled and nothing else is learnt from, with the log-probs that the learner has."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 
@@ -75,6 +76,7 @@ def test_what_is_recorded_is_what_the_learner_computes():
             cut = record.token_ids[-1] not in ENDS.values()
             assert attempt.finish_reason == ("length" if cut else "stop")
             assert record.status == ("truncated" if cut else "completed")
+            assert attempt.sampled == count
         assert len({tuple(record.token_ids) for record in group.records}) == 3
 
 
@@ -84,6 +86,16 @@ def test_the_same_seed_samples_the_same_and_another_does_not():
         return [record.token_ids.tolist() for record in group.records]
 
     assert ids(1) == ids(1) != ids(2)
+
+
+def test_a_task_may_say_whether_its_replies_are_reasoned():
+    tasks = [dataclasses.replace(PLAIN, id=str(own), thinking=own) for own in (None, True, False)]
+    for own in (True, False):
+        groups = rollouts(thinking=own).sample(tasks, 0)
+        for group, thinks in zip(groups, (own, True, False), strict=True):
+            prompt = render_chat(ASKED, TOKENIZER, enable_thinking=thinks).ids
+            assert group.records[0].token_ids[: len(prompt)].tolist() == prompt
+            assert bool(group.attempts[0].messages[0].get("reasoning_content")) == thinks
 
 
 class Scripted:
@@ -135,6 +147,7 @@ def test_tools_answer_between_replies():
         [*ASKED, *first.messages], TOKENIZER, tools=[ADD], clear_thinking=False, close=True
     )
     assert text == whole.text and record.token_ids.tolist() == whole.ids
+    assert first.sampled == record.loss_mask.sum()
     # Learnt is what a sample of SFT would teach of the same chat, each token once.
     assert record.loss_mask.tolist() == whole.loss_mask
     [(start, end, kind)] = record.spans
