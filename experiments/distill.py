@@ -9,11 +9,13 @@ wrote, token by token: the advantage is log p_teacher - log p of each (Eq. 2), w
 part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning" and "general".
 
 :tiny  within lifecycle.py:tiny, in about two minutes.
-:glm5  for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
+:small for one accelerator, from teachers of both stages of reinforcement learning.
+:glm5  the same for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
 """
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 
 from experiments import rl_general, rl_reasoning
 from glm5_jax.agents.tools import Toolbox, calculate
@@ -22,12 +24,11 @@ from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.rl.experiment import RlConfig, Teacher
-from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 
-ORIGINS = ("sft", "reasoning", "general")
+ORIGINS = {"sft": "sft", "reasoning": "rl_reasoning", "general": "rl_general"}  # and their stages
 EARLIER = "workdir/lifecycle_{}"  # where lifecycle.py trains by default
 
 
@@ -53,40 +54,51 @@ class DistillConfig(RlConfig):
 
     def stage(self, workdir, evaluator=None, before=None) -> Reinforcement:
         del evaluator
-        kinds, weights, held_out = {}, {}, {}
-        for origin in ORIGINS:
-            for share in getattr(self, origin):
-                name = f"{origin}:{share.name}"
-                weights[name] = share.weight
-                for found, evaluation in ((kinds, False), (held_out, True)):
-                    own = share.tasks_of(evaluation=evaluation)
-                    found[name] = [dataclasses.replace(task, origin=origin) for task in own]
+        kinds = self._kinds(evaluation=False)
         known = list(itertools.chain(*kinds.values()))
+        return Reinforcement(self, workdir, self.world(kinds), known, before=before)
+
+    def world(self, kinds: Mapping[str, list[Task]] | None = None) -> World:
+        """The tasks of all origins, and what judges them; kinds: those to learn from, if they are known."""
+        weights = {
+            f"{origin}:{share.name}": share.weight
+            for origin in ORIGINS
+            for share in getattr(self, origin)
+        }
+        kinds = kinds or self._kinds(evaluation=False)
         verifiers = rl_reasoning.Verifiers(VerifierConfig(), False)
         rules = Instructions("share")
 
         async def verify(task: Task, attempt: Attempt) -> Reward:
             return await (rules if task.kind == INSTRUCTIONS else verifiers)(task, attempt)
 
-        world = World(
+        return World(
             TaskMixture(kinds, weights, seed=self.seed),
-            held_out,
+            self._kinds(evaluation=True),
             verify,
-            Toolbox({"calculate": calculate}, known),
+            Toolbox({"calculate": calculate}, itertools.chain(*kinds.values())),
             close=verifiers.close,
         )
-        return Reinforcement(self, workdir, world, known, before=before)
+
+    def _kinds(self, *, evaluation: bool) -> dict[str, list[Task]]:
+        return {
+            f"{origin}:{share.name}": [
+                dataclasses.replace(task, origin=origin)
+                for task in share.tasks_of(evaluation=evaluation)
+            ]
+            for origin in ORIGINS
+            for share in getattr(self, origin)
+        }
 
 
 def get_config(variant: str = "tiny") -> DistillConfig:
     """The variant's experiment; ValueError lists the variants."""
-    return choose(variant, {"tiny": tiny, "glm5": glm5})
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def teachers(folder: str) -> tuple[Teacher, ...]:
     """Of each origin, the stage in the folder."""
-    stages = {"sft": "sft", "reasoning": "rl_reasoning", "general": "rl_general"}
-    return tuple(Teacher(f"{folder}/{stages[origin]}", origin) for origin in ORIGINS)
+    return tuple(Teacher(f"{folder}/{stage}", origin) for origin, stage in ORIGINS.items())
 
 
 def tiny() -> DistillConfig:
@@ -106,20 +118,28 @@ def tiny() -> DistillConfig:
     )
 
 
+def small() -> DistillConfig:
+    """For one accelerator."""
+    return of_shipped(rl_reasoning.small(), "small", 256)
+
+
 def glm5() -> DistillConfig:
-    """Group and batch of the paper; from teachers of the two stages whose tasks are shipped."""
-    base = rl_reasoning.glm5()
-    general = rl_general.glm5().tasks
+    """Group and batch of the paper."""
+    return of_shipped(rl_reasoning.glm5(), "glm5", 1024)  # GLM-5 3.5
+
+
+def of_shipped(base: rl_reasoning.ReasoningConfig, size: str, prompts: int) -> DistillConfig:
+    """From teachers of two stages, whose tasks are those that are shipped."""
     return DistillConfig(
         **rl_general.shared(
             base,
-            name="distill:glm5",
+            name=f"distill:{size}",
             learns="teachers",
-            teachers=teachers(EARLIER.format("glm5"))[1:],
-            rollout=RolloutConfig(prompts=1024, group=1),  # GLM-5 3.5
+            teachers=teachers(EARLIER.format(size))[1:],
+            rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1),
         ),
         reasoning=base.tasks,
-        general=tuple(share for share in general if share.kind == "instructions"),
+        general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),
     )
 
 

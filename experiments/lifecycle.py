@@ -3,14 +3,32 @@
     python -m launch.run --experiment=experiments/lifecycle.py:tiny
 
 The stages are the fields of `Lifecycle`, in their order. Each has its own folder in the workdir, and its
-own flags: --experiment.pretrain.train.steps=50. Variants as in pretrain.py. The report in the workdir
-shows all of them, and what each made of what it was given.
+own flags: --experiment.pretrain.train.steps=50. Variants as in pretrain.py; with ",each" behind them, what a stage of
+reinforcement learning forgot is learnt again right after it, not in the end alone. The report in the workdir shows all
+stages, what each made of what it was given, and every skill after each of those that teach some.
 """
 
 import dataclasses
+import json
+import pathlib
 
-from experiments import dsa_sparse, dsa_warmup, midtrain, pretrain, sft
+from experiments import (
+    distill,
+    dsa_sparse,
+    dsa_warmup,
+    midtrain,
+    pretrain,
+    rl_general,
+    rl_reasoning,
+    sft,
+)
+from experiments.distill import ORIGINS, DistillConfig
+from experiments.rl_general import GeneralRlConfig
+from experiments.rl_reasoning import ReasoningConfig
+from glm5_jax.rl.experiment import Teacher
+from glm5_jax.rl.skills import skill_matrix
 from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.handovers import SKILLS
 
 evaluator = pretrain.evaluator
 
@@ -26,19 +44,41 @@ class Lifecycle:
     dsa_warmup: ExperimentConfig
     dsa_sparse: ExperimentConfig
     sft: ExperimentConfig
+    rl_reasoning: ReasoningConfig
+    distill_reasoning: DistillConfig | None
+    rl_general: GeneralRlConfig
+    distill: DistillConfig
 
 
 def get_config(variant: str = "tiny") -> Lifecycle:
     """The variant's stages; ValueError lists the variants."""
+    size, _, when = variant.partition(",")
+    if when not in ("", "each"):
+        raise ValueError(f"unknown variant {variant!r}; use {size} or {size},each")
+    last = distill.get_config(size)
+    taught = tuple(Teacher(ORIGINS[old.origin], old.origin) for old in last.teachers)
     return Lifecycle(
-        pretrain=pretrain.get_config(variant),
-        **{
-            f"midtrain_{kind}": midtrain.get_config(f"{variant},{kind}") for kind in midtrain.STAGES
-        },
-        dsa_warmup=dsa_warmup.get_config(variant),
-        dsa_sparse=dsa_sparse.get_config(variant),
-        sft=sft.get_config(f"{variant},mixed"),
+        pretrain=pretrain.get_config(size),
+        **{f"midtrain_{kind}": midtrain.get_config(f"{size},{kind}") for kind in midtrain.STAGES},
+        dsa_warmup=dsa_warmup.get_config(size),
+        dsa_sparse=dsa_sparse.get_config(size),
+        sft=sft.get_config(f"{size},mixed"),
+        rl_reasoning=rl_reasoning.get_config(size),
+        distill_reasoning=(
+            dataclasses.replace(last, general=(), teachers=taught[:-1]) if when else None
+        ),
+        rl_general=rl_general.get_config(size),
+        distill=dataclasses.replace(last, teachers=taught),
     )
+
+
+def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
+    """Measures every skill after every stage that teaches some, for the report."""
+    taught = [*ORIGINS.values(), "distill_reasoning", "distill"]
+    stages = [f.name for f in dataclasses.fields(config) if f.name in taught]
+    stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
+    matrix = skill_matrix(config.distill, config.distill.world(), stages)
+    (workdir / SKILLS).write_text(json.dumps(matrix, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ What people wrote is the other side of a comparison (tasks of kind "anchors"), a
 (--experiment.anchors=FILE --experiment.texts=8).
 
 :tiny  from the lifecycle's last checkpoint, in about three minutes: demands on what is answered in a play, by rules.
-:glm5  for 1,024 chips: instructions, safety and creativity by both models. The paper prints neither tasks nor weights;
-       those here are what is shipped.
+:small for one accelerator: instructions, safety and creativity by both models.
+:glm5  the same for 1,024 chips. The paper prints neither tasks nor weights; those here are what is shipped.
 """
 
 import contextlib
@@ -95,6 +95,9 @@ class Share:
         ]
 
 
+ALL = (Share("instructions"), Share("prompts", "safety"), Share("prompts", "creativity"))
+
+
 @dataclasses.dataclass(frozen=True)
 class GeneralRlConfig(RlConfig):
     """Attributes:
@@ -175,7 +178,7 @@ def written(anchor: Anchor) -> Conversation:
 
 def get_config(variant: str = "tiny") -> GeneralRlConfig:
     """The variant's experiment; ValueError lists the variants."""
-    return choose(variant, {"tiny": tiny, "glm5": glm5})
+    return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def tiny() -> GeneralRlConfig:
@@ -191,16 +194,14 @@ def tiny() -> GeneralRlConfig:
     )
 
 
+def small() -> GeneralRlConfig:
+    """Replies of 4K tokens."""
+    return GeneralRlConfig(**shared(rl_reasoning.small(), name="rl_general:small"), tasks=ALL)
+
+
 def glm5() -> GeneralRlConfig:
     """Group and batch of Reasoning RL, as those of General RL are not printed."""
-    return GeneralRlConfig(
-        **shared(rl_reasoning.glm5(), name="rl_general:glm5"),
-        tasks=(
-            Share("instructions"),
-            Share("prompts", "safety"),
-            Share("prompts", "creativity"),
-        ),
-    )
+    return GeneralRlConfig(**shared(rl_reasoning.glm5(), name="rl_general:glm5"), tasks=ALL)
 
 
 def shared(config: RlConfig, **changes) -> dict:

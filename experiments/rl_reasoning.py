@@ -10,8 +10,9 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
            rewards alone, on two CPU cores in about four minutes. A pull towards the uniform distribution keeps it
            trying: without one it settles on the answer that is right most often.
 :tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of six
-           values after SFT on five, a choice of letters, and products with a calculator.
-:glm5      for 1,024 chips. Bring tasks of your own; those that are shipped here are few.
+           values after SFT on five, and a choice of letters. Code and tools are beyond it: see :small.
+:small     for one accelerator, from an SFT run: math, science, code and tools.
+:glm5      the same for 1,024 chips. Bring tasks of your own; those that are shipped here are few.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step import StepConfig
 
 DIGITS = "0123456789"
 NEAR = 5.0  # how far off a number is worth 1 / e of a right one
@@ -55,6 +57,14 @@ class Share:
     def tasks_of(self, *, evaluation: bool = False) -> list[Task]:
         """Those of one side of the split."""
         return list(tasks(self.tasks, evaluation=evaluation))
+
+
+ALL = (
+    Share(TaskConfig("gsm8k", size=10_000, instruction=BOXED)),
+    Share(TaskConfig("choices", size=10_000)),
+    Share(TaskConfig("mbpp", size=10_000)),
+    Share(TaskConfig("products", size=10_000, digits=6)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +153,7 @@ def digits_right(task: Task, attempt: Attempt) -> Reward:
 
 def get_config(variant: str = "addition") -> ReasoningConfig:
     """The variant's experiment; ValueError lists the variants."""
-    return choose(variant, {"addition": addition, "tiny": tiny, "glm5": glm5})
+    return choose(variant, {"addition": addition, "tiny": tiny, "small": small, "glm5": glm5})
 
 
 def addition() -> ReasoningConfig:
@@ -196,46 +206,56 @@ def tiny() -> ReasoningConfig:
         name="rl_reasoning:tiny",
         model=sft.tiny("mixed").model,
         optimizer=dataclasses.replace(adam(), weight_decay=0.0),
-        schedule=ScheduleConfig(kind="linear", peak=5e-4, end=5e-5, warmup_steps=5, total_steps=40),
+        schedule=ScheduleConfig(kind="linear", peak=2e-4, end=2e-5, warmup_steps=5, total_steps=40),
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=20),
-        rollout=RolloutConfig(prompts=16, group=8, max_tokens=96, max_turns=2),
-        engine=EngineConfig(page_size=16, max_batch=128, chunk=4096, max_length=512),
+        rollout=RolloutConfig(prompts=8, group=16, max_tokens=80, max_turns=2),
+        engine=EngineConfig(page_size=16, max_batch=128, chunk=4096, max_length=192),
         evaluation=EvaluationConfig(tasks=64),
-        length=512,
+        length=384,
         rows=8,
         tasks=(
-            Share(TaskConfig("chain", size=20_000, steps=6), 0.8),
+            Share(TaskConfig("chain", size=20_000, steps=6), 0.9),
             Share(TaskConfig("choices", size=2000), 0.1),
-            Share(TaskConfig("products", size=2000, digits=1), 0.1),
         ),
     )
 
 
+def small() -> ReasoningConfig:
+    """Replies of 4K tokens."""
+    base = sft.small("mixed")
+    return ReasoningConfig(
+        name="rl_reasoning:small",
+        model=base.model,
+        mesh=base.mesh,
+        schedule=ScheduleConfig("constant", 1e-6, 0.0, 0, 200),
+        step=alone(base.step),
+        rollout=RolloutConfig(prompts=16, group=16, max_tokens=4096, max_turns=4),
+        engine=EngineConfig(max_batch=256, chunk=8192, max_length=8192),
+        length=8192,
+        tasks=ALL,
+    )
+
+
 def glm5() -> ReasoningConfig:
-    """On the mesh of the sparse stage, whose rows are as long."""
+    """On the mesh of the sparse stage, whose rows are longer still."""
     base = sft.glm5("mixed")
     return ReasoningConfig(
         name="rl_reasoning:glm5",
         model=base.model,
         mesh=base.mesh,
-        step=dataclasses.replace(
-            base.step,
-            mtp_steps=0,
-            balance_weight=0.0,
-            bias_update_rate=SwitchConfig(0.0, 0.0),
-            index_weight=0.0,
-            token_chunk=1088,
-        ),
+        step=dataclasses.replace(alone(base.step), token_chunk=1088),
         engine=EngineConfig(max_batch=512, chunk=8192),
         rows=256,
-        tasks=(
-            Share(TaskConfig("gsm8k", size=10_000, instruction=BOXED)),
-            Share(TaskConfig("choices", size=10_000)),
-            Share(TaskConfig("mbpp", size=10_000)),
-            Share(TaskConfig("products", size=10_000, digits=6)),
-        ),
+        tasks=ALL,
     )
+
+
+def alone(step: StepConfig) -> StepConfig:
+    """The step of an earlier stage, of which only the policy learns."""
+    own = policy_alone()
+    names = ("mtp_steps", "balance_weight", "bias_update_rate", "index_weight")
+    return dataclasses.replace(step, **{name: getattr(own, name) for name in names})
 
 
 if __name__ == "__main__":

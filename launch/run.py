@@ -194,6 +194,9 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
                 print(f"stopped after step {summary.step}; the same command goes on from there")
                 return 0
             print(f"\n{summary}")
+            last = stage is stages[-1]
+            if last and (finish := getattr(module, "finish", None)):
+                finish(config, workdir)
             if len(stages) > 1 and jax.process_index() == 0:
                 done = [s.folder for s in stages if (s.folder / "config.json").exists()]
                 print(f"all stages          {handovers.write_page(workdir, done)}")
@@ -217,19 +220,29 @@ class _Stage(NamedTuple):
 
 
 def _stages(config, workdir: pathlib.Path):
-    """Every stage in order; each starts from the weights of the one before, or its own checkpoint."""
+    """Every stage in order; each starts from the weights of the one before, or its own checkpoint. A teacher whose
+    checkpoint is the name of an earlier stage is that stage."""
     from glm5_jax.training.experiment import StageConfig
 
     if isinstance(config, StageConfig):
         yield _Stage(config, workdir, False)
         return
-    before = None
+    before, folders = None, {}
     for field in dataclasses.fields(config):
         stage = getattr(config, field.name)
+        if stage is None:
+            continue
         follows = before is not None and stage.checkpoint is None
         if follows:
             stage = dataclasses.replace(stage, checkpoint=str(before))
+        if teachers := getattr(stage, "teachers", ()):
+            own = [
+                dataclasses.replace(one, checkpoint=folders.get(one.checkpoint, one.checkpoint))
+                for one in teachers
+            ]
+            stage = dataclasses.replace(stage, teachers=tuple(own))
         before = workdir / field.name
+        folders[field.name] = str(before)
         yield _Stage(stage, before, follows)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from glm5_jax.core.coroutines import wait_for
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import LENGTH, STOP, Completion
@@ -109,7 +110,7 @@ class Rollouts:
             if not under_way:
                 break
             self._reply(under_way)
-            asyncio.run(self._use_tools(under_way, last=turn == self._config.max_turns - 1))
+            wait_for(self._use_tools(under_way, last=turn == self._config.max_turns - 1))
             under_way = [course for course in under_way if course.finish_reason is None]
         return [
             Group(
@@ -153,7 +154,7 @@ class Rollouts:
             if failed:
                 course.fail(failed[0])
             else:
-                course.go_on(own)
+                course.go_on(own, self._engine.max_length)
 
     async def _answer(self, task: Task, call: ToolCall) -> str:
         async with asyncio.timeout(self._config.tool_seconds):
@@ -209,12 +210,15 @@ class _Course:
         elif not self.calls or found.stopped_by != "<|observation|>":
             self.finish_reason = "stop"
 
-    def go_on(self, answers: Sequence[str]) -> None:
-        """What the tools answered, and the prompt for the next reply."""
+    def go_on(self, answers: Sequence[str], most: int) -> None:
+        """What the tools answered, and the prompt for the next reply; cut off if that leaves no room below most."""
         first = len(self.task.messages) + len(self.messages)
         self.messages += [{"role": "tool", "content": answer} for answer in answers]
         # The marker of the next turn is what the reply stopped with.
         new = _rendered(self.task, self.messages, first, self._config, self._tokenizer)[1:]
+        if len(self.ids) + len(new) >= most:
+            self.cut_off()
+            return
         self._spans.append((len(self.ids), len(self.ids) + len(new), "result"))
         self.ids = self.ids + new
         self.calls = ()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.checkpoint import models
+from glm5_jax.core.coroutines import wait_for
 from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.data.conversation import Conversation, records
 from glm5_jax.data.loader import Batch
@@ -20,7 +22,7 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.experiment import RlConfig
+from glm5_jax.rl.experiment import RlConfig, Teacher
 from glm5_jax.rl.losses import PolicyLoss
 from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
 from glm5_jax.rl.streams import credited, distilled
@@ -73,7 +75,7 @@ class Reinforcement(Stage):
         before: Stage | None = None,
     ):
         """known: tasks that are checked before anything starts."""
-        self._world, self._known = world, known
+        self._world, self._known, self._before = world, known, before
         super().__init__(config, workdir, step_maker, before)
 
     def _check(self) -> None:
@@ -127,9 +129,17 @@ class Reinforcement(Stage):
                 teacher.checkpoint, config.model, mesh=self._mesh, unshared=config.unshared
             )
             for teacher in config.teachers
+            if not self._is_to_come(teacher)
         }
         self._attempts = Attempts(config, self._world, self._texts)
         return self._attempts
+
+    def _is_to_come(self, teacher: Teacher) -> bool:
+        """Whether it is a stage of the same run that has still to train, as the one before this."""
+        if self._before is None or self._before.finished:
+            return False
+        path = pathlib.Path(teacher.checkpoint)
+        return path.parent == self._before.workdir.parent and not path.exists()
 
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows
@@ -178,8 +188,8 @@ class Reinforcement(Stage):
             found, made = {}, []
             for kind, tasks in held_out.items():
                 groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
-                asyncio.run(judge(groups, self._world, self.config.judged_at_once))
-                found[f"held_out/{kind}"] = _mean(groups)
+                wait_for(judge(groups, self._world, self.config.judged_at_once))
+                found[f"held_out/{kind}"] = mean_reward(groups)
                 made += groups
             whole = {"held_out/reward": float(np.mean(list(found.values())))}
             parts = {f"held_out_part/{name}": value for name, value in _parts(made).items()}
@@ -240,7 +250,7 @@ class Attempts:
         tasks = self._world.tasks.draw(config.rollout.prompts)
         groups = self.rollouts.sample(tasks, (config.seed, number), name=f"{number}-")
         sampled = time.perf_counter()
-        asyncio.run(judge(groups, self._world, config.judged_at_once))
+        wait_for(judge(groups, self._world, config.judged_at_once))
         self.metrics = told(groups) | {
             "seconds": {"rollout": sampled - began, "judging": time.perf_counter() - sampled}
         }
@@ -302,7 +312,10 @@ def told(groups: Sequence[Group]) -> dict:
     lengths = [record.loss_mask.sum() for group in groups for record in group.records]
     flat = [len({r.value for r in group.rewards if r.value is not None}) < 2 for group in groups]
     return {
-        "reward": {"mean": _mean(groups), **{kind: _mean(own) for kind, own in by_kind.items()}},
+        "reward": {
+            "mean": mean_reward(groups),
+            **{kind: mean_reward(own) for kind, own in by_kind.items()},
+        },
         "reward_part": _parts(groups),
         "rollout": {
             "tokens": float(np.mean(lengths)),
@@ -324,7 +337,7 @@ def _parts(groups: Sequence[Group]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in parts.items()}
 
 
-def _mean(groups: Sequence[Group]) -> float:
+def mean_reward(groups: Sequence[Group]) -> float:
     """Of all rewards that there are; NaN without any."""
     values = [r.value for group in groups for r in group.rewards if r.value is not None]
     return float(np.mean(values)) if values else float("nan")

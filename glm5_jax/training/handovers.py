@@ -12,8 +12,9 @@ from glm5_jax.training import report
 
 COLUMNS = (
     "stage", "starts from", "attention", "tokens a row", "tokens",
-    "training loss", "held-out bits per byte", "loss of the indexers",
+    "training loss", "held-out bits per byte", "loss of the indexers", "held-out reward",
 )  # fmt: skip
+SKILLS = "skills.json"  # in the workdir of all: {skill: {stage: mean reward}}
 RECENT = 20  # rows of metrics that a loss is averaged over
 
 
@@ -22,8 +23,8 @@ class Handover:
     """A stage by its first and its last numbers; None where it has none.
 
     held_out: (before the first step, after the last). The stages' held-out rows are of their own length
-    and mixture, so `before` is not the `after` of the stage before. loss and indexer: means of the first
-    and of the last rows.
+    and mixture, so `before` is not the `after` of the stage before. reward: the same, of held-out tasks. loss and
+    indexer: means of the first and of the last rows.
     """
 
     name: str
@@ -34,23 +35,23 @@ class Handover:
     loss: tuple[float, float] | None
     held_out: tuple[float | None, float | None]
     indexer: tuple[float, float] | None
+    reward: tuple[float | None, float | None]
 
 
 def read_stage(folder) -> Handover:
     """Reads the workdir of one stage, finished or not."""
     folder = pathlib.Path(folder)
     config, rows = json.loads((folder / "config.json").read_text()), read(folder)
-    steps, values = column(rows, report.HELD_OUT)
-    before = values[0] if steps and steps[0] == 0 else None
     return Handover(
         name=folder.name,
         checkpoint=config["checkpoint"],
         attention=config["model"]["attention"],
-        sequence_length=config["data"]["sequence_length"],
+        sequence_length=config.get("length") or config["data"]["sequence_length"],
         tokens=(column(rows, "tokens")[1] or [0])[-1],
         loss=_ends(column(rows, "loss/ce")[1]),
-        held_out=(before, values[-1] if steps and steps[-1] else None),
+        held_out=_first_and_last(rows, report.HELD_OUT),
         indexer=_ends(column(rows, "loss/indexer")[1]),
+        reward=_first_and_last(rows, report.HELD_OUT_REWARD),
     )
 
 
@@ -63,6 +64,7 @@ def write_page(workdir, stages: Sequence[pathlib.Path]) -> pathlib.Path:
     body = [
         f"<header><h1>{title}</h1><p>{html.escape(line)}</p></header>",
         _table(found, workdir, stages),
+        _skills(workdir),
         f'<section class="charts">{"".join(_charts(stages))}</section>',
     ]
     path = workdir / report.PAGE
@@ -85,10 +87,26 @@ def _table(found: list[Handover], workdir: pathlib.Path, folders) -> str:
             stage.attention,
             f"{stage.sequence_length:,}",
             f"{stage.tokens:,}",
-            *(_change(pair) for pair in (stage.loss, stage.held_out, stage.indexer)),
+            *(_change(pair) for pair in (stage.loss, stage.held_out, stage.indexer, stage.reward)),
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<section><h2>Handovers</h2><table><tr>{head}</tr>{''.join(rows)}</table></section>"
+
+
+def _skills(workdir: pathlib.Path) -> str:
+    """What was found of every skill after every stage; nothing without a file."""
+    path = workdir / SKILLS
+    if not path.exists():
+        return ""
+    matrix = json.loads(path.read_text())
+    stages = list(next(iter(matrix.values())))
+    lines = [["skill", *stages]]
+    lines += [[skill, *(f"{own[stage]:.3f}" for stage in stages)] for skill, own in matrix.items()]
+    rows = [
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+        for line in lines
+    ]
+    return f"<section><h2>Skills</h2><table>{''.join(rows)}</table></section>"
 
 
 def _change(pair) -> str:
@@ -104,6 +122,7 @@ def _charts(folders):
         ("loss/ce", "Training loss, nats per token", True),
         (report.HELD_OUT, "Held-out bits per byte", False),
         ("loss/indexer", "Loss of the indexers, summed over layers", True),
+        (report.REWARD, "Reward", True),
     ):
         series, seen = [], 0
         for folder in folders:
@@ -120,6 +139,13 @@ def _charts(folders):
         if any(y for _, _, y in series):
             drawing = charts.line_chart(series, x_label="tokens", y_label=label, smooth=smooth)
             yield f"<figure>{drawing}</figure>"
+
+
+def _first_and_last(rows, name: str) -> tuple[float | None, float | None]:
+    """Of what is measured at intervals: before the first step, after the last."""
+    steps, values = column(rows, name)
+    before = values[0] if steps and steps[0] == 0 else None
+    return before, values[-1] if steps and steps[-1] else None
 
 
 def _ends(values: list[float]) -> tuple[float, float] | None:

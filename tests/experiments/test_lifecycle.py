@@ -10,6 +10,7 @@ from experiments import dsa_warmup, lifecycle, midtrain
 from glm5_jax.checkpoint.models import check_arithmetic
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.schedule import make_schedule
 
@@ -17,9 +18,15 @@ SIZES = ("tiny", "small", "glm5")
 MID = ("midtrain_32k", "midtrain_128k", "midtrain_200k")
 
 
-def stages(size):
+def everything(size):
     life = lifecycle.get_config(size)
-    return {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
+    found = {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
+    return {name: config for name, config in found.items() if config is not None}
+
+
+def stages(size):
+    """Those that learn from texts."""
+    return {n: c for n, c in everything(size).items() if isinstance(c, ExperimentConfig)}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -37,10 +44,32 @@ def test_texts_grow_and_the_last_stages_are_sparse(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_fit_from_stage_to_stage(size):
-    shapes = [glm5.abstract(config.model) for config in stages(size).values()]
+    shapes = [glm5.abstract(config.model) for config in everything(size).values()]
     assert all(tree == shapes[0] for tree in shapes)
-    for before, after in itertools.pairwise(stages(size).values()):
+    for before, after in itertools.pairwise(everything(size).values()):
         check_arithmetic(before.name, before.model, after.model, after.unshared)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_follows_sft_learns_from_attempts_and_leaves_the_indexers(size):
+    own = {n: c for n, c in everything(size).items() if n not in stages(size)}
+    assert list(own) == ["rl_reasoning", "rl_general", "distill"]
+    for config in own.values():
+        assert "indexer/" in config.optimizer.frozen and config.step.index_weight == 0
+        assert config.model.attention == "sparse" and config.model.int4_group is not None
+    teachers = {teacher.checkpoint for teacher in own["distill"].teachers}
+    assert teachers <= {"sft", "rl_reasoning", "rl_general"} and len(teachers) >= 2
+
+
+def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
+    life = everything("tiny,each")
+    assert list(life)[-4:] == ["rl_reasoning", "distill_reasoning", "rl_general", "distill"]
+    first, last = (
+        {t.checkpoint for t in life[name].teachers} for name in ("distill_reasoning", "distill")
+    )
+    assert first == {"sft", "rl_reasoning"} and last == first | {"rl_general"}
+    with pytest.raises(ValueError, match="unknown variant 'tiny,never'; use tiny or tiny,each"):
+        lifecycle.get_config("tiny,never")
 
 
 @pytest.mark.parametrize("stage", ["midtrain_128k", "dsa_warmup", "dsa_sparse", "sft"])

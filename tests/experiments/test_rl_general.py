@@ -139,8 +139,8 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
             lambda: dataclasses.replace(distill.tiny(), teachers=(Teacher("x", "sft"),)),
             r"tasks of \['general', 'reasoning', 'sft'\] and teachers of \['sft'\]",
         ),
-        (lambda: rl_general.get_config("huge"), "use one of tiny, glm5"),
-        (lambda: distill.get_config("huge"), "use one of tiny, glm5"),
+        (lambda: rl_general.get_config("huge"), "use one of tiny, small, glm5"),
+        (lambda: distill.get_config("huge"), "use one of tiny, small, glm5"),
     ],
 )
 def test_contradictions_of_general_stages_are_refused(make, words):

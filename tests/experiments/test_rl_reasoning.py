@@ -112,5 +112,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
 def test_contradictions_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         small(**changes)
-    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of addition, tiny, glm5"):
+    with pytest.raises(
+        ValueError, match="unknown variant 'huge'; use one of addition, tiny, small, glm5"
+    ):
         rl_reasoning.get_config("huge")

@@ -177,7 +177,8 @@ def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
     config = run.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
     stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
-    assert list(stages) == [field.name for field in dataclasses.fields(config)]
+    fields = [field.name for field in dataclasses.fields(config)]
+    assert list(stages) == [name for name in fields if name != "distill_reasoning"]
     assert [name for name, stage in stages.items() if stage.steps == 9] == ["dsa_warmup"]
 
 
@@ -188,15 +189,29 @@ def test_a_later_stage_starts_from_the_one_before(tmp_path):
     assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
+def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
+    spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
+    config = run.parse(["run", spec]).config
+    stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
+    for name, count in (("distill_reasoning", 2), ("distill", 3)):
+        teachers = [teacher.checkpoint for teacher in stages[name].teachers]
+        earlier = ["sft", "rl_reasoning", "rl_general"][:count]
+        assert teachers == [str(tmp_path / one) for one in earlier]
+    assert stages["rl_general"].checkpoint == str(tmp_path / "distill_reasoning")
+
+
+RL = ["rl_reasoning", "rl_general", "distill"]
+
+
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
-@pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "sft", "lifecycle"])
+@pytest.mark.parametrize("file", ["pretrain", "dsa_warmup", "dsa_sparse", "sft", *RL, "lifecycle"])
 def test_every_variant_of_every_experiment_loads(file, variant):
     kind = ",mixed" if file == "sft" else ""
     run.load(f"{ROOT}/experiments/{file}.py:{variant}{kind}")
 
 
 @pytest.mark.parametrize(
-    "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", "lifecycle"]
+    "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", *RL[1:], "lifecycle"]
 )
 def test_running_the_file_itself_prints_the_command(file, capsys):
     runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")

@@ -157,6 +157,24 @@ def test_tools_answer_between_replies():
     assert scripted.asked[1] == [record.token_ids[:end].tolist()]
 
 
+def test_an_answer_that_leaves_no_room_is_left_out():
+    async def talks(task, made):
+        return "x " * made.arguments["a"]
+
+    def attempt(words):
+        scripted = Scripted(
+            [said(f"A.</think>{call(words, 0)}", "<|observation|>"), said("B.</think>", "<|user|>")]
+        )
+        [group] = rollouts(scripted, tools=talks, group=1).sample([WITH_TOOL], 0)
+        return group.attempts[0], group.records[0]
+
+    fits, record = attempt(10)
+    assert fits.finish_reason == "stop" and len(record) < Scripted.max_length
+    cut, record = attempt(400)
+    assert cut.finish_reason == "length" and len(record) < Scripted.max_length
+    assert not record.spans and record.loss_mask[-1] == 1
+
+
 def test_what_ends_an_attempt():
     async def breaks(task, made):
         raise ToolError("it is down")

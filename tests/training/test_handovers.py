@@ -61,6 +61,26 @@ def test_the_page_names_every_stage_and_links_to_its_own(stages):
     assert page.count("<svg") == 3
 
 
+def test_rewards_and_skills_are_shown(stages):
+    workdir, folders = stages
+    taught = workdir / "rl"
+    with MetricsLog(taught) as log:
+        for step, value in ((0, 0.25), (10, 0.75)):
+            log.write({"step": step, report.HELD_OUT_REWARD: value})
+        log.write({"step": 10, report.REWARD: 0.5, "tokens": 10})
+    config = {"checkpoint": str(folders[1]), "model": {"attention": "sparse"}, "length": 96}
+    (taught / "config.json").write_text(json.dumps(config))
+    found = handovers.read_stage(taught)
+    assert found.reward == (0.25, 0.75) and found.sequence_length == 96
+    assert "Skills" not in handovers.write_page(workdir, [*folders, taught]).read_text()
+    matrix = {"sums": {"sft": 0.5, "rl": 0.875}, "a <b>": {"sft": 0.0, "rl": 1.0}}
+    (workdir / handovers.SKILLS).write_text(json.dumps(matrix))
+    page = handovers.write_page(workdir, [*folders, taught]).read_text()
+    assert "0.250 → 0.750" in page and page.count("<svg") == 4
+    assert "<tr><td>skill</td><td>sft</td><td>rl</td></tr>" in page
+    assert "<tr><td>sums</td><td>0.500</td><td>0.875</td></tr>" in page and "a &lt;b&gt;" in page
+
+
 def test_a_stage_that_has_not_begun_leaves_its_numbers_out(stages):
     workdir, folders = stages
     started = make(workdir / "next", checkpoint=folders[1])
