@@ -113,7 +113,7 @@ def tiny() -> DistillConfig:
             rollout=dataclasses.replace(base.rollout, prompts=128, group=1),
         ),
         sft=(rl_reasoning.Share(TaskConfig("chain", size=20_000, steps=5)),),
-        reasoning=base.tasks[:1],
+        reasoning=base.tasks[:2],
         general=rl_general.tiny().tasks,
     )
 

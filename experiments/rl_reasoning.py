@@ -9,8 +9,8 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
 :addition  a policy of 0.13M parameters begins with random weights and learns to add a digit to a number of two from
            rewards alone, on two CPU cores in about four minutes. A pull towards the uniform distribution keeps it
            trying: without one it settles on the answer that is right most often.
-:tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of six
-           values after SFT on five, and a choice of letters. Code and tools are beyond it: see :small.
+:tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of three
+           and four values after SFT on five, and a choice of letters. Code and tools are beyond it: see :small.
 :small     for one accelerator, from an SFT run: math, science, code and tools.
 :glm5      the same for 1,024 chips. Bring tasks of your own; those that are shipped here are few.
 """
@@ -215,7 +215,8 @@ def tiny() -> ReasoningConfig:
         length=384,
         rows=8,
         tasks=(
-            Share(TaskConfig("chain", size=20_000, steps=6), 0.9),
+            Share(TaskConfig("chain", size=20_000, steps=3), 0.45),
+            Share(TaskConfig("chain", size=20_000, steps=4), 0.45),
             Share(TaskConfig("choices", size=2000), 0.1),
         ),
     )

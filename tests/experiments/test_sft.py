@@ -46,6 +46,7 @@ def test_the_papers_longest_samples_are_the_default():
     assert config.data.sequence_length == 202_752
 
 
+@pytest.mark.slow
 def test_what_is_shipped_fits_into_the_tiny_models_rows():
     """Opening a source names the first sample that does not."""
     data = sft.get_config("tiny,mixed").data

@@ -48,6 +48,7 @@ def test_replies_have_the_same_bits_whatever_else_is_served(kind):
     assert made.num_free_pages == 18 - made.num_cached_pages
 
 
+@pytest.mark.slow
 def test_most_replies_are_the_same_in_batches_of_any_shape():
     asked, kind = prompts(14, 2), "int8"
     made = engine(**options(kind, batch_invariant=False, step_tokens=20))
@@ -126,6 +127,7 @@ def test_new_weights_in_the_middle_of_replies(policy):
     assert first.logprobs[count:] != before.logprobs[count:]
 
 
+@pytest.mark.slow
 def test_drafts_write_what_plain_decoding_writes():
     """With pages of the MTP layer in 8 bits too, prefixes and pre-emption."""
     made, plain = (
@@ -150,6 +152,7 @@ def test_drafts_write_what_plain_decoding_writes():
     assert kept == pytest.approx(wanted, rel=0.1) and kept > 0.2
 
 
+@pytest.mark.slow
 def test_drafts_over_index_keys_in_8_bits():
     made = engine(**options("int8", batch_invariant=False, num_draft=2, max_batch=2, chunk=32))
     mtp = made._runner._device.mtp

@@ -160,6 +160,7 @@ def test_text_that_turns_out_broken_stops_the_run_in_one_line(tmp_path, alone):
     assert "no checkpoint is complete yet" in line
 
 
+@pytest.mark.slow
 def test_a_tokenizer_smaller_than_the_vocabulary_ends_texts_and_other_data_are_refused(
     tmp_path, alone
 ):

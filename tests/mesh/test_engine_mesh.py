@@ -40,7 +40,7 @@ def engine(mesh=None, kind="plain", **options):
         ("plain", 0, {"data": 2, "expert": 2, "tensor": 2}),
         ("plain", 2, {"data": 2, "expert": 2, "tensor": 2}),
         # Experts are fetched for few rows where no axis parts them.
-        ("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}),
+        pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_replies_are_those_of_one_device(kind, num_draft, axes):
