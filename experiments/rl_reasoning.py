@@ -210,7 +210,7 @@ def tiny() -> ReasoningConfig:
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=20),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=80, max_turns=2),
-        engine=EngineConfig(page_size=16, max_batch=128, chunk=4096, max_length=192),
+        engine=EngineConfig(page_size=64, max_batch=128, chunk=1024, max_length=192),
         evaluation=EvaluationConfig(tasks=64),
         length=384,
         rows=8,
