@@ -31,6 +31,19 @@ from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.handovers import SKILLS
 
 evaluator = pretrain.evaluator
+TINY = {
+    "pretrain": 4.0,
+    "midtrain_32k": 1.0,
+    "midtrain_128k": 1.0,
+    "midtrain_200k": 1.0,
+    "dsa_warmup": 0.5,
+    "dsa_sparse": 1.0,
+    "sft": 4.0,
+    "rl_reasoning": 4.0,
+    "distill_reasoning": 2.5,
+    "rl_general": 4.0,
+    "distill": 3.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +83,13 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         rl_general=rl_general.get_config(size),
         distill=dataclasses.replace(last, teachers=taught),
     )
+
+
+def minutes(config: Lifecycle) -> dict[str, float]:
+    """What the stages of :tiny take on two CPU cores with nothing else to do; nothing is known of others."""
+    if not config.sft.name.startswith("sft:tiny"):
+        return {}
+    return {name: own for name, own in TINY.items() if getattr(config, name) is not None}
 
 
 def finish(config: Lifecycle, workdir: pathlib.Path) -> None:

@@ -190,6 +190,7 @@ def tiny() -> GeneralRlConfig:
             name="rl_general:tiny",
             rollout=RolloutConfig(prompts=16, group=8, max_tokens=64, max_turns=1),
         ),
+        tasks=(Share(demands=DemandConfig(characters=200)),),
         rules="share",
     )
 

@@ -16,6 +16,8 @@ import dataclasses
 import importlib.util
 import pathlib
 import sys
+import time
+from collections.abc import Mapping
 from types import ModuleType
 from typing import NamedTuple
 
@@ -187,7 +189,14 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
         for stage in stages if len(stages) > 1 else ():
             before = ready(stage, before if stage.follows else None)
             before.close()
+        budget = getattr(module, "minutes", lambda _: {})(config)
+        if budget:
+            print(
+                f"time budget         {_clock(60 * sum(budget.values()))}, on two CPU cores: {_shares(budget)}"
+            )
+        first = time.monotonic()
         for stage in stages:
+            began = time.monotonic()
             training = ready(stage, None)
             summary = training.run()
             if not training.finished:
@@ -198,6 +207,11 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
             if last and (finish := getattr(module, "finish", None)):
                 finish(config, workdir)
             if len(stages) > 1 and jax.process_index() == 0:
+                now, planned = time.monotonic(), budget.get(stage.folder.name)
+                of = f" of {_clock(60 * planned)}" if planned else ""
+                print(
+                    f"time                {_clock(now - began)}{of}, {_clock(now - first)} in all"
+                )
                 done = [s.folder for s in stages if (s.folder / "config.json").exists()]
                 print(f"all stages          {handovers.write_page(workdir, done)}")
     except (SaveError, TrainingStopped) as error:
@@ -244,6 +258,14 @@ def _stages(config, workdir: pathlib.Path):
         before = workdir / field.name
         folders[field.name] = str(before)
         yield _Stage(stage, before, follows)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def _shares(minutes: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_clock(60 * own)}" for name, own in minutes.items())
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -28,12 +28,14 @@ class DemandConfig:
       size: how many tasks there are on both sides of the split, at most as many as there are speeches.
       seed: with a number, all that a task depends on.
       most: demands of a task.
+      characters: of a speech at most; longer ones are left out.
       held_out_fraction: share of speeches that are for evaluation.
     """
 
     size: int = 10_000
     seed: int = 0
     most: int = 2
+    characters: int = 10_000
     held_out_fraction: float = 0.1
 
     def __post_init__(self):
@@ -41,6 +43,7 @@ class DemandConfig:
             ("size", 1, 10**7),
             ("seed", 0, 2**63),
             ("most", 1, len(DEMANDS)),
+            ("characters", 1, 10**9),
             ("held_out_fraction", 0, 1),
         ):
             if not least <= getattr(self, name) <= most:
@@ -59,12 +62,15 @@ def tasks(config: DemandConfig, *, evaluation: bool = False) -> Iterator[Task]:
     plays = chat_tasks.ChatTaskConfig("plays", config.size)
     for number, line in enumerate(chat_tasks.lines(plays, "interleaved")):
         who, said = json.loads(line)["messages"][:2]
-        if held_out(said["content"].strip(), config.held_out_fraction) != evaluation:
+        speech = said["content"].strip()
+        if len(speech) > config.characters:
+            continue
+        if held_out(speech, config.held_out_fraction) != evaluation:
             continue
         rng = np.random.default_rng([zlib.crc32(KIND.encode()), config.seed, number])
         count = 1 + int(rng.integers(config.most))
         chosen = [DEMANDS[i](rng) for i in sorted(rng.permutation(len(DEMANDS))[:count])]
-        asked = " ".join([said["content"].strip(), *(sentence for sentence, _, _ in chosen)])
+        asked = " ".join([speech, *(sentence for sentence, _, _ in chosen)])
         yield Task(
             f"{config.name}-{number}",
             KIND,

@@ -56,6 +56,12 @@ def test_the_sides_are_apart_and_tasks_depend_on_config_and_number_alone():
     assert [t.data for t in tasks(other)] != [t.data for t in sides[0]]
 
 
+def test_long_speeches_are_left_out():
+    short = list(tasks(DemandConfig(size=400, characters=60)))
+    whole = {task.id: task for task in tasks(DemandConfig(size=400))}
+    assert 0 < len(short) < len(whole) and all(whole[task.id] == task for task in short)
+
+
 @pytest.mark.parametrize("most", [0, 4])
 def test_numbers_out_of_range_are_refused(most):
     with pytest.raises(ValueError, match=f"most is {most}; it must be from 1 to 3"):

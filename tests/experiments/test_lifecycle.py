@@ -72,6 +72,13 @@ def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
         lifecycle.get_config("tiny,never")
 
 
+@pytest.mark.parametrize("variant", ["tiny", "tiny,each"])
+def test_the_tiny_life_has_a_time_budget_of_half_an_hour(variant):
+    planned = lifecycle.minutes(lifecycle.get_config(variant))
+    assert list(planned) == list(everything(variant)) and sum(planned.values()) <= 30
+    assert not lifecycle.minutes(lifecycle.get_config("small"))
+
+
 @pytest.mark.parametrize("stage", ["midtrain_128k", "dsa_warmup", "dsa_sparse", "sft"])
 def test_only_the_first_long_stage_takes_weights_of_a_shorter_rotary_base(stage):
     base, own = (stages("glm5")[name] for name in ("pretrain", stage))

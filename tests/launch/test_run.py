@@ -200,6 +200,11 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
     assert stages["rl_general"].checkpoint == str(tmp_path / "distill_reasoning")
 
 
+def test_times_are_told_as_a_clock_does():
+    assert [run._clock(x) for x in (0, 59.9, 125, 3661)] == ["0:00", "0:59", "2:05", "61:01"]
+    assert run._shares({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
+
+
 RL = ["rl_reasoning", "rl_general", "distill"]
 
 
