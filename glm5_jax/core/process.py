@@ -1,11 +1,14 @@
 """Child processes; only sandboxes and launch scripts start others.
 
 A `Worker` is a process that answers calls over its pipes, one JSON line each way; `serve` is its end of
-them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it.
+them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it. On Linux the
+worker dies with its caller, however that ends and whatever it is computing.
 """
 
+import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -139,11 +142,38 @@ def serve(*functions: Callable[..., Any]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with replies:
         for line in sys.stdin:
+            _die_with_caller(True)
             request = json.loads(line)
             try:
                 reply = {"result": table[request["function"]](**request["arguments"])}
             except Exception as error:
                 traceback.print_exc()
                 reply = {"error": f"{type(error).__name__}: {error}"}
-            replies.write(json.dumps(reply) + "\n")
+            text = json.dumps(reply) + "\n"
+            _die_with_caller(False)
+            replies.write(text)
             replies.flush()
+
+
+def _die_with_caller(armed: bool) -> None:
+    """While armed, the kernel kills this process group once nobody holds the other end of standard input: what computes
+    without giving up the interpreter's lock runs neither a thread nor a handler of signals. What comes in kills, too:
+    only between a call and its reply."""
+    if not hasattr(
+        fcntl, "F_SETSIG"
+    ):  # Linux's alone; elsewhere the end of the input is seen between calls
+        return
+    calls = sys.stdin.fileno()
+    flags = fcntl.fcntl(calls, fcntl.F_GETFL) & ~os.O_ASYNC
+    if armed:
+        fcntl.fcntl(calls, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(calls, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(calls, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags)
+    if armed and _nobody_writes_to(calls):  # before it was armed
+        os.killpg(0, signal.SIGKILL)
+
+
+def _nobody_writes_to(stream: int) -> bool:
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))

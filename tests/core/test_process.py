@@ -1,6 +1,9 @@
 """Workers answer, and a worker that hangs, dies or floods is killed with all that it started."""
 
+import json
 import pathlib
+import signal
+import subprocess
 import sys
 import time
 
@@ -10,7 +13,7 @@ from glm5_jax.core.process import Worker, WorkerError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from glm5_jax.core.process import serve
 
 def double(number):
@@ -38,7 +41,26 @@ def hang(file):
         out.write(str(child.pid))
     time.sleep(60)
 
-serve(double, length, noisy, flood, fall, hang)
+def hold(file):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(file, "w") as out:
+        out.write(f"{os.getpid()} {child.pid}")
+    signal.alarm(60)  # whatever becomes of the test
+    sum(range(10**15))  # neither another thread nor a handler of signals gets its turn
+
+serve(double, length, noisy, flood, fall, hang, hold)
+"""
+# Whoever starts a worker and is killed before it can close it.
+CALLER = """
+import sys
+from glm5_jax.core.process import Worker
+
+worker = Worker([sys.executable, "-c", sys.argv[1]])
+if sys.argv[2]:
+    worker.call("hold", 600, file=sys.argv[2])
+worker.call("double", 600, number=1)
+print(worker._process.pid, flush=True)
+sys.stdin.read()
 """
 SECONDS = 60  # for calls that answer at once; a machine under load may take long to start Python
 
@@ -103,6 +125,44 @@ def test_closing_kills_what_a_worker_started(tmp_path):
         pid = int(file.read_text())
         assert is_running(pid)
     assert ends(pid)
+
+
+def test_a_worker_at_work_dies_with_a_caller_that_is_killed(tmp_path):
+    file = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", CALLER, SERVER, str(file)], cwd=ROOT) as caller:
+        deadline = time.monotonic() + SECONDS
+        while not (file.exists() and file.read_text().count(" ")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        pids = [int(pid) for pid in file.read_text().split()]
+        time.sleep(0.2)
+        assert all(map(is_running, pids)), "while the caller waits, it works"
+        caller.kill()
+    assert all(map(ends, pids))
+
+
+def test_a_worker_that_waits_for_calls_ends_with_a_caller_that_is_killed():
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", CALLER, SERVER, ""]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe) as caller:
+        pid = int(caller.stdout.readline())
+        assert is_running(pid)
+        caller.kill()
+    assert ends(pid)
+
+
+def test_a_call_whose_caller_is_gone_is_not_begun(tmp_path):
+    """It was sent, and nobody is left before it is read."""
+    file = tmp_path / "pids"
+    call = json.dumps({"function": "hold", "arguments": {"file": str(file)}}).encode() + b"\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", SERVER],
+        cwd=ROOT,
+        input=call,
+        timeout=SECONDS,
+        start_new_session=True,
+    )
+    assert ran.returncode == -signal.SIGKILL and not file.exists()
 
 
 def test_a_worker_that_ends_is_quoted(worker):
