@@ -8,8 +8,9 @@
 What is judged may try to be the judge. It stands between marks with a random key of this call, which it cannot contain;
 tokens of chat layouts in it are broken up; the judge is told that it is data; and only a reply counts that is a
 verdict and nothing else and holds the key, so that a verdict from the judged text, copied or quoted, is none.
-Whether a judge that reads it is swayed nevertheless is a question of the judge, and a text that makes it fail is
-left out of training like any failure: the share of those is to be watched.
+Whether a judge that reads it is swayed nevertheless is a question of the judge. A reply of which it gives no verdict,
+while it gives one where a harmless reply stands in its place, is worth 0: were it left out of training, like what a
+server's failure takes the verdict of, a policy could learn to have its bad replies left out.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ from glm5_jax.text.tokenizer import SPECIAL_TOKENS
 TOP = 10  # of a criterion's scale, which begins with 0
 WINNERS = {"A": 1.0, "tie": 0.5, "B": 0.0}  # and what that is worth for A
 KEY_BYTES = 16
+HARMLESS = "I do not know."
+REFUSED = (400, 413, 422)  # of HTTP: what was asked is at fault, too long for instance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Judge:
     fields: Mapping = dataclasses.field(
         default_factory=lambda: {"temperature": 0.0, "max_tokens": 4096}
     )
-    attempts: int = 2
+    attempts: int = 3
     most: int = 40_000
 
     def __post_init__(self):
@@ -86,11 +89,11 @@ class Judge:
         """How good a reply is, from 0 to 1: the mean of its criteria, which are the parts, over `TOP`.
 
         messages: what it replies to. guidance: what else the judge is to know about the task; it is trusted. None
-        if there is no verdict.
+        if there is no verdict, 0 if that is the reply's doing.
         """
-        verdict, error = await self._ask(rubric, messages, {"reply": reply}, guidance)
-        if verdict is None:
-            return Reward(None, error=error)
+        verdict = await self._ask(rubric, messages, {"reply": reply}, "reply", guidance)
+        if isinstance(verdict, Reward):
+            return verdict
         parts = {name: score / TOP for name, score in verdict["scores"].items()}
         return Reward(sum(parts.values()) / len(parts), parts)
 
@@ -103,16 +106,14 @@ class Judge:
         guidance: str = "",
     ) -> Reward:
         """1 if a reply is better than another, 0 if it is worse, 0.5 for a tie. Asked twice with sides exchanged, as
-        judges favour a side; if the two disagree it is a tie, and None if one of them is missing. parts: "first"
-        and "second", what each said, and the reply's criteria, as means of both."""
-        given = [(reply, other), (other, reply)]
-        answers = await asyncio.gather(
-            *(self._ask(rubric, messages, {"A": a, "B": b}, guidance) for a, b in given)
+        judges favour a side; if the two disagree it is a tie, and None if one of them is missing, 0 if that is the
+        reply's doing. parts: "first" and "second", what each said, and the reply's criteria, as means of both."""
+        one, two = answers = await asyncio.gather(
+            self._ask(rubric, messages, {"A": reply, "B": other}, "A", guidance),
+            self._ask(rubric, messages, {"A": other, "B": reply}, "B", guidance),
         )
-        errors = [error for verdict, error in answers if verdict is None]
-        if errors:
-            return Reward(None, error=errors[0])
-        (one, _), (two, _) = answers
+        if missing := [answer for answer in answers if isinstance(answer, Reward)]:
+            return min(missing, key=lambda reward: reward.value is None)
         first, second = WINNERS[one["winner"]], 1 - WINNERS[two["winner"]]
         parts = {"first": first, "second": second}
         for name in rubric.criteria:
@@ -125,10 +126,29 @@ class Judge:
         rubric: Rubric,
         messages: Sequence[Message],
         replies: Mapping[str, str],
+        own: str,
         guidance: str,
-    ) -> tuple[dict | None, str]:
-        """A verdict, or None and why there is none."""
-        error = ""
+    ) -> dict | Reward:
+        """A verdict, or what the reply called `own` is worth without one."""
+        verdict, error, by_text = await self._verdict(rubric, messages, replies, guidance)
+        if verdict is not None:
+            return verdict
+        if by_text:
+            others = {**replies, own: HARMLESS}
+            control, _, _ = await self._verdict(rubric, messages, others, guidance)
+            if control is not None:
+                return Reward(0.0, error=f"of this reply alone {error}")
+        return Reward(None, error=error)
+
+    async def _verdict(
+        self,
+        rubric: Rubric,
+        messages: Sequence[Message],
+        replies: Mapping[str, str],
+        guidance: str,
+    ) -> tuple[dict | None, str, bool]:
+        """A verdict, or None, why there is none, and whether what was asked may be why, each time."""
+        error, by_text = "", True
         for _ in range(self.attempts):
             judged = {"task": _conversation(messages), **replies}
             judged = {name: _shortened(text, self.most) for name, text in judged.items()}
@@ -139,10 +159,13 @@ class Judge:
                 )
                 if choice.get("finish_reason") != "stop":
                     raise ValueError(f"it ended by {choice.get('finish_reason')!r}")
-                return read_verdict(choice["message"].get("content"), rubric, key, replies), ""
+                content = choice["message"].get("content")
+                return read_verdict(content, rubric, key, replies), "", False
             except (ServerError, ValueError) as failure:
                 error = f"the judge gave no verdict: {failure}"
-        return None, error
+                if isinstance(failure, ServerError):
+                    by_text &= failure.status in REFUSED
+        return None, error, by_text
 
 
 def new_key(texts: Sequence[str]) -> str:
@@ -211,8 +234,11 @@ def read_verdict(text: str, rubric: Rubric, key: str, replies: Sequence[str]) ->
     return value
 
 
-# Servers of other models read their own tokens in what a user says.
-_TOKEN = re.compile("|".join(re.escape(token) for token in SPECIAL_TOKENS) + r"|<\|")
+# Servers of other models read their own tokens in what a user says: GPT's, Qwen's and Llama's begin with "<|",
+# DeepSeek's with a wider bar.
+_OTHERS = ("<|", "<｜", "<start_of_turn>", "<end_of_turn>", "<s>", "</s>", "<bos>", "<eos>")
+_OTHERS += ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]")
+_TOKEN = re.compile("|".join(map(re.escape, (*SPECIAL_TOKENS, *_OTHERS))))
 
 
 def _harmless(text: str) -> str:

@@ -22,7 +22,7 @@ from typing import Protocol
 from glm5_jax.agents.judge import Rubric, rubrics
 from glm5_jax.data.preferences import read_anchors, read_prompts
 from glm5_jax.envs.guards import language_mixing, length, repetition
-from glm5_jax.rl.types import Attempt, Message, Reward, Task, Verifier
+from glm5_jax.rl.types import Attempt, Message, Reward, Task, Unreadable, Verifier, settled
 
 KIND = "general"
 MODES = ("multiply", "subtract")
@@ -101,7 +101,8 @@ class General:
     may be in. rules: a verifier of the task, None for a gate that is open.
 
     parts: "rules", "gate", "orm", "orm_z", "grm", each guard, and "grm.CRITERION". A part that was asked for and is
-    missing makes the value None, unless the gate is shut.
+    missing makes the value None, unless the gate is shut. What a model cannot read for its text is worth 0, as is what
+    was cut off.
     """
 
     config: GeneralConfig = GeneralConfig()
@@ -119,8 +120,8 @@ class General:
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         """As `rl.types.Verifier`."""
-        if attempt.finish_reason == "failed":
-            return Reward(None, error=attempt.error)
+        if reward := settled(attempt, {"gate": 0.0}):
+            return reward
         if not attempt.reply.strip():
             return Reward(0.0, {"gate": 0.0}, "there is no reply")
         parts, said = {}, ""
@@ -138,12 +139,13 @@ class General:
                 if getattr(self.config, name)
             )
         )
-        errors = [reward.error for reward in asked if reward.value is None]
         for reward in asked:
             parts |= reward.parts
         parts |= {"gate": 1.0, **self._guards(task, attempt.reply)}
-        if errors:
-            return Reward(None, parts, "; ".join(errors))
+        # One that nobody can read is worth nothing, whatever else failed.
+        for value in (0.0, None):
+            if errors := [r.error for r in asked if r.error and r.value == value]:
+                return Reward(value, parts, "; ".join(errors))
         return Reward(combine(parts, self.config), parts, said)
 
     async def _asked(self, name: str, task: Task, attempt: Attempt) -> Reward:
@@ -153,7 +155,11 @@ class General:
                 reward = await (self._outcome if name == "orm" else self._judged)(task, attempt)
                 if reward.value is None:
                     return Reward(None, {name: None}, f"{name}: {reward.error or 'it gave none'}")
-                return reward
+                return Reward(
+                    reward.value, reward.parts, reward.error and f"{name}: {reward.error}"
+                )
+        except Unreadable as failure:
+            return Reward(0.0, {name: None}, f"{name}: {failure}")
         except TimeoutError:
             error = f"no answer within {self.config.seconds} s"
         except (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.envs.instruction_kinds import CHECKS, KINDS
-from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task, settled
 
 KIND = "instructions"
 SHIPPED = ASSETS / "ifeval.jsonl"  # every second prompt of the benchmark
@@ -107,7 +107,8 @@ class Instructions:
 
     reward: "all", 1 if every instruction is kept and else 0, or "share", how many of them are. loose: as `readings`;
     a policy that learns from it learns nothing about its introductions. Parts of the reward are named by
-    instruction, and numbered where one comes twice.
+    instruction, and numbered where one comes twice. An attempt that was cut off keeps none: who never ends has many
+    words.
     """
 
     reward: str = "all"
@@ -119,8 +120,8 @@ class Instructions:
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         """As `rl.types.Verifier`."""
-        if attempt.finish_reason == "failed":
-            return Reward(None, error=attempt.error)
+        if reward := settled(attempt):
+            return reward
         try:
             asked = instructions(task.data)
         except ValueError as error:

@@ -6,7 +6,8 @@
   tir      data: answer, min_calls  as math, after calls of the task's tools, at least so many
 
 An attempt that was cut off has no final answer: 0. What the policy breaks is 0, with `error` saying what;
-what fails for other reasons (a sandbox, a task without an answer) is None, as for every `Verifier`.
+what fails for other reasons (a sandbox, a task without an answer) is None, as for every `Verifier`. Nobody waits on
+the clock of another's verdict, and what fails while a program runs is tried again: if others work it is its doing.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import sys
 import threading
@@ -24,7 +26,8 @@ from typing import Any, Self
 
 from glm5_jax.core.process import Worker, WorkerError
 from glm5_jax.envs import code_child, final_answer
-from glm5_jax.rl.types import Attempt, Message, Reward, Task
+from glm5_jax.envs.turns import Turns
+from glm5_jax.rl.types import Attempt, Message, Reward, Task, settled
 from glm5_jax.text.chat import tool_function
 
 START_SECONDS = 120  # for a child that loads SymPy on a machine under load
@@ -38,11 +41,13 @@ class VerifierConfig:
     """Limits. Construction refuses values out of range (ValueError).
 
     Attributes:
-      seconds: for one verdict, all that is not the policy's included; past it the reward is None.
+      seconds: for one verdict on a program, all that is not the policy's included; past it the reward is None.
       math_seconds: to compare two formulas; past it the answer is wrong.
       math_workers: child processes that compare (100 MB each).
-      code_seconds: for all runs of one program together; past it the program is wrong.
+      code_seconds: for all runs of one program together, and as much for the tests on what it gives; past it the
+        program is wrong.
       code_memory: bytes of a sandbox.
+      code_at_once: programs; None: as many as processors, so that no program takes another's time.
       python: the sandbox's.
     """
 
@@ -51,6 +56,7 @@ class VerifierConfig:
     math_workers: int = 1
     code_seconds: float = 15.0
     code_memory: int = 2**29
+    code_at_once: int | None = None
     python: str = "python3"
 
     def __post_init__(self):
@@ -58,10 +64,11 @@ class VerifierConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
-        longest = max(self.math_seconds, self.code_seconds)
-        if self.seconds <= longest:
+        if self.code_at_once is not None and self.code_at_once < 1:
+            raise ValueError(f"code_at_once is {self.code_at_once}; it must be positive, or None")
+        if self.seconds <= 2 * self.code_seconds:
             raise ValueError(
-                f"seconds is {self.seconds}; what the policy may take ({longest}) must be less"
+                f"seconds is {self.seconds}; twice what a program may take ({self.code_seconds}) must be less"
             )
 
 
@@ -81,13 +88,10 @@ class _Binary:
         self._config = config
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
-        if attempt.finish_reason == "failed":
-            return Reward(None, error=attempt.error or "the environment failed")
-        if attempt.finish_reason == "length":
-            return Reward(0.0, {"right": 0.0}, "the reply was cut off")
+        if reward := settled(attempt, {"right": 0.0}):
+            return reward
         try:
-            async with asyncio.timeout(self._config.seconds):
-                verdict = await self.decide(task, attempt)
+            verdict = await self.decide(task, attempt)
         except Exception as error:
             # Whatever it is, it is not the policy's fault, and one reward must not end a run.
             return Reward(None, error=f"{type(error).__name__}: {error}")
@@ -198,6 +202,7 @@ class CodeVerifier(_Binary):
     ):
         super().__init__(config)
         self._sandbox = sandbox or _isolated(config)
+        self._turns = Turns(config.code_at_once or os.cpu_count() or 1)
         self._source = pathlib.Path(code_child.__file__).read_text("utf-8")
 
     async def decide(self, task: Task, attempt: Attempt) -> Verdict:
@@ -210,13 +215,31 @@ class CodeVerifier(_Binary):
             return Verdict(False, f"the program is no text: {error}")
         if size > MOST_CODE or "\0" in program:
             return Verdict(False, f"the program has zero bytes or more than {MOST_CODE} of them")
-        clock = _Clock(self._config.code_seconds)
-        if "cases" in task.data:
-            return await self._by_cases(task, program, clock)
-        return await self._by_tests(task, program, clock)
+        judge = self._by_cases if "cases" in task.data else self._by_tests
+        async with self._turns(), asyncio.timeout(self._config.seconds):
+            for last in (False, True):
+                clock = _Clock(self._config.code_seconds, of_program=True)
+                try:
+                    return await judge(task, program, clock)
+                except _Lost as error:
+                    await self._check_works()
+                    if last:
+                        return Verdict(False, f"the program broke its sandbox: {error}")
+
+    async def _check_works(self) -> None:
+        """Raises unless a program runs."""
+        async with self._sandbox() as box:
+            clock = _Clock(self._config.code_seconds)
+            ran = await clock.run(box, [self._config.python, "-I", "-c", ""], "")
+            if wrong := clock.problem(ran):
+                raise RuntimeError(f"an empty program {wrong}")
 
     async def _by_cases(self, task: Task, program: str, clock: "_Clock") -> Verdict:
         cases = _of(task, "cases", list)
+        if not all(isinstance(case.get(end), str) for case in cases for end in ("input", "output")):
+            raise ValueError(
+                f"task {task.id!r} has a case without input and output; give two texts"
+            )
         async with self._sandbox() as box:
             for number, case in enumerate(cases):
                 ran = await clock.run(
@@ -235,11 +258,11 @@ class CodeVerifier(_Binary):
             "names": list(task.data.get("names", ())),
             "prelude": task.data.get("prelude", ""),
         }
-        calls, outcomes = [], []
+        calls, outcomes, own = [], [], _Clock(clock.whole)
         async with self._sandbox() as bench, self._sandbox() as box:
             for _ in range(MOST_ROUNDS):
                 request = {**tests, "calls": calls, "outcomes": outcomes}
-                result, wrong = await self._child(bench, "judge", request, _Clock(clock.whole))
+                result, wrong = await self._child(bench, "judge", request, own)
                 if wrong and not outcomes:
                     raise RuntimeError(f"the tests of task {task.id!r}: {wrong}")
                 if wrong:
@@ -249,7 +272,8 @@ class CodeVerifier(_Binary):
                 calls = result["calls"]
                 request = {"code": program, "setup": task.data.get("setup", ""), "calls": calls}
                 outcomes, wrong = await self._child(box, "answer", request, clock)
-                if not wrong and "broken" in outcomes:
+                own.of_program = True  # what it gave is among what is tested from here on
+                if not wrong and isinstance(outcomes, dict) and "broken" in outcomes:
                     wrong = f"does not run: {outcomes['broken']}"
                 if not wrong and not (isinstance(outcomes, list) and len(outcomes) == len(calls)):
                     wrong = "forged its answer"
@@ -283,15 +307,25 @@ def _isolated(config: VerifierConfig):
     return lambda: Sandbox(limits)
 
 
-class _Clock:
-    """Seconds that several runs may take together."""
+class _Lost(Exception):
+    """A sandbox failed while what the policy wrote ran in it, or what that had given."""
 
-    def __init__(self, seconds: float):
+
+class _Clock:
+    """Seconds that several runs may take together. of_program: whether they are the policy's."""
+
+    def __init__(self, seconds: float, of_program: bool = False):
         self.whole = self.left = seconds
+        self.of_program = of_program
 
     async def run(self, box, command: Sequence[str], text: str):
         start = time.monotonic()
-        ran = await box.exec(list(command), seconds=max(self.left, 0.01), stdin=text.encode())
+        try:
+            ran = await box.exec(list(command), seconds=max(self.left, 0.01), stdin=text.encode())
+        except Exception as error:
+            if self.of_program:
+                raise _Lost(f"{type(error).__name__}: {error}") from error
+            raise
         self.left -= time.monotonic() - start
         return ran
 

@@ -1,10 +1,10 @@
 """Tools whose answers need an environment: programs that a policy wrote, run in a sandbox."""
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError, run_python
+from glm5_jax.envs.turns import Turns
 from glm5_jax.rl.rollout import ToolError
 
 # As OpenAI describes functions.
@@ -24,7 +24,10 @@ PYTHON = {
 
 class Python:
     """The tool `python` (`agents.tools.Tool`): each program in a sandbox of its own, so many at once. It answers with
-    what is printed, of a long text the beginning and the end, and the last line of an error."""
+    what is printed, of a long text the beginning and the end, and the last line of an error.
+
+    A program whose sandbox fails twice, while others work, is told so: were it the environment's failure, a policy
+    could have attempts left out that go badly."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Python:
                 f"at_once is {at_once} and most_characters {most_characters}; both must be positive"
             )
         self._config, self._most, self._run = config, most_characters, run
-        self._at_once, self._turns = at_once, (None, None)
+        self._turns = Turns(at_once)
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         code = arguments.get("code")
@@ -51,19 +54,19 @@ class Python:
             return "Error: code holds half a character"
         if "\0" in code:  # which no argument of a program can hold
             return "Error: code holds a null character"
-        async with self._turn():
-            try:
-                result = await self._run(code, config=self._config)
-            except (SandboxError, OSError) as error:
-                raise ToolError(f"{type(error).__name__}: {error}") from error
-        return self._told(result)
+        async with self._turns():
+            for _ in range(2):
+                try:
+                    return self._told(await self._run(code, config=self._config))
+                except (SandboxError, OSError):
+                    await self._check_works()
+        return "Error: the program broke its sandbox"
 
-    def _turn(self) -> asyncio.Semaphore:
-        """One of the running loop: a semaphore serves no other, and each turn of attempts has its own."""
-        loop = asyncio.get_running_loop()
-        if self._turns[0] is not loop:
-            self._turns = loop, asyncio.Semaphore(self._at_once)
-        return self._turns[1]
+    async def _check_works(self) -> None:
+        try:
+            await self._run("", config=self._config)
+        except (SandboxError, OSError) as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
 
     def _told(self, result: ExecResult) -> str:
         printed, wrong = (out.decode(errors="replace") for out in (result.stdout, result.stderr))

@@ -26,7 +26,7 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.types import Attempt, Message, Task
+from glm5_jax.rl.types import Attempt, Message, Task, Unreadable
 from glm5_jax.text.chat import render_chat, reply_of
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.numerics import wide
@@ -201,9 +201,14 @@ class OutcomeModel:
         return cls({**backbone, HEAD: head}, cfg, tokenizer, rows=rows, mesh=mesh, **fields)
 
     def read(self, task: Task, attempt: Attempt) -> list[int]:
-        """The ids that an attempt is scored by; ValueError as `read`."""
-        messages = (*task.messages, *attempt.messages)
-        return read(messages, self._tokenizer, self._variant, self._length, task.tools)
+        """The ids that an attempt is scored by; ValueError as `read`, `Unreadable` if another attempt at the task
+        has none."""
+        layout = (self._tokenizer, self._variant, self._length, task.tools)
+        try:
+            return read((*task.messages, *attempt.messages), *layout)
+        except ValueError as error:
+            read((*task.messages, {"role": "assistant", "content": "."}), *layout)
+            raise Unreadable(str(error)) from None
 
     def score(self, asked: Sequence[tuple[Task, Attempt]]) -> list[float]:
         """Of each attempt; ValueError as `read`."""

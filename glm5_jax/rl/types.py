@@ -33,8 +33,9 @@ class Task:
 @dataclasses.dataclass(frozen=True)
 class Attempt:
     """messages: behind those of the task, the policy's replies and what tools answered. finish_reason: "stop",
-    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why). sampled: tokens that the
-    policy wrote, also those that are no text, 0 if nobody counted."""
+    "length" (it was cut off) or "failed" (the environment could not go on; `error` says why). error beside "stop": by what
+    mistake the policy ended it, such as a call that cannot be read. sampled: tokens that the policy wrote, also those
+    that are no text, 0 if nobody counted."""
 
     messages: tuple[Message, ...]
     finish_reason: str = "stop"
@@ -70,8 +71,22 @@ class Reward:
                 raise ValueError(f"a reward's {name} is {value}; it must be finite or None")
 
 
+class Unreadable(ValueError):
+    """What a policy wrote is none of what its judge can read: worth 0, as what fails by its text is its own doing."""
+
+
+def settled(attempt: Attempt, parts: Mapping[str, float] | None = None) -> Reward | None:
+    """What an attempt is worth whatever it says, None if that depends: nothing is known of one that the environment
+    failed; 0, with these parts, if it was cut off or the policy ended it by a mistake."""
+    if attempt.finish_reason == "failed":
+        return Reward(None, error=attempt.error or "the environment failed")
+    if attempt.finish_reason == "length":
+        return Reward(0.0, parts or {}, "the attempt was cut off")
+    return Reward(0.0, parts or {}, attempt.error) if attempt.error else None
+
+
 class Verifier(Protocol):
     """Judges attempts at tasks of its kind. Never raises for what a policy wrote; whatever else fails is a `Reward`
-    of None."""
+    of None. That must be nothing which a policy can bring about: it would learn to, and its bad attempts be left out."""
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward: ...

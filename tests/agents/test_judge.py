@@ -10,7 +10,16 @@ from hypothesis import given, strategies as st
 
 from glm5_jax.agents import client as client_module, judge as judge_module
 from glm5_jax.agents.client import ChatClient
-from glm5_jax.agents.judge import TOP, Judge, Rubric, new_key, prompt, read_verdict, rubrics
+from glm5_jax.agents.judge import (
+    HARMLESS,
+    TOP,
+    Judge,
+    Rubric,
+    new_key,
+    prompt,
+    read_verdict,
+    rubrics,
+)
 from glm5_jax.inference.client import ServerError
 from tests.agents.judges import client, facts, form, gullible, parrot, parts, serving, verdict
 
@@ -81,7 +90,7 @@ def test_each_call_has_a_key_of_its_own():
         return "none"
 
     assert scored(answer).value is None
-    assert len(set(keys)) == 2 and all(len(key) == 32 for key in keys)
+    assert len(set(keys)) == len(keys) > 1 and all(len(key) == 32 for key in keys)
 
 
 # Verdicts that are none: each as a change of one that is.
@@ -125,7 +134,11 @@ def test_what_is_no_verdict_is_asked_again_and_then_no_reward(name):
         return answer_of(body, BROKEN[name])
 
     got = scored(never)
-    assert got.value is None and len(asked) == 2
+    # Three times of the reply, and as often of one that is harmless.
+    assert (
+        got.value is None
+        and [parts(body)[0]["reply"] for body in asked] == [BAD] * 3 + [HARMLESS] * 3
+    )
     assert got.error.startswith("the judge gave no verdict: ")
 
     def once(body):
@@ -135,7 +148,53 @@ def test_what_is_no_verdict_is_asked_again_and_then_no_reward(name):
     asked = []
     assert scored(once).value == 0.2 and len(asked) == 2
     asked = []
-    assert scored(once, attempts=1).value is None and len(asked) == 1
+    assert scored(once, attempts=1).value == 0 and len(asked) == 2
+
+
+def chokes(on, how):
+    """A judge that gives no verdict of what holds a text."""
+
+    def answer(body):
+        found, _ = parts(body)
+        return how(body) if on in "".join(found.values()) else verdict(body, facts)
+
+    return answer
+
+
+def refusal(status):
+    return lambda body: web.json_response({"error": {"message": "no"}}, status=status)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda body: "no",
+        lambda body: answer_of(body, BROKEN["cut off"]),
+        refusal(400),
+        refusal(413),
+        refusal(422),
+    ],
+)
+def test_a_reply_that_leaves_the_judge_speechless_is_worth_nothing(how):
+    """Not left out, as what fails by itself: or bad replies had better make the judge fail."""
+    judge = chokes("poison", how)
+    got = scored(judge, "fact poison")
+    assert got.value == 0 and got.parts == {}
+    assert got.error.startswith("of this reply alone the judge gave no verdict: ")
+    for other, worth in ((GOOD, 0), ("fact poison", None)):
+        assert compared(judge, "fact poison", other).value == worth
+    assert compared(judge, BAD, "fact poison").value is None, "it is the other one's doing"
+
+
+@pytest.mark.parametrize("status", [401, 429, 500, 503])
+def test_a_server_that_fails_at_a_reply_is_no_fault_of_it(status):
+    assert scored(chokes("poison", refusal(status)), "fact poison").value is None
+
+
+def test_one_failure_of_the_server_among_others_leaves_it_open():
+    said = iter([refusal(400), refusal(503), refusal(400)])
+    got = scored(lambda body: next(said, lambda body: verdict(body, facts))(body))
+    assert got.value is None
 
 
 @pytest.mark.parametrize(
@@ -413,9 +472,11 @@ def test_with_its_own_tokens_whole_the_same_judge_is_led(monkeypatch):
 
 
 def test_tokens_of_chats_are_broken_up_and_other_text_is_whole():
-    text = "a <b> c </data> <|user|> <think> {x} | < | [MASK] <|im_end|> </s>"
+    text = "a <b> c </data> <|user|> <think> {x} | < | [MASK] <|im_end|> </sup> [INST ]"
+    text += " <｜User｜> <start_of_turn>user</s> [INST] x [/INST] <<SYS>>"
     [_, user] = prompt(RUBRIC, {"task": "", "reply": text}, "k")
-    want = "a <b> c </data> < |user|> < think> {x} | < | [ MASK] < |im_end|> </s>"
+    want = "a <b> c </data> < |user|> < think> {x} | < | [ MASK] < |im_end|> </sup> [INST ]"
+    want += " < ｜User｜> < start_of_turn>user< /s> [ INST] x [ /INST] < <SYS>>"
     assert want in user["content"]
 
 

@@ -21,7 +21,7 @@ from glm5_jax.envs.general import (
     standardised,
 )
 from glm5_jax.envs.instructions import Instructions
-from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task, Unreadable
 from tests.agents.judges import client, facts, gullible, verdict
 
 ASKED = ({"role": "user", "content": "Tell me about the sea."},)
@@ -239,6 +239,33 @@ def test_what_the_policy_did_not_say_and_what_it_could_not():
     assert judged(verifier, " \n") == Reward(0.0, {"gate": 0.0}, "there is no reply")
     got = judged(verifier, finish_reason="failed", error="engine died")
     assert got == Reward(None, error="engine died")
+
+
+def test_what_a_policy_ended_badly_is_worth_nothing_whatever_it_says():
+    verifier = General(orm=gives(1.0), judge=Opinion())
+    cut = judged(verifier, finish_reason="length")
+    assert cut == Reward(0.0, {"gate": 0.0}, "the attempt was cut off")
+    mistake = judged(verifier, error="the call has no end")
+    assert mistake == Reward(0.0, {"gate": 0.0}, "the call has no end")
+
+
+async def _unreadable(task, attempt):
+    raise Unreadable("a chat has 9 tokens, a row 8")
+
+
+def test_what_cannot_be_read_for_its_text_is_worth_nothing():
+    """Though the other model failed: or bad replies had better be unreadable, and be left out."""
+    speechless = Opinion(Reward(0.0, error="of this reply alone no verdict"))
+    silent = Opinion(Reward(None, error="no server"))
+    for orm, judge, error in (
+        (_unreadable, Opinion(), "orm: a chat has 9 tokens, a row 8"),
+        (_unreadable, silent, "orm: a chat has 9 tokens, a row 8"),
+        (gives(3.0), speechless, "grm: of this reply alone no verdict"),
+        (gives(None), speechless, "grm: of this reply alone no verdict"),
+    ):
+        got = judged(General(LINEAR, orm=orm, judge=judge))
+        assert (got.value, got.error) == (0.0, error)
+    assert judged(General(LINEAR, orm=gives(0.0), judge=Opinion(Reward(0.0)))).error == ""
 
 
 def test_what_has_no_weight_is_not_asked():

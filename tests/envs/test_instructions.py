@@ -547,6 +547,12 @@ def test_what_the_policy_did_not_do_is_no_zero():
     assert got.value is None and "instruction_id_list is None" in got.error
 
 
+def test_who_never_ends_keeps_nothing():
+    """Many words are asked of some."""
+    got = judged(Instructions(), task(ROW), '"hi"', finish_reason="length")
+    assert (got.value, got.error) == (0.0, "the attempt was cut off")
+
+
 def test_accuracy_by_prompt_and_by_instruction():
     """By hand: four prompts of two instructions; strictly kept are 2, 1, 1, 0 of them, loosely 2, 2, 1, 0."""
     made = task(ROW)

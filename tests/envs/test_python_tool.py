@@ -70,6 +70,23 @@ def test_what_the_environment_broke_is_no_answer(error):
         answer(Python(run=run))
 
 
+@pytest.mark.parametrize("error", [SandboxError("lost"), OSError("no room")])
+def test_a_program_that_breaks_its_sandbox_is_told_so(error):
+    """Where others run: or an attempt that goes badly had better break one, and be left out."""
+    failures = 2
+
+    async def run(code, config):
+        nonlocal failures
+        if code and failures:
+            failures -= 1
+            raise error
+        return ExecResult(0, b"ran", b"")
+
+    assert answer(Python(run=run)) == "Error: the program broke its sandbox"
+    failures = 1
+    assert answer(Python(run=run)) == "ran"
+
+
 def test_so_many_at_once_in_every_turn():
     """Each turn of attempts has an event loop of its own."""
     running, most = 0, []

@@ -15,6 +15,7 @@ from glm5_jax.envs.reasoning import (
     MathVerifier,
     ScienceVerifier,
     TirVerifier,
+    Verdict,
     VerifierConfig,
     verifier_for,
 )
@@ -24,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = VerifierConfig(seconds=200, math_seconds=60)
 CALCULATE = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
 NEVER_ENDS = "\\boxed{10^{10^{10}}}"
+ROOT_OF_TWO = "\\sqrt{2}"  # what must be computed to be compared
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,24 @@ def judged(verifier, asked, *messages, **options) -> Reward:
         ("(1, 2)", "\\boxed{(1, 2)}"),
         ("\\text{yes}", "\\boxed{Yes}"),
         ("123456789012345678901", "123456789012345678901"),
+        ("85", "27+58=85"),
+        ("85", "\\boxed{27 + 58 = 85}"),
+        ("18", "\\boxed{\\text{Total} \\approx 18^\\circ}"),
+        ("18", "\\boxed{18\\,\\mathrm{cm}^{2}}"),
+        ("18", "\\boxed{\\mathbf{18}}"),
+        ("18", "\\boxed{(18)}"),
+        ("1800", "\\boxed{1.8 \\times 10^3}"),
+        ("3.5", "\\boxed{3\\frac{1}{2}}"),
+        ("-1/3", "\\boxed{-\\frac{1}{3}}"),
+        ("\\{4, 5\\}", "\\boxed{x = 4, x = 5}"),
+        ("\\{4, 5\\}", "\\boxed{x=4 \\text{ or } 5}"),
+        ("\\{-2, 2\\}", "\\boxed{\\pm 2}"),
+        ("[2,\\infty)", "\\boxed{\\left[2, \\infty\\right)}"),
+        ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}"),
+        ("2^{10}", "\\boxed{4^5}"),
+        ("2x+3", "\\boxed{3+2x}"),
     ],
-)
+)  # fmt: skip
 def test_what_means_the_same_is_right(formulas, truth, reply):
     assert judged(formulas, task(answer=truth), said(reply)) == Reward(1.0, {"right": 1.0})
 
@@ -102,6 +120,25 @@ def test_what_means_something_else_is_wrong(formulas, truth, reply):
 
 
 @pytest.mark.parametrize(
+    ("truth", "left"),
+    [
+        ("85", "27+58"), ("85", "27 + 58"), ("85", "x = 27+58"), ("85", "85 = 27+58"), ("85", "27+58=1"),
+        ("85", "27\\frac{58}{1}"), ("85", "(27)+(58)"), ("85", "27-(-58)"), ("85", "\\sum_{i=27}^{27} i+58"),
+        ("85", "27\\text{+}58"), ("85", "\\text{27+58}"), ("85", "\\mathrm{27+58}"), ("85", "27--58"),
+        ("3696", "48*77"), ("3696", "48\\times77"), ("3696", "48 \\cdot 77"), ("3696", "48(77)"), ("3696", "(48)(77)"),
+        ("3696", "\\frac{48}{\\frac{1}{77}}"), ("3696", "48/(1/77)"), ("3696", "\\frac{7392}{2}"), ("3696", "7392/2"),
+        ("3696", "48:(1:77)"), ("1024", "2^{10}"), ("1024", "2**10"), ("1000", "10^{2+1}"), ("120", "5!"),
+        ("4", "\\sqrt{16}"), ("4", "\\binom{4}{1}"), ("4", "\\int_0^4 1 dx"), ("4", "\\max(4, 3)"), ("4", "|-4|"), ("4", "#"), ("85", "27+58;85"),
+        ("(1, 2)", "(1, 1+1)"), ("0.5", "1-0.5"), ("1/2", "1/4+1/4"), ("50%", "25\\%+25\\%"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["{}", "\\boxed{{{}}}", "The answer is ${}$."])
+def test_what_is_still_to_be_computed_is_no_answer(formulas, truth, left, layout):
+    """Or who repeats the question has answered it."""
+    assert judged(formulas, task(answer=truth), said(layout.format(left))).value == 0.0
+
+
+@pytest.mark.parametrize(
     "hedge",
     [
         "18 or 19", "18, 19", "18; 19", "18 = 19", "18 \\text{ (or 19)}", "[18, 19]", "(18, 19)", "18 \\vee 19",
@@ -128,7 +165,7 @@ def test_an_answer_that_never_ends_is_wrong_and_the_next_one_is_judged():
     with MathVerifier(VerifierConfig(seconds=200, math_seconds=2)) as verifier:
         assert judged(verifier, task(answer="5"), said("5")).value == 1.0
         start = time.monotonic()
-        reward = judged(verifier, task(answer="5"), said(NEVER_ENDS))
+        reward = judged(verifier, task(answer=ROOT_OF_TWO), said(NEVER_ENDS))
         assert (reward.value, reward.error) == (0.0, "the answer took more than 2 s to compare")
         assert time.monotonic() - start < 20
         assert judged(verifier, task(answer="5"), said("5")).value == 1.0
@@ -153,9 +190,36 @@ def test_answers_are_compared_side_by_side():
         assert len(verifier._workers) == 2
 
 
+class Slow(MathVerifier):
+    def _compare(self, answer, truth):
+        time.sleep(0.2)
+        return Verdict(True)
+
+
+def test_who_waits_for_others_loses_no_time():
+    """Or a policy had attempts left out by answers that take long."""
+
+    async def all_of_them():
+        return await asyncio.gather(
+            *(verifier(task(answer="5"), Attempt((said("5"),))) for _ in range(6))
+        )
+
+    config = VerifierConfig(seconds=0.5, math_seconds=0.3, code_seconds=0.1)
+    with Slow(config) as verifier:
+        assert {reward.value for reward in asyncio.run(all_of_them())} == {1.0}
+
+
+DEAF = """
+import os, signal, sys
+signal.signal(signal.SIGALRM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+os.execv(sys.executable, [sys.executable, "-m", "glm5_jax.envs.math_answers"])
+"""
+
+
 def test_the_child_ends_by_itself_if_nobody_waits():
-    command = [sys.executable, "-m", "glm5_jax.envs.math_answers"]
-    with Worker(command, cwd=ROOT) as worker:
+    """Also if it is started by one that hears no alarm."""
+    with Worker([sys.executable, "-c", DEAF], cwd=ROOT) as worker:
         assert worker.call("ready", 120)
         for answer in ("yes", "1", "\\frac{"):
             worker.call(
@@ -166,7 +230,7 @@ def test_the_child_ends_by_itself_if_nobody_waits():
             "it waits for the next call"
         )
         with pytest.raises(ChildProcessError):
-            worker.call("equal", 60, answer="10^{10^{10}}", truth="5", seconds=1)
+            worker.call("equal", 60, answer="10^{10^{10}}", truth=ROOT_OF_TWO, seconds=1)
 
 
 def test_the_child_compares(monkeypatch):
@@ -195,7 +259,9 @@ def test_a_child_that_does_not_start_is_no_reward(monkeypatch):
 def test_attempts_that_did_not_come_to_their_end(formulas):
     asked = task(answer="18")
     cut = judged(formulas, asked, said("18"), finish_reason="length")
-    assert cut == Reward(0.0, {"right": 0.0}, "the reply was cut off")
+    assert cut == Reward(0.0, {"right": 0.0}, "the attempt was cut off")
+    mistake = judged(formulas, asked, said("18"), error="the call names no function")
+    assert mistake == Reward(0.0, {"right": 0.0}, "the call names no function")
     failed = judged(formulas, asked, said("18"), finish_reason="failed", error="no more tools")
     assert failed == Reward(None, {}, "no more tools")
 
@@ -297,7 +363,8 @@ def test_verifiers_are_found_by_the_kind_of_task():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seconds", 0), ("math_seconds", -1), ("code_seconds", float("nan")), ("math_workers", 0), ("seconds", 10)],
+    [("seconds", 0), ("math_seconds", -1), ("code_seconds", float("nan")), ("math_workers", 0), ("seconds", 30),
+     ("code_at_once", 0)],
 )  # fmt: skip
 def test_limits_out_of_range_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):

@@ -10,7 +10,7 @@ from glm5_jax.envs import code_child
 from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig, verifier_for
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from glm5_jax.rl.types import Attempt, Task
-from tests.envs.local_sandbox import LocalSandbox
+from tests.envs.local_sandbox import LocalSandbox, Ran
 
 CONFIG = VerifierConfig(seconds=60, code_seconds=20)
 QUICK = VerifierConfig(seconds=60, code_seconds=1)  # for what takes all there is
@@ -161,6 +161,9 @@ CHEATS = {
     "    except OSError: pass\nos._exit(0)",
     "writes too few": "import os\nfor fd in range(20):\n    try: os.write(fd, b'[]')\n    except OSError: pass\n"
     "os._exit(0)",
+    **{f"writes {what}": f"import os\nos.write(3, b'{what}')\nos._exit(0)" for what in (
+        "null", "5", "true", '"broken"', '{"broken": [null]}', '[5, null]', '[{"raised": 5}, {}]', "[NaN, NaN]", "{}"
+    )},
     "writes odd values": "import os\nos.write(3, b'[{\"value\": {\"result\": 0}}, {\"value\": {\"int\": []}}]')\n"
     "os._exit(0)",
     "writes depth": "import os\nos.write(3, b'[' * 100_000 + b']' * 100_000)\nos._exit(0)",
@@ -272,6 +275,68 @@ class Hangs(LocalSandbox):
         await asyncio.sleep(60)
 
 
+class Fragile(LocalSandbox):
+    """Fails so often while certain programs run in it."""
+
+    left = 0
+
+    async def exec(self, argv, *, seconds, stdin=b""):
+        if "poison" in f"{argv} {stdin}" and Fragile.left:
+            Fragile.left -= 1
+            raise RuntimeError("the sandbox is lost")
+        return await super().exec(argv, seconds=seconds, stdin=stdin)
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (ADD, HONEST + "# poison"),
+        ({**ADD, "tests": 'assert add("poi", "son")'}, HONEST),
+        (DOUBLE, "print(2 * int(input()))  # poison"),
+    ],
+    ids=["the program", "what it gave", "a case"],
+)
+def test_a_program_that_breaks_its_sandbox_is_wrong(data, code, monkeypatch):
+    """Twice, where others run: or bad programs had better break theirs."""
+    monkeypatch.setattr(Fragile, "left", 2)
+    why = "the program broke its sandbox: RuntimeError: the sandbox is lost"
+    assert is_wrong(judged(data, code, sandbox=Fragile), why)
+    monkeypatch.setattr(Fragile, "left", 1)
+    assert judged(data, code, sandbox=Fragile).value == 1.0
+
+
+def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
+    inside, most = 0, []
+
+    class Counting(LocalSandbox):
+        async def __aenter__(self):
+            nonlocal inside
+            inside += 1
+            most.append(inside)
+            await asyncio.sleep(0.2)
+            return self
+
+        async def __aexit__(self, kind, error, trace):
+            nonlocal inside
+            inside -= 1
+
+        async def exec(self, argv, *, seconds, stdin=b""):
+            return Ran(0, stdin, b"")
+
+    data = {"cases": [{"input": "1", "output": "1"}]}
+    attempt = Attempt(({"role": "assistant", "content": "x"},))
+    task = Task("t", "code", ({"role": "user", "content": "?"},), data)
+    config = VerifierConfig(seconds=0.6, code_seconds=0.1, code_at_once=2)
+    verifier = CodeVerifier(config, sandbox=Counting)
+
+    async def batch():
+        return await asyncio.gather(*(verifier(task, attempt) for _ in range(8)))
+
+    for _ in range(2):  # each batch has a loop of its own
+        assert {reward.value for reward in asyncio.run(batch())} == {1.0}
+    assert max(most) == 2
+
+
 @pytest.mark.parametrize(
     ("data", "sandbox", "why"),
     [
@@ -280,6 +345,7 @@ class Hangs(LocalSandbox):
         (ADD, Hangs, "TimeoutError"),
         ({}, LocalSandbox, "neither tests nor cases"),
         ({"cases": []}, LocalSandbox, "'t' has cases []"),
+        ({"cases": [{"input": "1"}]}, LocalSandbox, "'t' has a case without input and output"),
         ({**ADD, "tests": "assert add(1, 2) = 3"}, LocalSandbox, "SyntaxError"),
         ({**ADD, "tests": "assert 1 == 1"}, LocalSandbox, "call nothing of the code"),
         ({**ADD, "tests": "add(1, 2)"}, LocalSandbox, "the tests assert nothing"),
@@ -292,7 +358,7 @@ class Hangs(LocalSandbox):
     ],
 )
 def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
-    config = VerifierConfig(seconds=2 if sandbox is Hangs else 30, code_seconds=1, math_seconds=1)
+    config = VerifierConfig(seconds=2.1 if sandbox is Hangs else 30, code_seconds=1)
     reward = judged(data, HONEST, config, sandbox)
     assert reward.value is None and why in reward.error
 
@@ -300,6 +366,16 @@ def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
 def test_tests_that_hang_on_what_a_program_returns_are_its_fault():
     data = {"tests": "n = add(1, 2)\nassert n == 3 or [x for x in iter(int, 1)]", "names": ["add"]}
     assert is_wrong(judged(data, "def add(a, b): return 4", QUICK), "took more than 1 s")
+
+
+def test_the_time_of_tests_is_that_of_all_their_runs_together():
+    data = {
+        "tests": "import time\ntime.sleep(0.3)\nn = 5\nwhile n:\n    n = less(n)\nassert n == 0",
+        "names": ["less"],
+    }
+    code = "def less(n): return n - 1"
+    assert is_wrong(judged(data, code, QUICK), "the tests: took more than 1 s")
+    assert judged(data, code).value == 1.0
 
 
 def test_an_assert_that_is_never_reached_holds_nothing():

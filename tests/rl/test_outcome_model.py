@@ -30,7 +30,7 @@ from glm5_jax.rl.outcome_training import (
     make_outcome_step,
     margins_of,
 )
-from glm5_jax.rl.types import Attempt, Task
+from glm5_jax.rl.types import Attempt, Task, Unreadable
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.schedule import ScheduleConfig
@@ -320,6 +320,10 @@ def test_who_asks_is_told_what_went_wrong(trained):
     assert isinstance(found[0], float)
     assert "tokens, a row 128; raise length" in str(found[1])
     assert "only a chat that ends with an assistant's message" in str(found[2])
+    assert isinstance(found[1], Unreadable) and isinstance(found[2], Unreadable)
+    endless = Task("t", "general", ({"role": "user", "content": "word " * 200},)), good[1]
+    [error] = asyncio.run(together(Asked(model), endless))
+    assert isinstance(error, ValueError) and not isinstance(error, Unreadable)
 
     def broken(ids):
         raise RuntimeError("no memory")

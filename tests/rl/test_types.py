@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task, settled
 
 
 def test_what_cannot_be_is_refused():
@@ -25,3 +25,13 @@ def test_the_reply_is_the_last_that_the_policy_said():
     assert Attempt((call, tool, said)).reply == "4"
     assert Attempt((said, call)).reply == ""
     assert Attempt(()).reply == Attempt((tool,)).reply == ""
+
+
+def test_what_an_attempt_is_worth_however_it_ended():
+    said = ({"role": "assistant", "content": "4"},)
+    assert settled(Attempt(said)) is None
+    assert settled(Attempt(said, "failed")) == Reward(None, error="the environment failed")
+    assert settled(Attempt(said, "failed", "no engine")) == Reward(None, error="no engine")
+    cut = Reward(0.0, {"right": 0.0}, "the attempt was cut off")
+    assert settled(Attempt(said, "length"), {"right": 0.0}) == cut
+    assert settled(Attempt(said, error="no such call")) == Reward(0.0, error="no such call")
