@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, run_python
+from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError, box, run_python
 from tests.envs.leftovers import all_that_sandboxes_make, groups, namespaces, processes_in, run
 from tests.envs.test_sandbox import first_process, root_only
 
@@ -241,6 +241,62 @@ def test_the_sandboxes_of_a_killed_process_end_and_their_groups_are_swept_by_the
     assert run(run_python("print(1)")).stdout == b"1\n"
     assert groups_of(mark) == []
     assert found or os.getuid() != 0
+
+
+SLOW_START = """
+    import asyncio
+    from glm5_jax.envs.sandbox import Sandbox, box
+
+    launch = box.launch_task
+    box.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
+    asyncio.run(Sandbox().start())
+"""
+
+
+def test_a_process_killed_while_a_sandbox_starts_takes_it_along(plain_env):
+    """At a time when bubblewrap, which sees to it later, has not begun."""
+    command = [sys.executable, "-c", textwrap.dedent(SLOW_START)]
+    with subprocess.Popen(command, env=plain_env) as owner:
+        while not (found := sleepers_of(owner.pid)):
+            assert owner.poll() is None
+            time.sleep(0.01)
+        owner.kill()
+    [sandbox] = found
+    for _ in range(500):
+        if not sandbox.exists():
+            break
+        time.sleep(0.02)
+    assert not sandbox.exists()
+
+
+def sleepers_of(pid: int) -> list[pathlib.Path]:
+    """Its children that have become what was to be bubblewrap."""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    found = [pathlib.Path("/proc", child) for child in children]
+    return [path for path in found if b"1014" in (path / "cmdline").read_bytes()]
+
+
+def test_a_sandbox_whose_caller_is_gone_does_not_start(monkeypatch):
+    """Nobody would end it."""
+    launch = box.launch_task
+    monkeypatch.setattr(box, "launch_task", lambda *given: launch(*given) | {"caller": 1})
+    with pytest.raises(SandboxError, match="its caller is gone"):
+        run(Sandbox().start())
+
+
+def test_what_cannot_be_removed_is_told_and_takes_no_result_away(monkeypatch, caplog):
+    async def work():
+        async with Sandbox() as own:
+            remove = own._groups.remove
+
+            async def removed(seconds):
+                return [*await remove(seconds), "/a/group"]
+
+            monkeypatch.setattr(own._groups, "remove", removed)
+            return await own.exec("echo 1")
+
+    assert run(work()).stdout == b"1\n"
+    assert "could not be removed wholly: /a/group is left" in caplog.text
 
 
 def groups_of(mark: str) -> list[str]:

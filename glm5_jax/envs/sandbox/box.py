@@ -51,7 +51,8 @@ class Sandbox:
 
     limits: what is limited -> by what; "not" begins what is not limited here, which the log tells too.
     Its methods raise SandboxError if the sandbox fails, and are done with all that they began when they
-    are cancelled.
+    are cancelled. What could not be removed at the end of an `async with` is logged: it takes away nothing of what
+    came of it.
     """
 
     def __init__(self, config: SandboxConfig | None = None):
@@ -75,7 +76,10 @@ class Sandbox:
         return self
 
     async def __aexit__(self, kind, error, trace) -> None:
-        await self.stop()
+        try:
+            await self.stop()
+        except SandboxError as failure:
+            log.error("%s", failure)
 
     async def start(self) -> None:
         if self._running or self._stopping is not None:

@@ -67,6 +67,7 @@ def launch_task(
     return {
         "operation": "launch",
         "owner": owner,
+        "caller": os.getpid(),
         "layers": [str(folder) for folder in config.base.folders],
         "disk_bytes": config.disk_bytes,
         "files": config.files,

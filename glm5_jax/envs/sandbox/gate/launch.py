@@ -12,7 +12,7 @@ SET_PDEATHSIG = 1
 
 def launch(task):
     """Builds the file system in namespaces of its own and turns into bubblewrap."""
-    call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_caller(task)
     if task["owner"]:
         # Mounted with the rights of root: overlay then keeps its notes in attributes that every
         # tmpfs has (user attributes came to it with Linux 6.6) and the sandbox's users lack.
@@ -24,9 +24,17 @@ def launch(task):
         mount(None, "/", None, MS_REC | MS_PRIVATE)
         build_root(task)
     write("/proc/sys/user/max_user_namespaces", "0")
+    die_with_caller(task)  # again: who becomes another user is released from it
     for descriptor in task["keep"]:
         os.set_inheritable(descriptor, True)
     os.execv(task["command"][0], task["command"])
+
+
+def die_with_caller(task):
+    """Whoever asked for the sandbox may be killed at any time; Failed if that was before now."""
+    call("prctl", SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != task["caller"]:
+        raise Failed("its caller is gone")
 
 
 def enter_user_namespace(owner):
