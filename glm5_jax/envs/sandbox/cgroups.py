@@ -20,14 +20,16 @@ def _prefix() -> str:
     return f"glm5_jax-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
-def _hierarchies() -> tuple[dict[str, pathlib.Path], pathlib.Path | None, pathlib.Path | None]:
-    """This process's own group of each version 1 controller, and of version 2 with its mount."""
+def _hierarchies(
+    proc: pathlib.Path = pathlib.Path("/proc/self"),
+) -> tuple[dict[str, pathlib.Path], pathlib.Path | None, pathlib.Path | None]:
+    """A process's own group of each version 1 controller, and of version 2 with its mount."""
     own = {}
-    for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+    for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
         own.update((name, path) for name in names.split(","))
     first, second, top = {}, None, None
-    for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in (proc / "mountinfo").read_text().splitlines():
         fields, _, (kind, _, options, *_) = (part.split() for part in line.partition(" - "))
         root, mount = fields[3], pathlib.Path(fields[4])
         names = [""] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
@@ -112,7 +114,7 @@ class Groups:
                         self.limits[controller] = "cgroup v2"
                 return
             if folder:
-                folder.rmdir()
+                _remove(folder)
             if parent == top:
                 return
 
