@@ -37,7 +37,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, check_batch, resolve
 from glm5_jax.core.sharding import stationary
 from glm5_jax.core.tree import flatten
+from glm5_jax.data.record import STREAMS
 from glm5_jax.model import glm5
+from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import make_step
 from launch.hlo import KINDS, collectives
@@ -93,21 +95,17 @@ def topology_mesh(target: str, axes: dict[str, int]) -> Mesh:
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def lower_step(config, mesh, platform: str = "tpu") -> LoweredStep:
-    """The train step of an ExperimentConfig on a mesh, for the first batch of its run."""
-    length = config.data.sequence_length
-    step = make_step(
-        config.model, config.step, config.optimizer, make_schedule(config.schedule), mesh
-    )
-    rows, where = config.batch.start // length, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES))
+def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> LoweredStep:
+    """The train step of a stage on a mesh, for the first batch of its run."""
+    rows, length = config.first_rows, config.row_length
     config.model.check_length(length)
     check_batch(rows, length, mesh)
-
-    def array(dtype):
-        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=where)
-
-    batch = {k: array(jnp.int32) for k in ("token_ids", "segment_ids", "positions")}
-    batch |= {k: array(jnp.float32) for k in ("loss_mask", "ce_weight")}
+    schedule = make_schedule(config.schedule)
+    step = make_step(config.model, config.step, config.optimizer, schedule, mesh, config.token_loss)
+    where = NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES))
+    dtypes = {k: STREAMS[k] for k in config.streams}
+    dtypes |= dict.fromkeys(("segment_ids", "positions"), np.int32)
+    batch = {k: jax.ShapeDtypeStruct((rows, length), t, sharding=where) for k, t in dtypes.items()}
     lowered = step.train.trace(step.abstract, batch).lower(lowering_platforms=(platform,))
     return LoweredStep(lowered, step.abstract, batch)
 
@@ -146,7 +144,7 @@ def describe(config, mesh, step: LoweredStep) -> str:
     """The report from shapes alone."""
     arguments = {**step.state, "batch": step.batch}
     parts = {name: sum(bytes_on_device(part).values()) for name, part in arguments.items()}
-    tokens = config.batch.start
+    tokens = config.first_rows * config.row_length
     name = ", ".join(f"{a} {n}" for a, n in mesh.shape.items() if n > 1) or "1 device"
     lines = [
         f"{config.name} on {mesh.size} devices: {name}; batch of {tokens:,} tokens, "
@@ -195,6 +193,10 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = parse(values(argv, known_only=True)).config
+        if not isinstance(config, StageConfig):
+            raise ValueError(
+                "this experiment is not one stage of training; give the one to compile"
+            )
         axes = dataclasses.asdict(config.mesh)
         mesh = topology_mesh(values.target, axes) if values.target else abstract_mesh(axes)
         platform = "cuda" if (values.target or "").startswith("h200") else "tpu"

@@ -28,7 +28,7 @@ from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import Computation
-from glm5_jax.inference.steps import bucket
+from glm5_jax.inference.steps import Shape, bucket
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.indexer import Index
@@ -68,6 +68,7 @@ class Agreement(NamedTuple):
             "logp_max": self.logp.max(),
             "logp_mean": self.logp.mean(),
             "recorded_max": self.recorded.max(),
+            "recorded_mean": self.recorded.mean(),
         }
         first = [(np.inf, 0.0)]
         for name, choice in (("keys", self.keys), ("experts", self.experts)):
@@ -78,12 +79,6 @@ class Agreement(NamedTuple):
         layer, gap = min(first, key=lambda found: found[0])
         told |= {"layer": layer if np.isfinite(layer) else -1, "gap": gap}
         return {f"agreement/{name}": float(value) for name, value in told.items()}
-
-
-def agreement(params, records: Sequence[TokenRecord], engine: Engine, cfg: ModelConfig, **options):
-    """`compare`, as metrics; none if nothing was sampled."""
-    found = compare(params, records, engine, cfg, **options)
-    return {} if found is None else found.metrics
 
 
 def compare(
@@ -110,9 +105,10 @@ def compare(
             raise ValueError(
                 f"{name} is {theirs} in the engine and {own} in the learner; both must have one model"
             )
-    records = [record for record in records if _sampled(record).any()]
+    records = [record for record in records if is_sampled(record).any()]
     if not records:
         return None
+    sizes = _Sizes.of(records, made)
     region = Region() if mesh is None else Region.of(mesh)
     parts = region.size(SEQUENCE_AXES)
     length = -(-bucket(max(map(len, records)), 1 << 62, LEAST_LENGTH) // parts) * parts
@@ -128,8 +124,8 @@ def compare(
     for i, held in enumerate(rows):
         at = 0
         for record in held:
-            theirs = _reread(record, made, temperature, k)
-            sampled, count = _sampled(record), len(record) - 1
+            theirs = _reread(record, made, sizes, temperature, k)
+            sampled, count = is_sampled(record), len(record) - 1
             here = slice(at, at + count)
             read[i, here] = True
             if topk is not None:
@@ -142,7 +138,7 @@ def compare(
             at += len(record)
     keys = chosen = None
     if topk is not None:
-        found = jax.device_get(_keys(own.topk, own.index, topk, read))
+        found = jax.device_get(_keys(own.topk, Index(*own.queries, own.keys), topk, read))
         keys = Differing(np.array(cfg.full_layers), *found)
     if experts is not None:
         found = jax.device_get(_experts(own.experts, own.scores, experts, read))
@@ -150,18 +146,21 @@ def compare(
     return Agreement(keys, chosen, np.concatenate(apart), np.concatenate(recorded))
 
 
-def _sampled(record: TokenRecord) -> np.ndarray:
+def is_sampled(record: TokenRecord) -> np.ndarray:
+    """bool [t] of its tokens."""
     if record.rollout_logp is None:
         return np.zeros(len(record), bool)
     return ~np.isnan(record.rollout_logp)
 
 
 class _Own(NamedTuple):
-    """Of the learner: topk int32[l b t k] and the Index [l b ...] behind it, of layers with an indexer; experts
-    int32[l b t a] and the scores wide[l b t e] by which they are chosen. None where nothing is."""
+    """Of the learner: topk int32[l b t k] and the Index [l b ...] behind it, queries and their weights and keys, of
+    layers with an indexer; experts int32[l b t a] and the scores wide[l b t e] by which they are chosen. None where
+    nothing is."""
 
     topk: jax.Array | None
-    index: Index | None
+    queries: tuple[jax.Array, jax.Array] | None
+    keys: jax.Array | None
     experts: jax.Array | None
     scores: jax.Array | None
 
@@ -175,8 +174,9 @@ def _learner(params, batch, *, cfg, plan, chunk, temperature, mesh):
         weights = glm5.Weights(cfg, region, plan)
         logp = target_logp(params, weights, out.hidden, targets, temperature, chunk, plan)
         topk, index = _with_indexer(out.stats.selection, cfg)
+        q, k = (None, None) if topk is None else (index[:2], index.k)
         routing = out.stats.routing or (None, None, None)
-        return logp, _Own(topk, None if topk is None else index, routing[0], routing[2])
+        return logp, _Own(topk, q, k, routing[0], routing[2])
 
     tokens = batch["token_ids"]
     args = tokens, batch["positions"], batch["segment_ids"], jnp.roll(tokens, -1, axis=1)
@@ -189,7 +189,7 @@ def _learner(params, batch, *, cfg, plan, chunk, temperature, mesh):
             functools.partial(local, Region.of(mesh)),
             mesh=mesh,
             in_specs=(_specs(cfg, mesh, params), rows, rows, rows, rows),
-            out_specs=(rows, _Own(cut, Index(cut, cut, whole), cut, cut)),
+            out_specs=(rows, _Own(cut, cut, whole, cut, cut)),
             check_vma=False,
         )
         logp, own = run(params, *args)
@@ -218,29 +218,67 @@ class _Theirs(NamedTuple):
     experts: np.ndarray | None
 
 
-def _reread(record: TokenRecord, made: Computation, temperature: float, k: int | None) -> _Theirs:
+class _Run(NamedTuple):
+    """Tokens from the one numbered first on that an engine reads at once or, where it drew them, one by one."""
+
+    first: int
+    count: int
+    drawn: bool
+
+
+def _runs(record: TokenRecord, chunk: int) -> list[_Run]:
+    """What an engine reads of a record: all but the last token."""
+    sampled, found = is_sampled(record)[:-1], []
+    for drawn, run in itertools.groupby(range(len(sampled)), lambda i: bool(sampled[i])):
+        places = list(run)
+        found += [
+            _Run(first, min(chunk, places[-1] + 1 - first), drawn)
+            for first in range(places[0], places[-1] + 1, chunk)
+        ]
+    return found
+
+
+class _Sizes(NamedTuple):
+    """Of what is compiled to read some records, one program for those given and one for those drawn: pages of the
+    table, and tokens of each."""
+
+    pages: int
+    tokens: dict[bool, int]
+
+    @classmethod
+    def of(cls, records: Sequence[TokenRecord], made: Computation) -> "_Sizes":
+        shape, counts = made.shape, {True: 1, False: 1}
+        for record in records:
+            for run in _runs(record, shape.chunk):
+                counts[run.drawn] = max(counts[run.drawn], run.count)
+        longest = max(map(len, records))
+        return cls(
+            shape.pages(-(-longest // shape.page_size)),
+            {drawn: shape.tokens(count) for drawn, count in counts.items()},
+        )
+
+
+def _reread(
+    record: TokenRecord, made: Computation, sizes: _Sizes, temperature: float, k: int | None
+) -> _Theirs:
     """A record as an engine reads it. k: keys that the learner selects, None for all."""
-    shape, ids, sampled = made.shape, record.token_ids, _sampled(record)
-    width = shape.pages(-(-len(ids) // shape.page_size))
+    ids = record.token_ids
     static = {"cfg": made.cfg, "plan": made.plan, "mesh": made.mesh, "temperature": temperature}
-    layers, tables = _pages(made, width)
+    layers, tables = _pages(made, sizes.pages)
     logp, topk, experts = np.full(len(ids), np.nan), [], []
-    for drawn, run in itertools.groupby(range(len(ids) - 1), lambda i: bool(sampled[i])):
-        run = list(run)
-        for first in range(run[0], run[-1] + 1, shape.chunk):
-            count = min(shape.chunk, run[-1] + 1 - first)
-            tokens, targets = np.zeros((2, shape.tokens(count)), np.int32)
-            tokens[:count], targets[:count] = ids[first:][:count], ids[first + 1 :][:count]
-            step = _decode if drawn else _read
-            layers, said, (keys, chosen) = step(
-                made.params, layers, tables, tokens, targets, first, count, **static
-            )
-            said = np.asarray(said)
-            logp[first + count + 1 - len(said[:count]) : first + count + 1] = said[:count]
-            if k is not None:
-                topk.append(_listed(keys, first, count, k))
-            if chosen is not None:
-                experts.append(np.asarray(chosen)[:, :count])
+    for first, count, drawn in _runs(record, made.shape.chunk):
+        tokens, targets = np.zeros((2, sizes.tokens[drawn]), np.int32)
+        tokens[:count], targets[:count] = ids[first:][:count], ids[first + 1 :][:count]
+        step = _decode if drawn else _read
+        layers, said, (keys, chosen) = step(
+            made.params, layers, tables, tokens, targets, first, count, **static
+        )
+        said = np.asarray(said)
+        logp[first + count + 1 - len(said[:count]) : first + count + 1] = said[:count]
+        if k is not None:
+            topk.append(_listed(keys, first, count, k))
+        if chosen is not None:
+            experts.append(np.asarray(chosen)[:, :count])
     joined = [np.concatenate(found, axis=1) if found else None for found in (topk, experts)]
     return _Theirs(logp, *joined)
 
@@ -256,19 +294,24 @@ def _listed(keys, first: int, count: int, k: int) -> np.ndarray:
 
 def _pages(made: Computation, width: int):
     """Empty pages of one sequence, in each group of devices that holds other ones, and their table."""
-    shape, mesh = made.shape, made.mesh
-    groups = 1 if mesh is None else Region.of(mesh).size(BATCH_AXES)
+    groups = 1 if made.mesh is None else Region.of(made.mesh).size(BATCH_AXES)
+    tables = np.broadcast_to(np.arange(width, dtype=np.int32), (groups, width))
+    return _emptied(made.cfg, made.shape, made.mesh, groups * width)(), tables
+
+
+@functools.cache
+def _emptied(cfg: ModelConfig, shape: Shape, mesh, count: int):
+    """Makes so many empty pages; kept, as another function would be another program."""
     empty = functools.partial(
         init_pages,
-        made.cfg,
-        groups * width,
+        cfg,
+        count,
         shape.page_size,
         index_cache=shape.index_cache,
         latent_cache=shape.latent_cache,
     )
-    tables = np.broadcast_to(np.arange(width, dtype=np.int32), (groups, width))
     spread = None if mesh is None else NamedSharding(mesh, P(BATCH_AXES))
-    return jax.jit(empty, out_shardings=spread)(), tables
+    return jax.jit(empty, out_shardings=spread)
 
 
 _STATIC = ("cfg", "plan", "mesh", "temperature")

@@ -4,7 +4,8 @@ import dataclasses
 
 from glm5_jax.data.record import STREAMS
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
+from glm5_jax.rl.monitor import AgreementConfig
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.training.experiment import StageConfig
@@ -65,7 +66,7 @@ class RlConfig(StageConfig):
 
     Attributes:
       learns: from "rewards" or "teachers" (GLM-5 3.5), of which tasks have theirs by their origin.
-      policy, credit, rollout, engine, evaluation: see their own.
+      policy, credit, rollout, engine, evaluation, agreement: see their own.
       teachers: see `Teacher`. With rewards: the reference of `credit.pull`.
       length: tokens of a row, and at most of an attempt.
       rows: of a batch: a multiple of this, in powers of two.
@@ -83,6 +84,7 @@ class RlConfig(StageConfig):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    agreement: AgreementConfig = AgreementConfig()
     teachers: tuple[Teacher, ...] = ()
     length: int = 65_536 + 4096  # a reply and its prompt; not disclosed
     rows: int = 8
@@ -111,14 +113,25 @@ class RlConfig(StageConfig):
             raise ValueError(f'a reference has the origin "", not {origins}')
 
     @property
+    def free(self) -> tuple[str, ...]:
+        return *super().free, "agreement."
+
+    @property
     def row_length(self) -> int:
         return self.length
 
     @property
-    def chat_variant(self) -> str:
-        return self.rollout.variant
+    def first_rows(self) -> int:
+        return self.rows
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Of a record, that the learner reads."""
         return tuple(name for name in STREAMS if name != "weight_version")
+
+    @property
+    def token_loss(self) -> PolicyLoss:
+        return PolicyLoss(self.policy)
+
+    @property
+    def chat_variant(self) -> str:
+        return self.rollout.variant

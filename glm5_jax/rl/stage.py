@@ -23,7 +23,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.experiment import RlConfig, Teacher
-from glm5_jax.rl.losses import PolicyLoss
+from glm5_jax.rl.monitor import agreement
 from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
 from glm5_jax.rl.streams import credited, distilled
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
@@ -120,7 +120,7 @@ class Reinforcement(Stage):
             check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
-        return super()._make_step(step_maker, token_loss=PolicyLoss(self.config.policy), **options)
+        return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
     def _open(self) -> Source:
         config = self.config
@@ -173,10 +173,27 @@ class Reinforcement(Stage):
         self._attempts.scores = scores if teachers else None
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
+        agreed = self._agreement(state["params"])
         state, metrics = super()._update(state, batch)
         self._done += 1
         self._engine.update_weights(_copied(state["params"]), self._done)
-        return state, metrics | self._attempts.metrics
+        return state, metrics | self._attempts.metrics | agreed
+
+    def _agreement(self, params) -> dict[str, float]:
+        """How far the engine, which still has the weights that sampled the batch, agrees with the learner."""
+        config, began = self.config, time.perf_counter()
+        told = agreement(
+            params,
+            self._attempts.records,
+            self._engine,
+            config.model,
+            config.agreement,
+            plan=config.step.plan(),
+            chunk=config.step.loss_chunk,
+            temperature=config.policy.temperature,
+            mesh=self._mesh,
+        )
+        return told and told | {"seconds/agreement": time.perf_counter() - began}
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         config, held_out = self.config.evaluation, self._world.held_out
@@ -204,11 +221,12 @@ class Attempts:
     Attributes:
       rollouts: makes attempts.
       scores: by origin, a teacher's log-probs of a batch's tokens; None: there is none.
-      metrics: of the last batch.
+      records, metrics: of the last batch.
     """
 
     rollouts: Rollouts
     scores: Callable[[Batch], dict[str, np.ndarray]] | None
+    records: list[TokenRecord]
 
     def __init__(self, config: RlConfig, world: World, texts: Sequence[TokenRecord] = ()):
         """texts: records of the world's."""
@@ -224,6 +242,7 @@ class Attempts:
                 first = (self._made - 1) * self._config.texts
                 numbers = range(first, first + self._config.texts)
                 records += [self._texts[i % len(self._texts)] for i in numbers]
+                self.records = records
                 return self._laid_out(groups, records, batch_size)
         raise ValueError(
             f"{MOST_EMPTY} batches in a row had nothing to learn from; the last one's errors: "

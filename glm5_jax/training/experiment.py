@@ -15,6 +15,7 @@ from glm5_jax import presets
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 from glm5_jax.training.step import StepConfig
@@ -81,9 +82,29 @@ class StageConfig:
         return self.train.steps or self.schedule.total_steps
 
     @property
+    def free(self) -> tuple[str, ...]:
+        """How fields begin that a resumed run may change: they alter neither what is trained nor on what."""
+        return _FREE
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row."""
         raise NotImplementedError
+
+    @property
+    def first_rows(self) -> int:
+        """Rows of the first batch, at least; ValueError of a stage whose step is not `make_step`'s."""
+        raise ValueError(f"{self.name} learns by a step of its own, which is not lowered")
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Of a record, that the learner reads."""
+        return "token_ids", "loss_mask", "ce_weight"
+
+    @property
+    def token_loss(self) -> TokenLoss | None:
+        """What sampled tokens are learnt from; None: nothing is sampled."""
+        return None
 
     @property
     def chat_variant(self) -> str | None:
@@ -108,6 +129,10 @@ class ExperimentConfig(StageConfig):
         return self.data.sequence_length
 
     @property
+    def first_rows(self) -> int:
+        return self.batch.start // self.row_length
+
+    @property
     def chat_variant(self) -> str | None:
         return self.data.chat_variant
 
@@ -120,7 +145,6 @@ class ExperimentConfig(StageConfig):
 
 Config = TypeVar("Config")
 
-# Parts that a resumed run may change: they alter neither what is trained nor on what.
 _FREE = (
     "name",
     "mesh.",
@@ -166,7 +190,7 @@ def check_resume(workdir, config) -> None:
     before = dict(_flat(json.loads(path.read_text())))
     now = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
     names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
-    changed = [n for n in names if not n.startswith(_FREE)]
+    changed = [n for n in names if not n.startswith(config.free)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed)
         raise ValueError(

@@ -5,6 +5,7 @@ and the step's number, and these are saved together, so a run that was killed an
 bitwise the same losses as one that never stopped.
 """
 
+import contextlib
 import dataclasses
 import signal
 import threading
@@ -136,6 +137,10 @@ def train(
             recorder.restart_clock()
         store.wait()
     except TrainingStopped as error:
+        with contextlib.suppress(
+            TrainingStopped
+        ):  # of the steps that were made, maybe the same again
+            recorder.settle()
         store.wait()
         raise type(error)(f"{error}; {store.last_good}") from None
     except OSError as error:

@@ -238,6 +238,9 @@ def _reward_charts(series, figure):
         lines = [(name, *policy[name]) for name in names if name in policy]
         if lines:
             yield figure(charts.line_chart(lines, y_label=label, smooth=True), note)
+    if alike := [s for s in series("agreement/") if s[0] in ("keys", "experts")]:
+        drawing = charts.line_chart(alike, y_label="Choices alike, share")
+        yield figure(drawing, "Engine against learner, of the same tokens and over all layers.")
     rollout = series("rollout/")
     if lengths := [s for s in rollout if s[0] == "tokens"]:
         yield figure(charts.line_chart(lengths, y_label="Tokens per attempt", smooth=True))

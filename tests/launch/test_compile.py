@@ -21,6 +21,29 @@ def test_report_from_shapes(capsys):
     assert "lowered for tpu in" in out
 
 
+def test_report_on_a_step_that_learns_from_samples(capsys):
+    fields = {"mesh.fsdp": 2, "mesh.expert": 2, "rows": 8, "length": 64}
+    flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
+    assert pod.main(["compile", "--experiment=experiments/rl_reasoning.py:addition", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "on 4 devices: fsdp 2, expert 2; batch of 512 tokens, 128 per device" in out
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        ("lifecycle.py:tiny", "is not one stage of training; give the one to compile"),
+        ("reward_model.py:tiny", "reward_model:tiny learns by a step of its own"),
+    ],
+)
+def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys):
+    mesh = [] if "lifecycle" in experiment else ["--experiment.mesh.fsdp=2"]
+    assert pod.main(["compile", f"--experiment=experiments/{experiment}", *mesh]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err
+    assert err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

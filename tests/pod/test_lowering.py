@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
+from glm5_jax.rl.experiment import RlConfig, policy_alone
+from glm5_jax.rl.losses import PolicyLoss
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.step import StepConfig
 from launch import compile as pod, run
@@ -57,7 +60,20 @@ def fine_tuning():
     return run.load("experiments/sft.py:glm5,mixed")[1]
 
 
-@pytest.mark.parametrize("make", [pretraining, long_context, warm_up, adaptation, fine_tuning])
+def reinforcement():
+    """Attempts of up to 68K tokens, cut in eight; Adam's moments of all that learns."""
+    return RlConfig(
+        name="reinforcement",
+        mesh=MeshConfig(fsdp=2, expert=64, context=8),
+        step=dataclasses.replace(policy_alone(), microbatches=2, token_chunk=1088, query_block=64),
+        rows=256,
+    )
+
+
+STAGES = [pretraining, long_context, warm_up, adaptation, fine_tuning, reinforcement]
+
+
+@pytest.mark.parametrize("make", STAGES)
 def test_the_step_lowers_for_a_thousand_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS
@@ -65,8 +81,33 @@ def test_the_step_lowers_for_a_thousand_tpus(make):
     text = step.lowered.as_text()
     assert f"mhlo.num_partitions = {CHIPS}" in text
     assert "ragged_all_to_all" in text, "rows do not travel between the experts' devices"
-    batch = f"tensor<{config.batch.start // config.data.sequence_length}x"
-    assert f"{batch}{config.data.sequence_length}xi32>" in text
+    assert f"tensor<{config.first_rows}x{config.row_length}xi32>" in text
+    assert "approx" not in text.lower(), "what is selected depends on how long the row is"
+
+
+def test_a_step_of_reinforcement_reads_what_was_sampled():
+    config, _, step = lowered(reinforcement)
+    assert step.batch.keys() > {*PolicyLoss.streams}
+    text = step.lowered.as_text()
+    arguments = text[text.index("@main(") : text.index("->", text.index("@main("))]
+    # What nothing reads is no argument: beside the streams only what all stages read.
+    read = arguments.count(f"tensor<{config.rows}x{config.length}xf32>")
+    assert read == len(PolicyLoss.streams) + len(("loss_mask", "ce_weight"))
+
+
+def test_bytes_per_device_of_reinforcement():
+    """Two moments of what gradients move: not the indexers, the MTP layer and the router's bias."""
+    _, _, step = lowered(reinforcement)
+    weights = pod.bytes_on_device(step.state["params"])
+    params = sum(weights.values())
+    assert 4 * PARAMETERS / CHIPS <= params < 1.05 * 4 * PARAMETERS / CHIPS
+    still = re.compile("indexer/|^mtp/|router/bias$")
+    moving = sum(size for path, size in weights.items() if not still.search(path))
+    optimizer = sum(pod.bytes_on_device(step.state["optimizer"]).values())
+    assert optimizer - 2 * moving == 4, "beside the moments there is the number of steps"
+    batch = sum(pod.bytes_on_device(step.batch).values())
+    assert batch < 1e6
+    assert params + optimizer + batch < 9 * GIB
 
 
 @LAYOUTS

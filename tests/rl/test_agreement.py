@@ -14,7 +14,9 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.rl.agreement import MOST_GAP, _differing, _relative, agreement, compare
+from glm5_jax.model.plan import Plan
+from glm5_jax.rl.agreement import MOST_GAP, _differing, _learner, _relative, compare
+from glm5_jax.rl.batch import lay_out
 from tests.model.small import one_layer
 
 # One dense layer and two of experts.
@@ -56,9 +58,9 @@ def attempt(made, given, seed=0, new=10):
     return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
 
 
-def changed(path, change):
+def changed(path, change, weights=None):
     """The weights with one of them changed."""
-    tree = jax.tree.map(lambda a: a, params())
+    tree = jax.tree.map(lambda a: a, weights or params())
     *names, last = path.split("/")
     inner = tree
     for name in names:
@@ -78,6 +80,26 @@ def test_an_engine_selects_what_the_learner_does():
     assert found.metrics["agreement/layer"] == -1 and found.metrics["agreement/gap"] == 0.0
     assert found.logp.shape == (30,) and found.logp.max() < ROUNDING
     assert found.recorded.max() < ROUNDING
+
+
+def test_equal_scores_go_to_the_first_keys_on_both_sides():
+    """Where all score zero the rule for ties is all there is: with another one, or chance, other keys are chosen."""
+    tied = params()
+    for stack in ("dense_layers", "moe_layers"):
+        tied = changed(f"{stack}/indexer/q_b", jnp.zeros_like, tied)
+    made, k = engine(tied), CFG.index_topk
+    batch, [held] = lay_out(records(), 128, 1, ("token_ids",))
+    options = dict(plan=Plan(), chunk=64, temperature=0.8, mesh=None)
+    _, own = _learner(tied, batch, cfg=CFG, **options)
+    at = 0
+    for record in held:
+        visible = np.arange(k) <= np.arange(len(record))[:, None]
+        want = np.where(visible, at + np.arange(k), -1)
+        for layer in np.asarray(own.topk)[:, 0, at : at + len(record)]:
+            np.testing.assert_array_equal(layer, want)
+        at += len(record)
+    found = compare(tied, records(), made, CFG, temperature=0.8)
+    assert (found.keys.same == 1.0).all() and (found.keys.gap == 0.0).all()
 
 
 def test_another_temperature_is_told_by_what_was_recorded():
@@ -159,7 +181,7 @@ def test_a_model_that_chooses_nothing_has_log_probs_alone():
 
 
 def test_nothing_sampled_is_nothing_to_compare():
-    assert agreement(params(), [TokenRecord([1, 2, 3], [0, 0, 0])], engine(), CFG) == {}
+    assert compare(params(), [TokenRecord([1, 2, 3], [0, 0, 0])], engine(), CFG) is None
 
 
 def test_a_difference_is_measured_by_the_scores_behind_it():
@@ -180,7 +202,9 @@ def test_a_difference_is_measured_by_the_scores_behind_it():
 
 @pytest.mark.parametrize("weights", [None, 1])
 def test_metrics_are_numbers_under_their_names(weights):
-    told = agreement(params(), records()[:1], engine(weights and params(1)), CFG, temperature=0.8)
-    names = ("logp_max", "logp_mean", "recorded_max", "keys", "experts", "layer", "gap")
+    made = engine(weights and params(1))
+    told = compare(params(), records()[:1], made, CFG, temperature=0.8).metrics
+    names = [f"{of}_{over}" for of in ("logp", "recorded") for over in ("max", "mean")]
+    names += ["keys", "experts", "layer", "gap"]
     assert told.keys() == {f"agreement/{name}" for name in names}
     assert all(type(value) is float for value in told.values())

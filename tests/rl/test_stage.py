@@ -135,7 +135,8 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     rows = read(tmp_path / "whole")
     steps, mismatch = column(rows, "policy/mismatch")
     assert steps == [1, 2, 3, 4] and max(mismatch) < 1e-5
-    for name in ("reward/math", "reward/code", "reward_part/low", "rollout/truncated", "loss/rl"):
+    told = "reward/math reward/code reward_part/low rollout/truncated loss/rl agreement/logp_max"
+    for name in told.split():
         assert len(column(rows, name)[0]) == 4, name
     assert column(rows, "held_out/math")[0] == [2, 4]
     assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped

@@ -1,0 +1,235 @@
+"""Engine and learner are compared in every step: exactly alike, or the run ends and says why."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.experiment import RlConfig, policy_alone
+from glm5_jax.rl.monitor import AgreementConfig, agreement, chosen, exceeded, precision_of
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.types import Reward, Task
+from glm5_jax.training.experiment import check_resume, write_config
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step import make_step
+from tests.rl.test_agreement import CFG
+
+# A dense layer and one of experts, each with an indexer; a task and its reply have more tokens than it selects.
+SPARSE = dataclasses.replace(CFG, vocab_size=292, num_hidden_layers=2, num_nextn_predict_layers=0)
+TASKS = [Task(f"t{i}", "any", ({"role": "user", "content": "abc" * i},)) for i in range(1, 5)]
+
+
+class AllOver:
+    """The same tasks every time."""
+
+    def draw(self, count):
+        return TASKS[:count]
+
+    def accept(self, task): ...
+
+    def drop(self, task): ...
+
+    def state(self):
+        return {}
+
+    def restore(self, state): ...
+
+
+async def likes_low_bytes(task, attempt):
+    text = attempt.reply.encode()
+    return Reward(sum(byte < 64 for byte in text) / max(len(text), 1))
+
+
+CONFIG = RlConfig(
+    name="monitored",
+    model=SPARSE,
+    tokenizer="bytes",
+    goes_on=False,
+    optimizer=OptimizerConfig(weight_decay=0.0, frozen=("indexer/",)),
+    schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 3),
+    step=dataclasses.replace(policy_alone(), remat="none"),
+    train=TrainConfig(eval_interval=0, save_interval=0),
+    rollout=RolloutConfig(prompts=4, group=2, max_tokens=12, thinking=False),
+    engine=EngineConfig(page_size=8, max_batch=8, chunk=64, max_length=64),
+    length=64,
+    rows=8,
+)
+
+
+@functools.cache
+def compiled(cfg, mesh):
+    """Once for all runs."""
+    config = CONFIG
+    rate = lambda step: jnp.asarray(1e-2)  # noqa: E731
+    return make_step(cfg, config.step, config.optimizer, rate, mesh, config.token_loss)
+
+
+def stage(workdir, config=CONFIG):
+    def shared(cfg, step, optimizer, schedule, mesh, token_loss):
+        return compiled(cfg, mesh)
+
+    return Reinforcement(config, workdir, World(AllOver(), {}, likes_low_bytes), step_maker=shared)
+
+
+def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
+    made = stage(tmp_path)
+    made.run()
+    rows = read(tmp_path)
+    for name, value in {"keys": 1, "experts": 1, "layer": -1, "gap": 0}.items():
+        assert column(rows, f"agreement/{name}") == ([1, 2, 3], [value] * 3), name
+    for name in ("logp_max", "logp_mean", "recorded_max", "recorded_mean"):
+        steps, values = column(rows, f"agreement/{name}")
+        assert steps == [1, 2, 3] and max(values) < 1e-5, name
+    assert min(column(rows, "seconds/agreement")[1]) > 0
+    assert "Choices alike, share" in (tmp_path / "report/index.html").read_text()
+
+
+def test_an_engine_that_keeps_its_first_weights_ends_the_run(tmp_path, monkeypatch):
+    """Before anything is learnt from what it sampled with them."""
+
+    def forgetful(self, params, version, policy="finish"):
+        self.version = version
+
+    monkeypatch.setattr(Engine, "update_weights", forgetful)
+    with pytest.raises(TrainingStopped, match="agreement/gap is .*, more than 3.81e-06.*no check"):
+        stage(tmp_path).run()
+    assert column(read(tmp_path), "agreement/keys") == ([1], [1.0])
+
+
+def test_a_run_that_was_stopped_may_go_on_with_other_limits(tmp_path):
+    write_config(tmp_path, CONFIG)
+    check_resume(tmp_path, dataclasses.replace(CONFIG, agreement=AgreementConfig(1, 1, 1, 0, 1)))
+    with pytest.raises(ValueError, match="length was 64, is 65"):
+        check_resume(tmp_path, dataclasses.replace(CONFIG, length=65))
+
+
+def record(given, *sampled):
+    """So many tokens that were given, then replies of so many with one given token between them."""
+    logp = [np.nan] * given
+    for count in sampled:
+        logp += [*-np.arange(1.0, count + 1), np.nan]
+    logp = np.asarray(logp[:-1] if sampled else logp)
+    return TokenRecord(np.arange(len(logp)), ~np.isnan(logp), rollout_logp=logp)
+
+
+@pytest.mark.parametrize(
+    "attempts, lengths", [(0, []), (1, [9]), (2, [9, 3]), (3, [9, 5, 3]), (9, [9, 8, 6, 5, 4, 3])]
+)
+def test_attempts_of_all_lengths_are_compared_the_longest_first(attempts, lengths):
+    records = [record(1, n - 1) for n in (4, 9, 3, 5, 8, 6)] + [record(20)]
+    config = AgreementConfig(attempts=attempts)
+    assert [len(one) for one in chosen(records, config)] == lengths
+    assert [len(one) for one in chosen(records[::-1], config)] == lengths
+
+
+def test_of_a_long_attempt_the_last_tokens_are_read_one_by_one():
+    one = record(3, 4, 2)
+    nan = np.nan
+    for tokens, want in {
+        1: [nan] * 9 + [-2],
+        3: [nan] * 6 + [-4, nan, -1, -2],
+        6: one.rollout_logp,
+        99: one.rollout_logp,
+    }.items():
+        [late] = chosen([one], AgreementConfig(tokens=tokens))
+        np.testing.assert_array_equal(late.rollout_logp, want)
+        np.testing.assert_array_equal(late.token_ids, one.token_ids)
+
+
+ALIKE = {"gap": 0.0, "logp_mean": 0.0, "recorded_mean": 0.0, "keys": 1.0, "experts": 1.0}
+
+
+@pytest.mark.parametrize(
+    "name, just, beyond, words",
+    [
+        ("gap", 0.5, 0.51, "gap is 0.51, more than 0.5"),
+        ("logp_mean", 0.2, 0.21, "logp_mean is 0.21, more than 0.2"),
+        ("recorded_mean", 0.2, math.nan, "recorded_mean is nan, more than 0.2"),
+        ("keys", 0.75, 0.74, "keys is 0.74, less than 0.75"),
+        ("experts", 0.75, math.nan, "experts is nan, less than 0.75"),
+    ],
+)
+def test_each_limit_by_itself(name, just, beyond, words):
+    def faults(value):
+        told = {f"agreement/{key}": x for key, x in (ALIKE | {name: value}).items()}
+        return exceeded(told, AgreementConfig(rounding=4.0), 0.125)
+
+    assert faults(just) == []
+    assert faults(beyond) == [f"agreement/{words}"]
+
+
+def test_a_model_that_chooses_nothing_is_judged_by_its_log_probs():
+    told = {"agreement/gap": 0.0, "agreement/logp_mean": 0.3, "agreement/recorded_mean": 0.0}
+    assert exceeded(told, AgreementConfig(), 1.0) == ["agreement/logp_mean is 0.3, more than 0.2"]
+
+
+@pytest.mark.parametrize(
+    "dtype, options, precision",
+    [
+        ("float32", {}, 2**-23),
+        ("bfloat16", {}, 2**-7),
+        ("float32", {"index_cache": "int8"}, 1 / 127),
+        ("bfloat16", {"latent_cache": "fp8"}, 1 / 8),
+    ],
+)
+def test_rounding_is_that_of_the_coarsest_number(dtype, options, precision):
+    cfg = dataclasses.replace(SPARSE, dtype=dtype)
+    made = Engine(glm5.Glm5(cfg, rngs=nnx.Rngs(0)), page_size=8, max_batch=1, **options)
+    assert precision_of(made.computation) == precision
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"attempts": -1}, "attempts is -1; it must be at least 0"),
+        ({"tokens": 0}, "tokens is 0; it must be at least 1"),
+        ({"rounding": -1.0}, "rounding is -1.0; it must be at least 0"),
+        ({"most": math.nan}, "most is nan; it must be at least 0"),
+        ({"least": 1.5}, "least is 1.5; it must be between 0 and 1"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        AgreementConfig(**changes)
+
+
+def test_other_lengths_compile_nothing_more():
+    params = glm5.params_of(glm5.Glm5(SPARSE, rngs=nnx.Rngs(0)))
+    made = Engine(glm5.Glm5(SPARSE, params=params), page_size=8, max_batch=1, chunk=64)
+    rng = np.random.default_rng(0)
+
+    def compare(*sizes):
+        def drawn(given, count):
+            logp = np.where(np.arange(given + count) < given, np.nan, 0.0)
+            ids = rng.integers(0, 292, given + count)
+            return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
+
+        records = [drawn(*size) for size in sizes]
+        return agreement(params, records, made, SPARSE, config)
+
+    config = AgreementConfig(attempts=0)
+    assert compare((4, 3)) == {}
+    config = AgreementConfig(most=math.inf)
+    assert compare((90, 20), (20, 12), (3, 2))["agreement/keys"] == 1.0
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **more: "backend_compile" in name and found.append(name)
+    )
+    assert compare((95, 31), (9, 3), (2, 1))["agreement/keys"] == 1.0
+    assert found == []
+    jax.jit(lambda x: x * 2 + 3)(np.arange(3))
+    assert found  # the listener listens
