@@ -8,7 +8,6 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
-from glm5_jax.rl.experiment import RlConfig, policy_alone
 from glm5_jax.rl.losses import PolicyLoss
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.step import StepConfig
@@ -62,12 +61,7 @@ def fine_tuning():
 
 def reinforcement():
     """Attempts of up to 68K tokens, cut in eight; Adam's moments of all that learns."""
-    return RlConfig(
-        name="reinforcement",
-        mesh=MeshConfig(fsdp=2, expert=64, context=8),
-        step=dataclasses.replace(policy_alone(), microbatches=2, token_chunk=1088, query_block=64),
-        rows=256,
-    )
+    return run.load("experiments/rl_reasoning.py:glm5")[1]
 
 
 STAGES = [pretraining, long_context, warm_up, adaptation, fine_tuning, reinforcement]
