@@ -16,6 +16,7 @@ import jsonschema
 from glm5_jax.text.chat import tool_function
 from glm5_jax.text.tokenizer import STOP_TOKENS, Detokenizer, Tokenizer
 
+MOST_NESTED = 100  # lists and objects of an argument within each other; deeper ones stay text
 _CALL_MARKERS = ("tool_call", "arg_key", "arg_value")
 MARKERS = ("<think>", "</think>", *(f"<{e}{m}>" for m in _CALL_MARKERS for e in ("", "/")))
 _KNOWN = re.compile("|".join(map(re.escape, (*MARKERS, *STOP_TOKENS))))
@@ -292,6 +293,8 @@ def _value(text: str, key: str, parameters: Mapping):
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return text
+    if _is_deep(value):
+        return text
     if schema is None:
         return value
     try:
@@ -302,6 +305,17 @@ def _value(text: str, key: str, parameters: Mapping):
         return text if isinstance(named, list) and "string" in named or allows(text) else value
     except Exception:  # a schema can be broken in as many ways as it has words
         return value
+
+
+def _is_deep(value) -> bool:
+    """Whether a value is nested deeper than all who write it again are sure to come."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        inner = (
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        )
+        level = [item for items in inner for item in items]
+    return bool(level)
 
 
 def _finite(text: str) -> float:

@@ -22,6 +22,7 @@ FILES = {
     "pids": {"pids.max": "max"},
     "cpu": {"cpu.max": "max 100000"},
 }
+KILL = os.kill
 LIMITS = {"memory_bytes": 2**28, "processes": 100, "cpus": 0.5}
 
 
@@ -66,7 +67,7 @@ class Tree:
         if file == "cgroup.kill":
             for procs in folder.rglob("cgroup.procs"):
                 for pid in self.read(procs).split():
-                    os.kill(int(pid), signal.SIGKILL)
+                    KILL(int(pid), signal.SIGKILL)
             return True
         (folder / file).write_text(str(value))
         return True
@@ -168,6 +169,13 @@ def test_where_what_matters_cannot_be_limited_nothing_is_left(tree, controllers)
     assert groups_below(made.top) == [] and groups.memory_kills() == 0
 
 
+def test_where_others_may_limit_memory_alone_nothing_is_left(tree):
+    made, _ = tree("a")
+    made.write(made.top, "cgroup.subtree_control", "+memory")
+    (made.top / "cgroup.controllers").write_text("memory")
+    assert Groups(**LIMITS).limits == {} and groups_below(made.top) == []
+
+
 def test_in_a_container_whose_top_holds_its_processes_nothing_is_left(tree, monkeypatch):
     """A container's top is none of the kernel's: it holds processes and gives nothing on."""
     made, _ = tree()
@@ -195,8 +203,10 @@ def test_commands_have_groups_of_their_own_within(tree):
 
 
 @pytest.mark.parametrize("kills", [True, False])
-def test_a_command_is_ended_with_all_that_it_started(tree, kills):
+def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
     made, _ = tree(kills=kills)
+    one_by_one = []
+    monkeypatch.setattr(cgroups.os, "kill", lambda *given: one_by_one.append(given) or KILL(*given))
     groups = Groups(**LIMITS)
     command = groups.command()
     made._fill(command, "")
@@ -205,6 +215,7 @@ def test_a_command_is_ended_with_all_that_it_started(tree, kills):
         (command / "cgroup.procs").write_text("".join(f"{child.pid}\n" for child in started))
         assert asyncio.run(groups.end(command, 5))
         assert [child.wait(60) for child in started] == [-signal.SIGKILL] * 3
+        assert not (kills and one_by_one), "the kernel alone kills all at one moment"
         assert asyncio.run(groups.remove(5)) == [] and groups_below(made.top) == []
     finally:
         for child in started:

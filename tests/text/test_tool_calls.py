@@ -1,6 +1,7 @@
 """Replies taken apart: the same parts however the stream is cut, and a problem named for every call that is broken."""
 
 import http.server
+import json
 import random
 import threading
 import time
@@ -152,6 +153,9 @@ DEFINED = {"$defs": {"Choice": {"enum": ["1", "2"]}, "Loop": {"$ref": "#/$defs/L
         (None, "[-Infinity]", "[-Infinity]"),
         (None, "1e400", "1e400"),
         (None, "[" * 100_000, "[" * 100_000),
+        (None, "[" * 100 + "]" * 100, json.loads("[" * 100 + "]" * 100)),
+        (None, "[" * 101 + "]" * 101, "[" * 101 + "]" * 101),
+        (None, '{"a":' * 101 + "1" + "}" * 101, '{"a":' * 101 + "1" + "}" * 101),
         (None, "9" * 5000, "9" * 5000),
     ],
 )  # fmt: skip
@@ -321,6 +325,21 @@ def test_what_is_rendered_is_read_back():
         assert [c[:3] for c in found.tool_calls] == [
             ("find", {"text": "a <b>", "limit": 3}, None)
         ] * 2
+
+
+def rendered(messages, frames):
+    """Their text, laid out so many frames further down."""
+    return rendered(messages, frames - 1) if frames else render_chat(messages).text
+
+
+def test_what_was_read_is_rendered_however_deep_it_is_nested():
+    """Or a policy could end a run with a call that can be read, but not be laid out from some frames further down."""
+    asked = {"role": "user", "content": "Where?"}
+    for depth in (10, 100, *range(800, 1000, 7)):
+        value = "[" * depth + "]" * depth
+        call = f"<tool_call>find<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
+        message = parse_reply(call, TOOLS, thinking=False).message
+        assert value in rendered([asked, message], 40)
 
 
 def test_half_a_character_is_held_back():
