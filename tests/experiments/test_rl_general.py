@@ -17,7 +17,7 @@ from glm5_jax.rl.rollout import Group
 from glm5_jax.rl.types import Attempt
 from tests.agents.judges import facts, serving, verdict
 
-DEMANDS = Share(demands=DemandConfig(size=100))
+DEMANDS = Share(demands=DemandConfig(size=100, characters=200))
 WHOLE = dataclasses.replace(rl_general.tiny().model, int4_group=None)  # int4 cannot be cut in eight
 HERE = {"goes_on": False, "model": WHOLE}
 
