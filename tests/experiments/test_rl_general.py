@@ -112,9 +112,10 @@ def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
 
 
 def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
-    config = dataclasses.replace(distill.tiny(), **HERE)
-    with pytest.raises(ValueError, match="workdir/lifecycle_tiny/sft"):
-        config.stage(tmp_path)
+    nowhere = distill.teachers(str(tmp_path / "life"))
+    config = dataclasses.replace(distill.tiny(), teachers=nowhere, **HERE)
+    with pytest.raises(ValueError, match="life/sft"):
+        config.stage(tmp_path / "run")
     origins = {teacher.origin: teacher.checkpoint for teacher in config.teachers}
     assert origins["reasoning"].endswith("rl_reasoning") and set(origins) == set(distill.ORIGINS)
     assert config.learns == "teachers" and config.rollout.group == 1
