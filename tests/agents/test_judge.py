@@ -177,6 +177,19 @@ def test_a_reply_that_leaves_the_judge_speechless_is_worth_nothing(how):
     assert compared(judge, BAD, "fact poison").value is None, "it is the other one's doing"
 
 
+def test_from_one_side_speechless_and_from_the_other_without_a_server():
+    """Whichever comes first, it is known what the reply is worth."""
+    for side in "AB":
+
+        def answer(body, side=side):
+            found, _ = parts(body)
+            if "poison" not in "".join(found.values()):
+                return verdict(body, facts)
+            return "no" if "poison" in found[side] else refusal(503)(body)
+
+        assert compared(answer, "fact poison", GOOD).value == 0
+
+
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
 def test_a_server_that_fails_at_a_reply_is_no_fault_of_it(status):
     assert scored(chokes("poison", refusal(status)), "fact poison").value is None

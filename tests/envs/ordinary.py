@@ -10,6 +10,15 @@ import time
 from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxFileError
 
 HOG = "x = [bytearray(b'x' * 2**20) for _ in range(400)]; print(len(x))"
+STOPPER = """
+import os, signal
+while True:
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {"1", str(os.getpid())}:
+        try:
+            os.kill(int(pid), signal.SIGSTOP)
+        except OSError:
+            pass
+"""
 MANY = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
 
 
@@ -49,6 +58,10 @@ async def main(probe: str, host: str) -> dict:
         layer.remove()
     async with Sandbox(config) as box:
         told["processes"] = (await box.exec(MANY)).stdout.decode()
+    async with Sandbox(config) as box:
+        start = time.monotonic()
+        late = await box.exec(["python3", "-I", "-c", STOPPER], seconds=0.5)
+        told["stopper"] = late.timed_out, time.monotonic() - start
     async with Sandbox() as box:
         told["more processes"] = (await box.exec(MANY)).stdout.decode()
     told["folders"] = os.path.exists(layer.folders[0])

@@ -92,6 +92,8 @@ def test_unknown_tasks_are_named():
         match="the student tried tasks less than 9 times: easy, edge, never, odd, rarely",
     ):
         keep_hard(TASKS, STUDENT, TEACHER, DifficultyConfig(min_tries=9))
+    eight = DifficultyConfig(min_tries=8)
+    assert keep_hard(TASKS, STUDENT, TEACHER, eight) == keep_hard(TASKS, STUDENT, TEACHER)
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def test_the_limits_hold_as_far_as_they_are_said_to(told):
     assert (found["processes"], found["more processes"]) == ("", "all\n")
     assert found["disk"] == "1\n"
     assert found["late"] == [True, "0\n"]
+    # What stops whoever comes to end it, who is the same user, gains no minute by that.
+    timed_out, took = found["stopper"]
+    assert timed_out and took < 30
 
 
 def test_files_and_layers(told):

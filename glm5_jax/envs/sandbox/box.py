@@ -30,6 +30,7 @@ from glm5_jax.envs.sandbox.recipe import AGENT, HOMES, ROOT_CAPABILITIES, launch
 log = logging.getLogger(__name__)
 
 _TRANSFER_SECONDS = 60.0  # for half a gigabyte on a busy machine
+_KILL_SECONDS = 0.5  # for one try to end all that runs; who is to do it may be stopped by what runs
 _END_SECONDS = 10.0  # for killed processes to be gone: large ones give their memory back first
 _LOSS_SECONDS = 0.2  # for what is left of a sandbox that lost a command by SIGKILL to be gone too
 _SAID_BYTES = 4096  # of what a gate and bubblewrap say
@@ -343,7 +344,15 @@ class Sandbox:
         self._children.discard(child)
 
     async def _transfer(
-        self, operation: str, path: str, *, stdin=b"", output_bytes=0, descriptors=(), **task: Any
+        self,
+        operation: str,
+        path: str,
+        *,
+        seconds=_TRANSFER_SECONDS,
+        stdin=b"",
+        output_bytes=0,
+        descriptors=(),
+        **task: Any,
     ) -> bytes:
         """What the gate writes to standard output."""
         if not path.startswith("/") or ".." in path.split("/"):
@@ -358,7 +367,7 @@ class Sandbox:
             **task,
         )
         try:
-            ended = await child.wait(_TRANSFER_SECONDS)
+            ended = await child.wait(seconds)
         finally:
             self._close(child)
         status = child.status
@@ -369,7 +378,7 @@ class Sandbox:
         self._check_running()
         if not ended or status != "exit 0":
             said = rest or child.output["stderr"].decode(errors="replace")
-            late = f"not done within {_TRANSFER_SECONDS} s"
+            late = f"not done within {seconds} s"
             raise SandboxError(f"{operation} of {path}: {said if ended else late}")
         return bytes(child.output["stdout"])
 
@@ -385,9 +394,10 @@ class Sandbox:
                 await self._groups.end(group, _END_SECONDS)
             elif self._folder is None:
                 try:
-                    await self._transfer("kill_all", "/")
-                except SandboxError:  # it has ended, and all in it
-                    child.kill()
+                    await self._transfer("kill_all", "/", seconds=_KILL_SECONDS)
+                except SandboxError:  # it was stopped, or the sandbox has ended, and all in it
+                    if _has_ended(self._first):
+                        child.kill()
             else:
                 child.kill()
             # Again if it was so early that the command was not in its group yet.
