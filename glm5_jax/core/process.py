@@ -156,21 +156,22 @@ def serve(*functions: Callable[..., Any]) -> None:
 
 
 def _die_with_caller(armed: bool) -> None:
-    """While armed, the kernel kills this process group once nobody holds the other end of standard input: what computes
-    without giving up the interpreter's lock runs neither a thread nor a handler of signals. What comes in kills, too:
-    only between a call and its reply."""
+    """While armed, the kernel kills this process, with its group if it leads one, once nobody holds the other end of
+    standard input: what computes without giving up the interpreter's lock runs neither a thread nor a handler of
+    signals. What comes in kills, too: only between a call and its reply."""
     if not hasattr(
         fcntl, "F_SETSIG"
     ):  # Linux's alone; elsewhere the end of the input is seen between calls
         return
     calls = sys.stdin.fileno()
     flags = fcntl.fcntl(calls, fcntl.F_GETFL) & ~os.O_ASYNC
+    own = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
     if armed:
-        fcntl.fcntl(calls, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(calls, fcntl.F_SETOWN, own)
         fcntl.fcntl(calls, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(calls, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags)
     if armed and _nobody_writes_to(calls):  # before it was armed
-        os.killpg(0, signal.SIGKILL)
+        os.kill(own, signal.SIGKILL)
 
 
 def _nobody_writes_to(stream: int) -> bool:
