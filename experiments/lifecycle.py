@@ -97,7 +97,11 @@ def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
     taught = [*ORIGINS.values(), "distill_reasoning", "distill"]
     stages = [f.name for f in dataclasses.fields(config) if f.name in taught]
     stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
-    matrix = skill_matrix(config.distill, config.distill.world(), stages)
+    world = config.distill.world()
+    try:
+        matrix = skill_matrix(config.distill, world, stages)
+    finally:
+        world.close()
     (workdir / SKILLS).write_text(json.dumps(matrix, indent=1) + "\n")
 
 
