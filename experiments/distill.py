@@ -52,11 +52,11 @@ class DistillConfig(RlConfig):
                 f"there are tasks of {sorted(own)} and teachers of {sorted(taught)}; each origin needs both"
             )
 
-    def stage(self, workdir, evaluator=None, before=None) -> Reinforcement:
+    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
         del evaluator
         kinds = self._kinds(evaluation=False)
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, self.world(kinds), known, before=before)
+        return Reinforcement(self, workdir, self.world(kinds), known, before=before, **options)
 
     def world(self, kinds: Mapping[str, list[Task]] | None = None) -> World:
         """The tasks of all origins, and what judges them; kinds: those to learn from, if they are known."""

@@ -32,17 +32,17 @@ from glm5_jax.training.handovers import SKILLS
 
 evaluator = pretrain.evaluator
 TINY = {
-    "pretrain": 4.0,
-    "midtrain_32k": 1.0,
-    "midtrain_128k": 1.0,
-    "midtrain_200k": 1.0,
-    "dsa_warmup": 0.5,
-    "dsa_sparse": 1.0,
-    "sft": 4.0,
-    "rl_reasoning": 4.0,
-    "distill_reasoning": 2.5,
-    "rl_general": 4.0,
-    "distill": 3.0,
+    "pretrain": 2.75,
+    "midtrain_32k": 1.5,
+    "midtrain_128k": 1.5,
+    "midtrain_200k": 1.75,
+    "dsa_warmup": 1.25,
+    "dsa_sparse": 2.0,
+    "sft": 5.5,
+    "rl_reasoning": 4.5,
+    "distill_reasoning": 3.5,
+    "rl_general": 2.5,
+    "distill": 3.75,
 }
 
 
@@ -93,16 +93,19 @@ def minutes(config: Lifecycle) -> dict[str, float]:
 
 
 def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
-    """Measures every skill after every stage that teaches some, for the report."""
+    """Measures every skill after every stage that teaches some, for the report, and shows what the last one replies."""
     taught = [*ORIGINS.values(), "distill_reasoning", "distill"]
     stages = [f.name for f in dataclasses.fields(config) if f.name in taught]
     stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
     world = config.distill.world()
     try:
-        matrix = skill_matrix(config.distill, world, stages)
+        found = skill_matrix(config.distill, world, stages)
     finally:
         world.close()
-    (workdir / SKILLS).write_text(json.dumps(matrix, indent=1) + "\n")
+    (workdir / SKILLS).write_text(json.dumps(found._asdict(), indent=1) + "\n")
+    for skill, own in found.samples.items():
+        rewards = " -> ".join(f"{reward:.2f}" for reward in found.rewards[skill].values())
+        print(f"\n{skill}: {rewards}\n  {own['asked']}\n  {own['distill']}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ class Share:
     demands: DemandConfig = DemandConfig()
     rubric: str = "general"
     weight: float = 1.0
-    held_out_fraction: float = 0.1
+    held_out_fraction: float = (
+        0.05  # of SFT too: what is asked must stand on one side in all stages
+    )
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -130,7 +132,7 @@ class GeneralRlConfig(RlConfig):
                 f"anchors is {self.anchors!r} and texts {self.texts}; a file and how many of a batch belong together"
             )
 
-    def stage(self, workdir, evaluator=None, before=None) -> Reinforcement:
+    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
         del evaluator
         verify, judging = judges(self)
         kinds = {share.name: share.tasks_of() for share in self.tasks}
@@ -142,7 +144,7 @@ class GeneralRlConfig(RlConfig):
             texts=[written(one) for one in read_anchors(self.anchors)] if self.anchors else (),
         )
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, world, known, before=before)
+        return Reinforcement(self, workdir, world, known, before=before, **options)
 
 
 def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyncContextManager]]:
@@ -151,7 +153,7 @@ def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyn
     if config.reward_model is None and config.judge is None:
         if unruled := [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]:
             raise ValueError(
-                f"tasks {unruled} are judged by models; give --experiment.judge=URL or --experiment.reward_model=WORKDIR"
+                f"tasks {unruled} are judged by models; give the field judge a URL or reward_model a workdir"
             )
         return rules, contextlib.nullcontext
     client = config.judge and ChatClient(config.judge, config.judge_model)

@@ -92,7 +92,7 @@ class ReasoningConfig(RlConfig):
         if (self.verdicts is None) != (self.stronger_verdicts is None):
             raise ValueError("verdicts and stronger_verdicts belong together; give both or none")
 
-    def stage(self, workdir, evaluator=None, before=None) -> Reinforcement:
+    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
         if self.verdicts is not None:
@@ -115,7 +115,7 @@ class ReasoningConfig(RlConfig):
             Toolbox({"calculate": calculate}, known),
             close=verifiers.close,
         )
-        return Reinforcement(self, workdir, world, known, before=before)
+        return Reinforcement(self, workdir, world, known, before=before, **options)
 
 
 class Verifiers:

@@ -234,30 +234,21 @@ class _Stage(NamedTuple):
 
 
 def _stages(config, workdir: pathlib.Path):
-    """Every stage in order; each starts from the weights of the one before, or its own checkpoint. A teacher whose
-    checkpoint is the name of an earlier stage is that stage."""
+    """Every stage in order, each `after` those before it."""
     from glm5_jax.training.experiment import StageConfig
 
     if isinstance(config, StageConfig):
         yield _Stage(config, workdir, False)
         return
-    before, folders = None, {}
+    folders: dict[str, str] = {}
     for field in dataclasses.fields(config):
         stage = getattr(config, field.name)
         if stage is None:
             continue
-        follows = before is not None and stage.checkpoint is None
-        if follows:
-            stage = dataclasses.replace(stage, checkpoint=str(before))
-        if teachers := getattr(stage, "teachers", ()):
-            own = [
-                dataclasses.replace(one, checkpoint=folders.get(one.checkpoint, one.checkpoint))
-                for one in teachers
-            ]
-            stage = dataclasses.replace(stage, teachers=tuple(own))
-        before = workdir / field.name
-        folders[field.name] = str(before)
-        yield _Stage(stage, before, follows)
+        follows = bool(folders) and stage.checkpoint is None
+        stage, folder = stage.after(folders), workdir / field.name
+        folders[field.name] = str(folder)
+        yield _Stage(stage, folder, follows)
 
 
 def _clock(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """Arms of an ablation, run over learning rates and seeds: what is shared, and what is kept.
 
-An `Arm` is a named chain of stages, each an `ExperimentConfig`; a `Trial` is an arm at one rate and
+An `Arm` is a named chain of stages, each a `StageConfig`; a `Trial` is an arm at one rate and
 one seed; `Runs` trains trials in a workdir:
 
     results.jsonl          a row for every finished trial; these are not trained again
@@ -30,9 +30,10 @@ import jax
 from glm5_jax.checkpoint import store
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.experiment import ExperimentConfig, StageConfig
 from glm5_jax.training.metrics import Diverged, TrainingStopped
-from glm5_jax.training.pretraining import Pretraining, Setting
+from glm5_jax.training.pretraining import Setting
+from glm5_jax.training.report import HELD_OUT_REWARD
 from glm5_jax.training.stages import Evaluator
 from glm5_jax.training.step import Step, make_step
 
@@ -43,12 +44,13 @@ RATIO = 2.0  # between neighbouring learning rates of a grid
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One training: the stages in order, at a rate and a seed. rate None: as the stages say."""
+    """One training: the stages in order, at a rate and a seed. rate None: as the stages say. What a stage is taught by
+    is an earlier one of the trial, if that has its name."""
 
     arm: str
     rate: float | None
     seed: int
-    stages: tuple[ExperimentConfig, ...]
+    stages: tuple[StageConfig, ...]
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -77,7 +79,7 @@ class Arm:
     as they are, whatever the seed."""
 
     name: str
-    stages: tuple[ExperimentConfig, ...]
+    stages: tuple[StageConfig, ...]
     given: int = 0
 
     def __post_init__(self):
@@ -99,11 +101,15 @@ class Arm:
             end = schedule.end * rate / schedule.peak
             schedule = dataclasses.replace(schedule, peak=rate, end=end)
         stages = [*before, dataclasses.replace(last, schedule=schedule)]
-        seeded = (
-            dataclasses.replace(s, seed=seed, data=dataclasses.replace(s.data, seed=seed))
-            for s in stages[self.given :]
-        )
+        seeded = (_seeded(stage, seed) for stage in stages[self.given :])
         return Trial(self.name, rate, seed, (*stages[: self.given], *seeded))
+
+
+def _seeded(stage: StageConfig, seed: int) -> StageConfig:
+    """Also its data, if it learns from some."""
+    if isinstance(stage, ExperimentConfig):
+        stage = dataclasses.replace(stage, data=dataclasses.replace(stage.data, seed=seed))
+    return dataclasses.replace(stage, seed=seed)
 
 
 class SharedSteps:
@@ -116,12 +122,12 @@ class SharedSteps:
         self._on_step = on_step
         self._made: list[tuple[tuple, Step, Callable]] = []
 
-    def __call__(self, cfg, config, optimizer_config, schedule, mesh=None) -> Step:
+    def __call__(self, cfg, config, optimizer_config, schedule, mesh=None, **options) -> Step:
         """As `make_step`."""
-        key = (cfg, config, optimizer_config, mesh)
+        key = (cfg, config, optimizer_config, mesh, options)
         found = next((made for made in self._made if made[0] == key), None)
         if found is None:
-            step = make_step(cfg, config, optimizer_config, schedule, mesh)
+            step = make_step(cfg, config, optimizer_config, schedule, mesh, **options)
             out = None
             if mesh is not None:
                 out = (jax.tree.map(lambda x: x.sharding, step.abstract), None)
@@ -213,8 +219,10 @@ class Runs:
                     self._trial = str(trial)
                     row = found[trial.digests[-1]] = self._run(trial)
                     self._append(row)
-                    loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
-                    self._bar.print(f"{trial}: {loss}, {row['seconds']:.0f} s")
+                    end = f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged"
+                    if row["reward"] is not None:
+                        end = f"held-out reward {row['reward']:.3f}"
+                    self._bar.print(f"{trial}: {end}, {row['seconds']:.0f} s")
         # One training may stand for several arms: each has its own name in its row.
         return [found[t.digests[-1]] | {"arm": t.arm} for t in trials]
 
@@ -234,18 +242,18 @@ class Runs:
         self._bar.update(self._done, self._trial)
 
     def _run(self, trial: Trial) -> dict:
-        began, before, diverged = time.perf_counter(), None, False
+        began, diverged = time.perf_counter(), False
+        done: dict[str, str] = {}
         for stage, folder in zip(trial.stages, self.folders(trial)):
-            if before is not None:
-                stage = dataclasses.replace(stage, checkpoint=str(before))
+            stage = stage.after(done)
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 (folder / "log.txt").open("a") as log,
                 contextlib.redirect_stdout(log),
                 contextlib.redirect_stderr(log),
             ):
-                training = Pretraining(
-                    stage, folder, self._evaluator and self._shared, step_maker=self._steps
+                training = stage.stage(
+                    folder, self._evaluator and self._shared, step_maker=self._steps
                 )
                 try:
                     training.run()
@@ -254,7 +262,7 @@ class Runs:
                     break
             if not training.finished:
                 raise TrainingStopped(f"{trial} was stopped; the same command goes on from there")
-            before = folder
+            done[stage.name] = str(folder)
         row = {
             "digest": trial.digests[-1],
             "arm": trial.arm,
@@ -296,6 +304,7 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
     """What the log of a training says of it.
 
     loss: held-out nats per token after the last step, or without an evaluator the training loss;
+    reward: of held-out tasks after the last step, of a stage that has some;
     curve: [steps, values] of that loss along the way; train_loss and max_logit: means over the last
     `TAIL` of the steps, the logit of the layer that has the largest. A training that diverged has loss
     None.
@@ -313,6 +322,7 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
         curve, loss = (steps, losses), train_loss
     return {
         "loss": None if diverged else loss,
+        "reward": (column(rows, HELD_OUT_REWARD)[1] or [None])[-1],
         "train_loss": train_loss,
         "max_logit": statistics.fmean(logits[-tail:]) if logits else None,
         "curve": [list(curve[0]), list(curve[1])],

@@ -23,7 +23,7 @@ from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.ablations.finetuned import arm
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.training.experiment import ExperimentConfig, choose
+from glm5_jax.training.experiment import StageConfig, choose
 
 SEEDS = (0, 1, 2)
 WINDOW = 50  # steps of the running mean, as in the paper's figure
@@ -40,17 +40,18 @@ def _arms(size: str) -> dict[str, Arm]:
     *before, warm_up, adapted, tuned = sparse.stages
     if warm_up.model.attention == "sparse" or adapted.model.attention != "sparse":
         raise ValueError(f"{warm_up.name} and {adapted.name} are no warm-up and sparse stage")
-    stages = (*before, _dense(adapted), _dense(tuned))
+    stages = (*before, dense(adapted), dense(tuned))
     return {SPARSE: sparse, DENSE: Arm(DENSE, stages, given=len(before) + 1)}
 
 
-def _dense(stage: ExperimentConfig) -> ExperimentConfig:
+def dense(stage: StageConfig) -> StageConfig:
     """The stage with attention to all keys, and no indexer to train."""
+    frozen = dict.fromkeys((*stage.optimizer.frozen, "indexer/"))
     return dataclasses.replace(
         stage,
         name=f"{stage.name},dense",
         model=dataclasses.replace(stage.model, attention="dense"),
-        optimizer=dataclasses.replace(stage.optimizer, frozen=("indexer/",)),
+        optimizer=dataclasses.replace(stage.optimizer, frozen=tuple(frozen)),
         step=dataclasses.replace(stage.step, index_weight=0.0),
     )
 

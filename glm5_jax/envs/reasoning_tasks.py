@@ -66,7 +66,9 @@ class TaskConfig:
     fewer: int | None = None
     steps: int = 5
     choices: int = 4
-    held_out_fraction: float = 0.1
+    held_out_fraction: float = (
+        0.05  # of SFT too: what is asked must stand on one side in all stages
+    )
     instruction: str = ""
 
     def __post_init__(self):

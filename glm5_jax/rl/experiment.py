@@ -1,6 +1,7 @@
 """`RlConfig`: a stage that learns from what it samples, as typed data."""
 
 import dataclasses
+from collections.abc import Mapping
 
 from glm5_jax.data.record import STREAMS
 from glm5_jax.inference.request import EngineConfig
@@ -111,6 +112,14 @@ class RlConfig(StageConfig):
             raise ValueError(f"two teachers have one origin: {origins}; join them")
         if pulled and origins != [""]:
             raise ValueError(f'a reference has the origin "", not {origins}')
+
+    def after(self, folders: Mapping[str, str]):
+        """A teacher whose checkpoint is the name of an earlier stage is that stage."""
+        own = (
+            dataclasses.replace(one, checkpoint=folders.get(one.checkpoint, one.checkpoint))
+            for one in self.teachers
+        )
+        return dataclasses.replace(super().after(folders), teachers=tuple(own))
 
     @property
     def free(self) -> tuple[str, ...]:

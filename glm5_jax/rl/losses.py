@@ -13,7 +13,7 @@ may stand beside a reward's: pulled towards where it began, a policy pays its KL
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,15 +118,20 @@ def _exp(off):
     return jnp.exp(jnp.clip(off, -MOST, MOST))
 
 
+@dataclasses.dataclass(frozen=True)
 class PolicyLoss:
     """What the learner asks about sampled tokens (`training.loss.TokenLoss`). streams: of the batch, that it reads."""
 
-    streams = ("rollout_logp", "advantage", "rl_weight", "ref_kl_weight", "ref_logp")
+    streams: ClassVar = ("rollout_logp", "advantage", "rl_weight", "ref_kl_weight", "ref_logp")
+    config: PolicyConfig
 
-    def __init__(self, config: PolicyConfig):
-        self.config = config
-        self.temperature = config.temperature
-        self.coefficients = {"ce": config.ce, "rl": config.rl, "ref_kl": config.ref_kl}
+    @property
+    def temperature(self) -> float:
+        return self.config.temperature
+
+    @property
+    def coefficients(self) -> dict[str, float]:
+        return {"ce": self.config.ce, "rl": self.config.rl, "ref_kl": self.config.ref_kl}
 
     def __call__(self, logp, streams) -> tuple[dict, dict]:
         """({part: loss of each token}, {name: number of each sampled token, whose mean is told}), arrays [b t].

@@ -122,8 +122,8 @@ class OutcomeConfig(StageConfig):
             raise ValueError("there are no files; give --experiment.files=\"('PAIRS.jsonl',)\"")
         return [pair for file in self.files for pair in read_preferences(file)]
 
-    def stage(self, workdir, evaluator=None, before=None):
-        return OutcomeTraining(self, workdir, self.preferences(), before=before)
+    def stage(self, workdir, evaluator=None, before=None, **options):
+        return OutcomeTraining(self, workdir, self.preferences(), before=before, **options)
 
 
 def make_outcome_step(

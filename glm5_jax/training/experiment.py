@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from glm5_jax import presets
@@ -111,8 +111,15 @@ class StageConfig:
         """The layout of the chats that are learnt; None: there are none."""
         raise NotImplementedError
 
-    def stage(self, workdir, evaluator=None, before=None):
-        """The `Stage` that trains as this says, checked; evaluator: as `Pretraining` has it."""
+    def after(self, folders: Mapping[str, str]):
+        """This stage behind those in the folders, by their names: it starts from the last one's weights, unless it has a
+        checkpoint of its own."""
+        if self.checkpoint is not None or not folders:
+            return self
+        return dataclasses.replace(self, checkpoint=list(folders.values())[-1])
+
+    def stage(self, workdir, evaluator=None, before=None, **options):
+        """The `Stage` that trains as this says, checked; evaluator: as `Pretraining` has it; options: as of `Stage`."""
         raise NotImplementedError
 
 
@@ -136,11 +143,11 @@ class ExperimentConfig(StageConfig):
     def chat_variant(self) -> str | None:
         return self.data.chat_variant
 
-    def stage(self, workdir, evaluator=None, before=None):
+    def stage(self, workdir, evaluator=None, before=None, **options):
         # The module imports this one.
         from glm5_jax.training.pretraining import Pretraining
 
-        return Pretraining(self, workdir, evaluator, before=before)
+        return Pretraining(self, workdir, evaluator, before=before, **options)
 
 
 Config = TypeVar("Config")

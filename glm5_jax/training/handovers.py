@@ -14,7 +14,7 @@ COLUMNS = (
     "stage", "starts from", "attention", "tokens a row", "tokens",
     "training loss", "held-out bits per byte", "loss of the indexers", "held-out reward",
 )  # fmt: skip
-SKILLS = "skills.json"  # in the workdir of all: {skill: {stage: mean reward}}
+SKILLS = "skills.json"  # in the workdir of all: `rl.skills.Skills` as an object
 RECENT = 20  # rows of metrics that a loss is averaged over
 
 
@@ -94,19 +94,28 @@ def _table(found: list[Handover], workdir: pathlib.Path, folders) -> str:
 
 
 def _skills(workdir: pathlib.Path) -> str:
-    """What was found of every skill after every stage; nothing without a file."""
+    """What was found of every skill after every stage, and a reply of each; nothing without a file."""
     path = workdir / SKILLS
     if not path.exists():
         return ""
-    matrix = json.loads(path.read_text())
-    stages = list(next(iter(matrix.values())))
+    found = json.loads(path.read_text())
+    stages = list(next(iter(found["rewards"].values())))
     lines = [["skill", *stages]]
-    lines += [[skill, *(f"{own[stage]:.3f}" for stage in stages)] for skill, own in matrix.items()]
-    rows = [
+    lines += [[name, *(f"{own[s]:.3f}" for s in stages)] for name, own in found["rewards"].items()]
+    table = _rows(lines)
+    samples = "".join(
+        f"<details><summary>{html.escape(name)}: {html.escape(own['asked'])}</summary><table>"
+        f"{_rows([[stage, own[stage]] for stage in stages])}</table></details>"
+        for name, own in found["samples"].items()
+    )
+    return f"<section><h2>Skills</h2><table>{table}</table>{samples}</section>"
+
+
+def _rows(lines: list[list[str]]) -> str:
+    return "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
         for line in lines
-    ]
-    return f"<section><h2>Skills</h2><table>{''.join(rows)}</table></section>"
+    )
 
 
 def _change(pair) -> str:

@@ -11,6 +11,7 @@ from experiments.ablations.arms import (
     RATIO,
     Arm,
     Runs,
+    SharedSteps,
     Tuned,
     grid,
     losses_by_rate,
@@ -23,6 +24,7 @@ from glm5_jax import presets
 from glm5_jax.core.metrics_log import MetricsLog, column, read
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
+from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
 from glm5_jax.training import report
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig
@@ -113,6 +115,16 @@ def test_rates_and_seeds_share_one_compilation_and_differ(done):
         (folder,) = runs.folders(trial)
         assert column(read(folder), "learning_rate")[1][2] == pytest.approx(trial.rate)
         assert not (folder / "checkpoints").exists()  # only what was asked to stay does
+
+
+def test_only_equal_losses_of_sampled_tokens_share_a_compilation():
+    own, steps = config(), SharedSteps()
+
+    def made(beta):
+        loss = PolicyLoss(PolicyConfig(beta=beta))
+        return steps(own.model, own.step, own.optimizer, float, token_loss=loss)
+
+    assert made(2.0).update is made(2.0).update is not made(3.0).update
 
 
 def test_a_trial_trains_as_it_would_alone(done, tmp_path):
@@ -251,10 +263,15 @@ def test_the_outcome_reads_the_log(tmp_path):
         log.write({"step": 20, "held_out/loss": 4.5})
         log.write({"step": 40, "held_out/loss": 4.25})
     found = outcome(tmp_path)
+    assert found["reward"] is None
     assert found["loss"] == 4.25
     assert found["curve"] == [[20, 40], [4.5, 4.25]]
     assert found["train_loss"] == pytest.approx(5 - 39.5 / 40)
     assert found["max_logit"] == pytest.approx(1.5)  # of steps 39 and 40: 1 and 2
+    with MetricsLog(tmp_path) as log:
+        for step, reward in ((0, 0.25), (40, 0.75)):
+            log.write({"step": step, report.HELD_OUT_REWARD: reward})
+    assert outcome(tmp_path)["reward"] == 0.75
 
 
 def test_the_grid_grows_until_the_best_rate_is_inside():

@@ -72,10 +72,10 @@ def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
         lifecycle.get_config("tiny,never")
 
 
-@pytest.mark.parametrize("variant", ["tiny", "tiny,each"])
-def test_the_tiny_life_has_a_time_budget_of_half_an_hour(variant):
+@pytest.mark.parametrize("variant, most", [("tiny", 30), ("tiny,each", 35)])
+def test_the_tiny_life_has_a_time_budget_of_half_an_hour(variant, most):
     planned = lifecycle.minutes(lifecycle.get_config(variant))
-    assert list(planned) == list(everything(variant)) and sum(planned.values()) <= 30
+    assert list(planned) == list(everything(variant)) and most - 5 < sum(planned.values()) <= most
     assert not lifecycle.minutes(lifecycle.get_config("small"))
 
 

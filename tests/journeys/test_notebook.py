@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "experiments" / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 @pytest.mark.timeout(600)
 def test_a_notebook_runs(path, monkeypatch):

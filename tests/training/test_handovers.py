@@ -74,11 +74,14 @@ def test_rewards_and_skills_are_shown(stages):
     assert found.reward == (0.25, 0.75) and found.sequence_length == 96
     assert "Skills" not in handovers.write_page(workdir, [*folders, taught]).read_text()
     matrix = {"sums": {"sft": 0.5, "rl": 0.875}, "a <b>": {"sft": 0.0, "rl": 1.0}}
-    (workdir / handovers.SKILLS).write_text(json.dumps(matrix))
+    samples = {"sums": {"asked": "1+1?", "sft": "<think>two</think>2", "rl": "2"}}
+    found = {"rewards": matrix, "samples": samples}
+    (workdir / handovers.SKILLS).write_text(json.dumps(found))
     page = handovers.write_page(workdir, [*folders, taught]).read_text()
     assert "0.250 → 0.750" in page and page.count("<svg") == 4
     assert "<tr><td>skill</td><td>sft</td><td>rl</td></tr>" in page
     assert "<tr><td>sums</td><td>0.500</td><td>0.875</td></tr>" in page and "a &lt;b&gt;" in page
+    assert "sums: 1+1?" in page and "<td>sft</td><td>&lt;think&gt;two&lt;/think&gt;2</td>" in page
 
 
 def test_a_stage_that_has_not_begun_leaves_its_numbers_out(stages):

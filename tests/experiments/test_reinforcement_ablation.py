@@ -1,0 +1,91 @@
+"""Arms of reinforcement learning after SFT: what they share and differ in, and the verdicts."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from experiments import rl_reasoning
+from experiments.ablations import reinforcement
+from experiments.ablations.reinforcement import DENSE, DISTILLED, NEW, OLD, PULLED, SPARSE
+
+
+@pytest.fixture(scope="module", params=["tiny", "small"])
+def arms(request):
+    return reinforcement.get_config(request.param)
+
+
+def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms):
+    shared = {name: arm.trial(seed=1).digests for name, arm in arms.items()}
+    assert shared[SPARSE][:7] == shared[PULLED][:7] == shared[DISTILLED][:7]
+    assert shared[DISTILLED][:8] == shared[SPARSE]
+    for one, other in itertools.combinations(shared.values(), 2):
+        assert one[:4] == other[:4] and one[-1] != other[-1]
+    for name, arm in arms.items():
+        other = arm.trial(seed=2).digests
+        same = [a == b for a, b in zip(shared[name], other)]
+        assert same.index(False) == (5 if name == DENSE else 6)  # SFT
+        assert not any(same[same.index(False) :])
+
+
+def test_what_is_pulled_differs_in_that_alone(arms):
+    sparse, pulled = (arms[name].stages[-1] for name in (SPARSE, PULLED))
+    assert pulled.credit.pull == "reference" and pulled.policy.ref_kl == reinforcement.PULL
+    assert [t.checkpoint for t in pulled.teachers] == [arms[PULLED].stages[-2].name]
+    free = {"name": sparse.name, "credit": sparse.credit, "policy": sparse.policy, "teachers": ()}
+    assert dataclasses.replace(pulled, **free) == sparse
+
+
+def test_the_dense_arm_has_no_indexer_and_else_the_same(arms):
+    sparse, dense = (arms[name].stages[-1] for name in (SPARSE, DENSE))
+    assert (sparse.model.attention, dense.model.attention) == ("sparse", "dense")
+    assert dense.optimizer == sparse.optimizer and dense.rollout == sparse.rollout
+
+
+def test_distillation_is_taught_by_the_stages_before_it(arms):
+    before, learnt, taught = arms[DISTILLED].stages[-3:]
+    after = taught.after({before.name: "SFT", learnt.name: "RL"})
+    assert {(t.origin, t.checkpoint) for t in after.teachers} == {
+        ("sft", "SFT"),
+        ("reasoning", "RL"),
+    }
+    assert after.checkpoint == "RL"
+    assert [share.tasks.steps for share in (*taught.sft, *taught.reasoning)] == [5, 3]
+    assert [share.tasks.steps for share in learnt.tasks] == [3]
+    assert {OLD, NEW} == {f"sft:{taught.sft[0].name}", f"reasoning:{taught.reasoning[0].name}"}
+    assert learnt.credit == rl_reasoning.get_config("tiny").credit and learnt.credit.pull == "none"
+
+
+def row(new, old):
+    """Skills by stages; the same in both forms."""
+    stages = ("sft", "rl", "distill")
+    skills = {OLD: old, NEW: new, "form with thinking": new, "form without": new}
+    return {"skills": {name: dict(zip(stages, own)) for name, own in skills.items()}}
+
+
+def found(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
+    rows = {SPARSE: [row((0.1, 0.8), (0.9, 0.4))] * 3, PULLED: [row((0.1, pulled), (0.9, 0.6))] * 3}
+    rows |= {DENSE: [row((0.2, dense), (0.9, 0.5))] * 3}
+    rows |= {DISTILLED: [row((0.1, 0.8, 0.82), distilled_old)] * 3}
+    curve = [((0, 10), (0.1, 0.8))] * 3
+    return reinforcement.finding(rows, {name: curve for name in (SPARSE, PULLED, DENSE)}, "COMMAND")
+
+
+def test_verdicts():
+    restored, pulled, attention = found().verdicts
+    assert "falls by 56" in restored and "gives 90" in restored and "every seed: met" in restored
+    assert "+2.0" in restored
+    assert "the new skill -10.0" in pulled and "the old one +20.0" in pulled
+    assert "sparse model gains 70.0" in attention and "dense one 60.0" in attention
+    assert "at the end: +0.0 ± 0.0 (+0.0 .. +0.0), within the spread" in attention
+    for wrong in ((0.9, 0.5, 0.9), (0.9, 0.4, 0.79)):  # too small a fall, too little of it back
+        assert "not met" in found(wrong).verdicts[0]
+
+
+def test_every_arm_and_skill_has_its_line():
+    [table] = found().tables
+    assert [line[:2] for line in table.rows[:2]] == [(SPARSE, "old"), (SPARSE, "new")]
+    assert table.rows[0][2:] == ("90.0 ± 0.0 (90.0 .. 90.0)", "40.0 ± 0.0 (40.0 .. 40.0)", "-")
+    assert table.rows[-4][0] == DISTILLED and table.rows[-4][4].startswith("85.0")
+    with pytest.raises(ValueError, match="unknown variant 'huge'"):
+        reinforcement.get_config("huge")
