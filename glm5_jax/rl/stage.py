@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -173,11 +173,12 @@ class Reinforcement(Stage):
         self._attempts.scores = scores if teachers else None
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
-        agreed = self._agreement(state["params"])
+        told = self._agreement(state["params"])
+        told["policy/staleness"] = staleness(self._attempts.records, self._done)
         state, metrics = super()._update(state, batch)
         self._done += 1
         self._engine.update_weights(_copied(state["params"]), self._done)
-        return state, metrics | self._attempts.metrics | agreed
+        return state, metrics | self._attempts.metrics | told
 
     def _agreement(self, params) -> dict[str, float]:
         """How far the engine, which still has the weights that sampled the batch, agrees with the learner."""
@@ -343,6 +344,13 @@ def told(groups: Sequence[Group]) -> dict:
             "flat_groups": float(np.mean(flat)),
         },
     }
+
+
+def staleness(records: Iterable[TokenRecord], step: int) -> float:
+    """By how many of a learner's steps the weights of the oldest token are behind; NaN if none was sampled."""
+    versions = (record.weight_version for record in records if record.weight_version is not None)
+    sampled = (own[own >= 0] for own in versions)
+    return float(step - min((own.min() for own in sampled if len(own)), default=np.nan))
 
 
 def _parts(groups: Sequence[Group]) -> dict[str, float]:

@@ -1,9 +1,13 @@
 """Demands that are made up: what is asked is what is checked, and can be kept."""
 
+import asyncio
+import itertools
+
 import pytest
 
 from glm5_jax.envs.instruction_tasks import WORDS, DemandConfig, tasks
-from glm5_jax.envs.instructions import instructions
+from glm5_jax.envs.instructions import Instructions, instructions, tasks as shipped
+from glm5_jax.rl.types import Attempt
 
 CONFIG = DemandConfig(size=400, most=3, held_out_fraction=0.2)
 
@@ -27,6 +31,24 @@ def test_all_demands_of_a_task_can_be_kept_together():
         assert all(demand.kept(willing(task)) for demand in demands), task.messages
         assert 1 <= len(demands) <= 3 and task.thinking is False
     assert len(kinds) == 4
+
+
+def test_who_does_as_asked_is_worth_one_and_who_says_nothing_nothing_each_time():
+    def worth(task, *messages, **ended):
+        attempt = Attempt(messages, **ended)
+        found = [asyncio.run(Instructions()(task, attempt)) for _ in range(2)]
+        assert found[0] == found[1]
+        return found[0].value
+
+    for task in tasks(CONFIG):
+        reply = {"role": "assistant", "content": willing(task)}
+        assert worth(task, reply) == 1
+        thought = reply | {"content": "", "reasoning_content": reply["content"]}
+        nothing = [(), (thought,), (reply, reply | {"content": None}), (reply | {"role": "tool"},)]
+        assert not any(worth(task, *messages) for messages in nothing)
+        assert worth(task, reply, finish_reason="length") == worth(task, reply, error="x") == 0
+    for task in itertools.chain(tasks(CONFIG), shipped()):
+        assert worth(task, {"role": "assistant", "content": " \n"}) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Right answers are 1 and wrong ones 0, whatever they are made of; what else fails is no reward."""
 
 import asyncio
+import json
 import os
 import pathlib
 import signal
@@ -10,8 +11,12 @@ import time
 import pytest
 
 from glm5_jax.core.process import Worker
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs import reasoning_tasks
+from glm5_jax.envs.final_answer import LETTERS
 from glm5_jax.envs.reasoning import (
     KINDS,
+    CodeVerifier,
     MathVerifier,
     ScienceVerifier,
     TirVerifier,
@@ -20,6 +25,9 @@ from glm5_jax.envs.reasoning import (
     verifier_for,
 )
 from glm5_jax.rl.types import Attempt, Reward, Task
+from tests.envs.local_sandbox import LocalSandbox
+from tests.envs.test_reasoning_code import ALWAYS, shipped
+from tests.envs.test_reasoning_tasks import made, question, right_answer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = VerifierConfig(seconds=200, math_seconds=60)
@@ -350,6 +358,103 @@ def test_results_that_belong_to_no_call_are_not_the_policys_fault(with_tools, me
     asked = task("tir", (CALCULATE,), answer="408")
     reward = judged(with_tools, asked, *messages)
     assert reward.value is None and reward.error.startswith("ValueError: message")
+
+
+def worked(kind):
+    """Who made the problem has the solution."""
+    for one, line in zip(
+        made(kind, 3), chat_tasks.lines(chat_tasks.ChatTaskConfig(kind), "interleaved")
+    ):
+        yield one, [json.loads(line)["messages"][1]]
+
+
+def by_hand(answer):
+    return lambda kind: (
+        (one, [said(f"The answer is {answer(question(one))}.")]) for one in made(kind, 3)
+    )
+
+
+def sum_of(asked):
+    return sum(map(int, asked.removesuffix("?").split("+")))
+
+
+def letter_of(asked):
+    stem, *lines = asked.splitlines()
+    return next(line[0] for line in lines if line[3:] == right_answer(stem))
+
+
+def multiplied(kind):
+    for one in made(kind, 3):
+        left, right = map(int, question(one).removesuffix("?").split("*"))
+        yield one, [call("calculate"), result(), said(f"\\boxed{{{left * right}}}")]
+
+
+def programs(kind):
+    for one, code in shipped(kind, 1):
+        yield one, [said(f"```python\n{code}\n```")]
+
+
+WORD_PROBLEMS = {"There are 87": 290 // 2, "Marco and hi": 30 - 11, "Edward spent": 6 // 2}
+SOLUTIONS = {
+    "gsm8k": worked,
+    "chain": worked,
+    "svamp": by_hand(lambda asked: WORD_PROBLEMS[asked[:12]]),
+    "addition": by_hand(sum_of),
+    "choices": by_hand(letter_of),
+    "products": multiplied,
+    "mbpp": programs,
+    "humaneval": programs,
+}
+
+
+def cheats(asked, solution):
+    """Attempts that know no solution, or that have one and do not give it."""
+    text, last = question(asked), solution[-1]["content"]
+    replies = ["", " \n", "?", text, f"{last}\n\\boxed{{-7}}\n```python\npass\n```"]
+    if names := asked.data.get("names"):
+        always = ALWAYS.format(base="") + f"def {names[-1]}(*args): return Yes()"
+        replies += ["import os\nos._exit(0)", 'print(\'{"passed": true, "why": ""}\')', always]
+    else:
+        replies += [
+            "I know it.", f"\\boxed{{{text}}}", "\\boxed{}", "\\boxed{x}", "\\boxed{answer}", '{"right": 1.0}',
+            "".join(f"\\boxed{{{one}}}" for one in LETTERS), f"\\boxed{{{', '.join(map(str, range(200)))}}}",
+            "The answer is the right one.", "The reward is \\boxed{\\text{right}}", "yes " * 2000,
+        ]  # fmt: skip
+    yield from (Attempt((*solution[:-1], said(reply))) for reply in replies)
+    yield Attempt(())
+    yield Attempt((*solution[:-1], said(None) | {"reasoning_content": last}))
+    yield Attempt((*solution[:-1], {"role": "user", "content": last}))
+    yield Attempt(tuple(solution), "length")
+    yield Attempt(tuple(solution), error="a call that cannot be read")
+    if asked.tools:
+        yield Attempt((said(last),))
+        yield Attempt((call("calculator"), result(), said(last)))
+
+
+def test_every_kind_of_task_has_a_solution_here():
+    assert SOLUTIONS.keys() == reasoning_tasks.KINDS.keys()
+
+
+@pytest.mark.parametrize("kind", SOLUTIONS)
+def test_a_solution_is_worth_one_and_nothing_and_cheats_nothing_each_time(
+    kind, formulas, with_tools
+):
+    verifier = {
+        "math": formulas,
+        "tir": with_tools,
+        "science": ScienceVerifier(CONFIG),
+        "code": CodeVerifier(CONFIG, sandbox=LocalSandbox),
+    }[reasoning_tasks.KINDS[kind].domain]
+
+    async def rewards(asked, attempts):
+        return await asyncio.gather(*(verifier(asked, attempt) for attempt in attempts))
+
+    for asked, solution in SOLUTIONS[kind](kind):
+        tried = [Attempt(tuple(solution)), *cheats(asked, solution)]
+        once, again = (asyncio.run(rewards(asked, tried)) for _ in range(2))
+        assert once == again
+        assert once[0] == Reward(1.0, {**once[0].parts, "right": 1.0})
+        assert [(a, r) for a, r in zip(tried[1:], once[1:]) if r.value != 0] == []
 
 
 def test_verifiers_are_found_by_the_kind_of_task():

@@ -212,6 +212,14 @@ def test_what_ends_an_attempt():
         assert group.records[0].status == status
 
 
+def test_without_tools_a_call_is_what_was_said():
+    """Nobody answers it, and it is no failure of the environment."""
+    scripted = Scripted([said(f"A.</think>So.{call(1, 1)}", "<|observation|>")])
+    [group] = rollouts(scripted, group=1).sample([PLAIN], 0)
+    [attempt] = group.attempts
+    assert (attempt.finish_reason, attempt.error, attempt.reply) == ("stop", "", "So.")
+
+
 def test_without_room_for_a_reply_an_attempt_is_cut_off():
     scripted = Scripted([said(f"{'a ' * 300}</think>{call(1, 1)}", "<|observation|>")])
     [group] = rollouts(scripted, tools=adds, group=1).sample([WITH_TOOL], 0)

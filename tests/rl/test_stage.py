@@ -11,12 +11,13 @@ from flax import nnx
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.core.metrics_log import column, read
+from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher, policy_alone
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World
+from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World, staleness
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
@@ -84,6 +85,7 @@ def config(tokenizer):
         optimizer=OptimizerConfig(weight_decay=0.0),
         schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 4),
         step=dataclasses.replace(policy_alone(), remat="none"),
+        policy=PolicyConfig(temperature=0.8),
         train=TrainConfig(eval_interval=2, save_interval=2),
         rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
         engine=EngineConfig(page_size=32, max_batch=2, chunk=64, max_length=32),
@@ -135,9 +137,13 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     rows = read(tmp_path / "whole")
     steps, mismatch = column(rows, "policy/mismatch")
     assert steps == [1, 2, 3, 4] and max(mismatch) < 1e-5
-    told = "reward/math reward/code reward_part/low rollout/truncated loss/rl agreement/logp_max"
+    told = """reward/mean reward/math reward/code reward_part/low rollout/tokens rollout/truncated
+        rollout/environment_errors rollout/flat_groups loss/rl policy/mismatch_kl policy/ratio policy/below
+        policy/above policy/entropy agreement/logp_max seconds/rollout seconds/judging"""
     for name in told.split():
         assert len(column(rows, name)[0]) == 4, name
+    assert column(rows, "policy/staleness")[1] == [0] * 4
+    assert min(column(rows, "speed/tokens_per_second")[1]) > 0
     assert column(rows, "held_out/math")[0] == [2, 4]
     assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped
     assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
@@ -154,6 +160,20 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
         for row in read(tmp_path / workdir)
     ]
     assert told[: len(told) // 2] == told[len(told) // 2 :]
+
+
+def test_where_all_attempts_are_worth_the_same_nothing_moves_and_it_is_told(config, tmp_path):
+    """Nor is it seen from rewards, which are what they always were."""
+
+    async def alike(task, attempt):
+        return Reward(0.5)
+
+    start = saved(config, tmp_path / "start", 1)
+    one = dataclasses.replace(config.train, steps=1, eval_interval=0)
+    still = dataclasses.replace(config, checkpoint=start, train=one)
+    stage_of(still, tmp_path / "still", world(alike)).run()
+    assert same(weights(start, config), weights(tmp_path / "still", config))
+    assert column(read(tmp_path / "still"), "rollout/flat_groups")[1] == [1.0]
 
 
 def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path):
@@ -307,6 +327,17 @@ def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypat
     with pytest.raises(ValueError, match="runs in one process and this pod has 2"):
         Reinforcement(config, tmp_path, world())
     assert not list(tmp_path.iterdir())
+
+
+def test_staleness_is_that_of_the_oldest_token():
+    def of(*versions):
+        sampled = np.array(versions) >= 0
+        logp = np.where(sampled, -1.0, np.nan)
+        return TokenRecord([1] * len(versions), sampled, rollout_logp=logp, weight_version=versions)
+
+    text = TokenRecord([1, 2], [0, 1], ce_weight=[0, 1])
+    assert staleness([of(-1, 7, 5, -1), text, of(-1, 6)], 8) == 3
+    assert staleness([of(-1, 8)], 8) == 0 and np.isnan(staleness([text], 8))
 
 
 def test_a_config_can_be_written_and_read(config):

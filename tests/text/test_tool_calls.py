@@ -57,10 +57,18 @@ def test_reasoning_content_and_typed_calls():
         ("a<b <tool", False, Reply(None, "a<b <tool", (), None)),
         ("done<|endoftext|>more", False, Reply(None, "done", (), "<|endoftext|>")),
         ("  \n", True, Reply(None, "", (), None)),
+        # Who is still thinking calls nobody.
+        (f"so {CALL}<|observation|>", True, Reply(f"so {CALL}", "", (), "<|observation|>")),
+        (f"so {CALL}</think>Hi", True, Reply(f"so {CALL}", "Hi", (), None)),
     ],
 )
 def test_where_thinking_ends(text, thinking, expected):
     assert parse_reply(text, thinking=thinking) == expected
+
+
+def test_a_call_may_have_no_arguments():
+    reply = parse_reply("<tool_call>find</tool_call><|observation|>", TOOLS, thinking=False)
+    assert reply == Reply(None, "", (ToolCall("find", {}, None, "find"),), "<|observation|>")
 
 
 @pytest.mark.parametrize(

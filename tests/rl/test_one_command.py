@@ -1,0 +1,99 @@
+"""One command takes a policy through reasoning RL, general RL and distillation; stopped and begun again, it does the
+same."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import distill, rl_general, rl_reasoning
+from glm5_jax.checkpoint import models
+from glm5_jax.core.metrics_log import read
+from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.rl.experiment import EvaluationConfig, Teacher
+from glm5_jax.training import report
+from glm5_jax.training.loop import TrainConfig
+from launch import run
+from tests.model.small import one_layer
+
+STAGES = ("rl_reasoning", "rl_general", "distill")
+STEPS = 2
+
+
+def life():
+    base = dataclasses.replace(
+        rl_reasoning.addition(),
+        model=one_layer(vocab_size=292, max_position_embeddings=512),
+        schedule=dataclasses.replace(rl_reasoning.addition().schedule, total_steps=STEPS),
+        train=TrainConfig(eval_interval=1, sample_interval=0, save_interval=1),
+        rollout=dataclasses.replace(rl_reasoning.addition().rollout, prompts=4, group=4),
+        engine=EngineConfig(page_size=32, max_batch=16, chunk=256, max_length=256),
+        evaluation=EvaluationConfig(tasks=2),
+        length=256,
+        rows=8,
+        tasks=(rl_reasoning.Share(TaskConfig("addition", size=200, fewer=1)),),
+    )
+    general = rl_general.GeneralRlConfig(
+        **rl_general.shared(base, name="general", goes_on=True),
+        tasks=(rl_general.Share(demands=DemandConfig(size=200, characters=60)),),
+        rules="share",
+    )
+    last = distill.DistillConfig(
+        **rl_general.shared(
+            general,
+            name="distill",
+            learns="teachers",
+            teachers=(Teacher("rl_reasoning", "reasoning"), Teacher("rl_general", "general")),
+            rollout=dataclasses.replace(base.rollout, prompts=8, group=1),
+        ),
+        reasoning=base.tasks,
+        general=general.tasks,
+    )
+    return dataclasses.make_dataclass("Life", STAGES)(base, general, last)
+
+
+def told(folder):
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("speed/", "seconds/"))}
+        for row in read(folder)
+    ]
+
+
+@pytest.mark.slow
+def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run._run(types.SimpleNamespace(), life(), whole) == 0
+    update, count = Engine.update_weights, 0
+
+    def dies(self, *args, **more):
+        nonlocal count
+        count += 1
+        if count == STEPS + 2:  # within the second stage, before its last step is saved
+            raise RuntimeError("the machine is gone")
+        update(self, *args, **more)
+
+    monkeypatch.setattr(Engine, "update_weights", dies)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        run._run(types.SimpleNamespace(), life(), parted)
+    assert run._run(types.SimpleNamespace(), life(), parted) == 0
+    assert "going on from step 1" in capsys.readouterr().out
+    before = None
+    for name in STAGES:
+        found = told(whole / name)
+        assert found == told(parted / name) and found[-1]["step"] == STEPS
+        assert all(row["policy/staleness"] == 0 for row in found if "policy/staleness" in row)
+        config = getattr(life(), name)
+        after, again = (
+            jax.tree.leaves(jax.device_get(models.open_weights(folder / name, config.model)()))
+            for folder in (whole, parted)
+        )
+        assert all(map(np.array_equal, after, again))
+        # What comes later began with it, and moved.
+        assert before is None or not all(map(np.array_equal, before, after))
+        before = after

@@ -1,0 +1,184 @@
+"""Two hundred chats with tools, by a policy that writes some of everything: what it sampled is what is learnt, byte for
+byte, with the log-probs that the learner has for it."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glm5_jax.core.coroutines import wait_for
+from glm5_jax.inference.engine import Engine
+from glm5_jax.model import glm5
+from glm5_jax.rl.batch import lay_out
+from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError
+from glm5_jax.rl.stage import World, judge, told
+from glm5_jax.rl.streams import CreditConfig, credited
+from glm5_jax.rl.types import Reward, Task
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.step import StepConfig, score_function
+from tests.model.small import one_layer
+from tests.text.random_chats import Chats
+
+LOOK = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"k": {"type": "string"}}}},
+}
+ASKED = {"role": "user", "content": "?"}
+# Merges of what the policy writes byte by byte, so that nobody who encodes its text again finds its tokens.
+TOKENIZER = Tokenizer.train(
+    [render_chat([ASKED], tools=[LOOK]).text * 3, "ttt\ntt\nccc\ncc\n777\n77\n" * 99], 480
+)
+SINGLE = {TOKENIZER.bytes_of(i): i for i in range(TOKENIZER.vocab_size)}
+# What may follow a token, and how often. Bytes behind each other are no text: two that begin a character, and one
+# that ends it.
+FOLLOWS = {
+    "<think>": {b"t": 6, b"\xc3": 1, "</think>": 3, "<tool_call>": 0.3},
+    b"t": {b"t": 4, b"\xc3": 1, "</think>": 5},
+    b"\xc3": {b"\xa9": 3, b"t": 2, "</think>": 5},
+    b"\xa9": {b"t": 2, "</think>": 8},
+    "</think>": {b"c": 2, "<tool_call>": 8},
+    b"c": {b"c": 4, b"\xf0": 1, "<tool_call>": 3, "<|user|>": 2},
+    b"\xf0": {b"c": 2, "<tool_call>": 6, "<|user|>": 2},
+    "<tool_call>": {b"f": 19, b"g": 0.5, "</tool_call>": 0.5},
+    b"f": {"<arg_key>": 6, "</tool_call>": 4},
+    b"g": {"</tool_call>": 1},
+    "<arg_key>": {b"k": 1},
+    b"k": {"</arg_key>": 1},
+    "</arg_key>": {"<arg_value>": 1},
+    "<arg_value>": {b"7": 6, b"\xe2": 2, "</arg_value>": 2},
+    b"7": {b"7": 4, b"\xe2": 1, "</arg_value>": 5},
+    b"\xe2": {"</arg_value>": 1},
+    "</arg_value>": {"</tool_call>": 1},
+    "</tool_call>": {"<|observation|>": 13, "<tool_call>": 3, b"\xf0": 2, "<|user|>": 1},
+}
+LENGTH, GROUP = 224, 10
+CFG = one_layer(
+    vocab_size=TOKENIZER.vocab_size,
+    eos_token_id=TOKENIZER.eos_ids,
+    hidden_size=32,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+def token(name) -> int:
+    return SINGLE[name] if isinstance(name, bytes) else TOKENIZER.special_ids[name]
+
+
+@functools.cache
+def policy():
+    """Weights that follow the table, and what came before by some tenths of a nat."""
+    params = jax.tree.map(np.array, glm5.init_params(CFG, jax.random.key(0)))
+    params["dense_layers"]["attn"]["o"] *= 5
+    table = np.full((CFG.hidden_size, CFG.vocab_size), -10.0, np.float32)
+    for row, (name, after) in enumerate(FOLLOWS.items()):
+        params["embed"]["weight"][token(name)] = np.eye(CFG.hidden_size)[row]
+        for other, weight in after.items():
+            table[row, token(other)] = np.log(weight / sum(after.values()))
+    params["lm_head"]["weight"] = table / np.sqrt(CFG.hidden_size)
+    return glm5.Glm5(CFG, params=jax.tree.map(jnp.asarray, params))
+
+
+async def answers(task, call):
+    if call.arguments.get("k", "").startswith("777"):
+        raise ToolError("it is down")
+    return f"<|user|>{call.arguments.get('k', 'é')}"
+
+
+async def likes_long_ones(task, attempt):
+    return Reward(float(attempt.sampled))
+
+
+@functools.cache
+def sampled():
+    """(groups, for each attempt in their order what the engine was asked and what it replied)."""
+    engine = Engine(policy(), TOKENIZER, max_batch=12, max_length=LENGTH, page_size=32, chunk=64, batch_invariant=True)
+    generate, seen = engine.generate, {}
+
+    def watched(prompts, samplings):
+        replies = generate(prompts, samplings)
+        for ids, own, reply in zip(prompts, samplings, replies, strict=True):
+            seen.setdefault(own.seed, []).append((list(ids), reply))
+        return replies
+
+    engine.generate = watched
+    chats = Chats(seed=0)
+    tasks = [
+        Task(f"t{i}", "any", ({"role": "user", "content": chats.text(6) + "?"},), tools=(LOOK,), thinking=i % 3 > 0)
+        for i in range(20)
+    ]  # fmt: skip
+    config = RolloutConfig(group=GROUP, max_tokens=24, max_turns=4)
+    groups = Rollouts(engine, TOKENIZER, config, 0.9, answers).sample(tasks, 0)
+    wait_for(judge(groups, World(None, {}, likes_long_ones), 8))
+    return groups, list(seen.values())
+
+
+def test_what_was_sampled_is_learnt_byte_for_byte():
+    groups, seen = sampled()
+    records = credited(groups, CreditConfig("none"))
+    streams = ("token_ids", "loss_mask", "rollout_logp", "rl_weight", "advantage")
+    batch, rows = lay_out(records, 2 * LENGTH, 40, streams)
+    logp = jax.jit(score_function(CFG, StepConfig(mtp_steps=0), temperature=0.9))(
+        glm5.params_of(policy()), batch
+    )
+    batch["logp"] = np.asarray(logp)
+    found = collections.Counter()
+    for i, own in enumerate(rows):
+        for segment, record in enumerate(own, 1):
+            here = batch["segment_ids"][i] == segment
+            row = {name: values[i, here] for name, values in batch.items()}
+            group, number = map(int, record.rollout_id.split("-"))
+            replies = seen[group * GROUP + number]
+            learnt, before = np.zeros(here.sum(), bool), None
+            for asked, reply in replies:
+                if before is not None:
+                    answered = asked[before:]
+                    assert answered[0] == token("<tool_response>")
+                    assert not {token("<|user|>"), token("<|observation|>")} & {*answered}
+                before = len(asked) + len(reply.ids)
+                at = slice(len(asked), len(asked) + len(reply.ids))
+                assert row["token_ids"][: at.start].tolist() == asked
+                assert row["token_ids"][at].tolist() == reply.ids
+                assert row["rollout_logp"][at].tolist() == np.float32(reply.logprobs).tolist()
+                learnt[at] = True
+                found += tally(reply)
+            for name in ("loss_mask", "rl_weight"):
+                assert ((row[name] != 0) == learnt).all()
+            assert (row["advantage"] == np.where(learnt, learnt.sum(), 0)).all()
+            assert np.abs(row["logp"] - row["rollout_logp"])[learnt].max() < 1e-4
+            found += {"several turns": len(replies) > 1, "tokens": int(learnt.sum())}
+            found += {groups[group].attempts[number].finish_reason: 1}
+    # Or nothing was shown.
+    assert len(seen) == 200 and found["several turns"] > 100 and found["tokens"] > 3000
+    for name in ("no text", "others", "in thought", "stop", "length"):
+        assert found[name] > 5, (name, found)
+
+
+def tally(reply) -> collections.Counter:
+    """What is awkward in a reply."""
+    text = TOKENIZER.decode(reply.ids)
+    return collections.Counter(
+        {
+            "no text": "\ufffd" in text,
+            "others": TOKENIZER.encode(text, parse_special=True) != reply.ids,
+            "in thought": "<tool_call>" in text and "</think>" not in text,
+        }
+    )
+
+
+def test_what_the_environment_broke_is_told_and_not_learnt():
+    groups, _ = sampled()
+    failed = {
+        f"{i}-{j}"
+        for i, group in enumerate(groups)
+        for j, attempt in enumerate(group.attempts)
+        if "it is down" in attempt.error
+    }
+    assert 5 < len(failed) < 100
+    learnt = {record.rollout_id for record in credited(groups, CreditConfig())}
+    everything = {f"{i}-{j}" for i in range(20) for j in range(GROUP)}
+    assert learnt == everything - failed
+    assert told(groups)["rollout"]["environment_errors"] == len(failed) / 200
