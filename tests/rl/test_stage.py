@@ -162,20 +162,6 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     assert told[: len(told) // 2] == told[len(told) // 2 :]
 
 
-def test_where_all_attempts_are_worth_the_same_nothing_moves_and_it_is_told(config, tmp_path):
-    """Nor is it seen from rewards, which are what they always were."""
-
-    async def alike(task, attempt):
-        return Reward(0.5)
-
-    start = saved(config, tmp_path / "start", 1)
-    one = dataclasses.replace(config.train, steps=1, eval_interval=0)
-    still = dataclasses.replace(config, checkpoint=start, train=one)
-    stage_of(still, tmp_path / "still", world(alike)).run()
-    assert same(weights(start, config), weights(tmp_path / "still", config))
-    assert column(read(tmp_path / "still"), "rollout/flat_groups")[1] == [1.0]
-
-
 def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path):
     async def broken(task, attempt):
         return Reward(None, error="no sandbox")

@@ -8,6 +8,7 @@ import pytest
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.rollout import Group
+from glm5_jax.rl.stage import told
 from glm5_jax.rl.streams import CreditConfig, credited, distilled
 from glm5_jax.rl.types import Attempt, Reward, Task
 
@@ -79,6 +80,24 @@ def test_what_is_distilled_has_no_reward():
     found = distilled([group([1, None], [2, 4])], CreditConfig())
     assert [r.rollout_id for r in found] == ["0"]
     assert found[0].ref_kl_weight.tolist() == [0, 0, 0.5, 0.5] and found[0].rl_weight is None
+
+
+def test_what_is_told_of_judged_groups():
+    """Groups that tell nothing are counted: a run whose weights stand still has rewards like any other."""
+    other = group([0, None, 0.5], [4, 1, 5])
+    other.task = dataclasses.replace(TASK, kind="code")
+    other.attempts[2] = Attempt((), "length")
+    found = told([group([1, 1]), other])
+    assert found["reward"] == {"mean": 0.625, "math": 1, "code": 0.25}
+    assert found["reward_part"] == {"right": 0.625}
+    assert found["rollout"] == pytest.approx(
+        {
+            "tokens": (3 + 3 + 4 + 1 + 5) / 5,
+            "truncated": 1 / 5,
+            "environment_errors": 1 / 5,
+            "flat_groups": 1 / 2,
+        }
+    )
 
 
 def test_other_names_are_refused():

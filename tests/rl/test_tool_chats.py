@@ -95,7 +95,15 @@ async def likes_long_ones(task, attempt):
 @functools.cache
 def sampled():
     """(groups, for each attempt in their order what the engine was asked and what it replied)."""
-    engine = Engine(policy(), TOKENIZER, max_batch=12, max_length=LENGTH, page_size=32, chunk=64, batch_invariant=True)
+    engine = Engine(
+        policy(),
+        TOKENIZER,
+        max_batch=12,
+        max_length=LENGTH,
+        page_size=32,
+        chunk=64,
+        batch_invariant=True,
+    )
     generate, seen = engine.generate, {}
 
     def watched(prompts, samplings):
