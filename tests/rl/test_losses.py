@@ -82,7 +82,7 @@ def test_values_and_gradients_are_the_oracle_s(kind, several):
     old[:300] = logp[:300] + 0.2 * rng.standard_normal(300)
     advantage = rng.standard_normal(400)
     given = old if several else None
-    loss, grad, *_ = told(PolicyConfig(kind), logp, given, rollout, advantage)
+    loss, grad, below, above = told(PolicyConfig(kind), logp, given, rollout, advantage)
     want = [
         oracle.token(kind, a, None if given is None else b, c, d)
         for a, b, c, d in zip(logp, old, rollout, advantage)
@@ -91,6 +91,8 @@ def test_values_and_gradients_are_the_oracle_s(kind, several):
     np.testing.assert_allclose(grad, [x for _, x in want], atol=1e-12)
     # Every branch is there: tokens that are masked or clipped, and tokens that are not.
     assert kind == "unclipped" or 20 < (grad == 0).sum() < 380
+    # Of icepop a clip of r, which is not told, takes gradients too.
+    assert ((grad == 0) == (below | above)).all() or kind == "icepop" and several
 
 
 def test_icepop_at_a_ratio_of_one_is_plain_clipped_grpo():
@@ -185,6 +187,17 @@ def test_distilled_samples_add_up_to_the_reverse_divergence():
         np.testing.assert_allclose(
             jax.grad(expected)(theta), jax.grad(divergence)(theta), atol=1e-12
         )
+
+
+def test_the_steps_of_one_batch_have_one_denominator():
+    """That of the first, where it is given."""
+    logp, old, rollout = np.log([[0.5, 0.3, 0.2], [0.4, 0.2, 0.3], [0.5, 0.2, 0.1]])
+    with jax.enable_x64(True):
+        streams = streams_of(logp, rollout_logp=rollout, advantage=np.ones(3))
+        streams["old_logp"] = jnp.asarray(old)
+        loss = PolicyLoss(PolicyConfig())(jnp.asarray(logp), streams)[0]["rl"]
+    want = [oracle.token("icepop", *each, 1.0)[0] for each in zip(logp, old, rollout)]
+    np.testing.assert_allclose(loss, want, rtol=1e-12)
 
 
 def test_what_is_told_of_the_samples():

@@ -26,6 +26,11 @@ LOSSES = {
     "the upper clip is the lower's": ("1 + config.clip_high\n", "1 + config.clip_low\n"),
     "nothing is clipped": ("jnp.clip(ratio, low, high) * advantage)", "ratio * advantage)"),
     "the sign of the clipped loss": ("loss = -jnp.minimum(", "loss = jnp.minimum("),
+    "the clip of r is told on both signs": ("(ratio < low) & (advantage < 0)", "ratio < low"),
+    "every step divides by itself": (
+        'streams.get("old_logp", lax.stop_gradient(logp))',
+        "lax.stop_gradient(logp)",
+    ),
     "f takes a gradient": ("ratio = lax.stop_gradient(ratio)", "pass"),
     "f's window is closed below": (
         "ratio <= 1 - config.window_low",
@@ -77,6 +82,7 @@ STREAMS = {
     ),
     "failures are learnt from": ("if reward.value is not None:", "if True:"),
     "nothing is left out": ("config.drop_flat and", "False and"),
+    "a failure makes a difference": ("if value is not None}) < 2", "}) < 2"),
     "long rollouts count more": ("max(lengths[record.rollout_id], 1.0)", "1.0"),
     "pieces count each for itself": (
         "lengths[record.rollout_id] += record",
@@ -121,6 +127,7 @@ def checks_of_losses():
         yield lambda: t.test_a_token_that_is_out_of_all_bounds_is_finite(kind)  # noqa: B023
     yield t.test_distillation_has_the_teacher_s_log_ratio_as_advantage
     yield t.test_distilled_samples_add_up_to_the_reverse_divergence
+    yield t.test_the_steps_of_one_batch_have_one_denominator
     yield t.test_what_is_told_of_the_samples
 
 

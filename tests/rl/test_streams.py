@@ -65,9 +65,9 @@ def test_failures_of_the_environment_are_left_out_and_not_zeros():
 
 
 def test_groups_that_tell_nothing_are_zeros_or_left_out():
-    flat = [group([1, 1]), group([0, 1])]
+    flat = [group([1, 1]), group([0, 1]), group([1, None, 1])]
     kept = credited(flat, CreditConfig())
-    assert len(kept) == 4 and not kept[0].advantage.any() and kept[0].rl_weight.any()
+    assert len(kept) == 6 and not kept[0].advantage.any() and kept[0].rl_weight.any()
     assert len(credited(flat, CreditConfig(drop_flat=True))) == 2
 
 
