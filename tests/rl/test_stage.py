@@ -195,15 +195,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     common = dict(learns="teachers", checkpoint=one, train=two)
     alike = dataclasses.replace(config, teachers=(Teacher(one),), **common)
     stage_of(alike, tmp_path / "alike").run()
-    moved = [
-        np.abs(a - b).max()
-        for a, b in zip(
-            jax.tree.leaves(weights(one, config)),
-            jax.tree.leaves(weights(tmp_path / "alike", config)),
-        )
-    ]
-    assert max(moved) < 0.1  # rounding, which Muon makes a step of
-    assert max(column(read(tmp_path / "alike"), "loss/ref_kl")[1], key=abs) < 1e-5
+    assert max(map(abs, column(read(tmp_path / "alike"), "loss/ref_kl")[1])) < 1e-5
     both = dataclasses.replace(
         config, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
     )
@@ -214,6 +206,8 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
         batches.append(jax.device_get(batch)) or update(state, batch)
     )
     stage.run()
+    norms = {name: column(read(tmp_path / name), "grad_norm/muon")[1] for name in ("alike", "both")}
+    assert max(norms["alike"]) < 1e-3 * min(norms["both"])  # rounding
     score = jax.jit(stage._step.score)
     want = {
         t.origin: np.asarray(score(weights(t.checkpoint, config), batches[0]))
