@@ -16,11 +16,13 @@ from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher, policy_alone
 from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.monitor import AgreementConfig
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World, staleness
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import report
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -95,6 +97,13 @@ def config(tokenizer):
     )
 
 
+@pytest.fixture
+def quick(config, monkeypatch):
+    """Without what takes seconds in every run: the page, and the comparison of engine and learner."""
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    return dataclasses.replace(config, agreement=AgreementConfig(attempts=0))
+
+
 MADE = {}
 
 
@@ -162,13 +171,13 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     assert told[: len(told) // 2] == told[len(told) // 2 :]
 
 
-def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path):
+def test_attempts_of_a_broken_environment_are_never_learnt_from(quick, tmp_path):
     async def broken(task, attempt):
         return Reward(None, error="no sandbox")
 
     made = world(broken)
     with pytest.raises(TrainingStopped, match=f"{MOST_EMPTY} batches in a row .*no sandbox"):
-        stage_of(config, tmp_path, made).run()
+        stage_of(quick, tmp_path, made).run()
     assert not made.tasks.accepted and len(made.tasks.dropped) == 4 * MOST_EMPTY
 
     async def half(task, attempt):
@@ -177,7 +186,7 @@ def test_attempts_of_a_broken_environment_are_never_learnt_from(config, tmp_path
         return await likes_low_bytes(task, attempt)
 
     made = world(half)
-    stage_of(config, tmp_path / "half", made).run()
+    stage_of(quick, tmp_path / "half", made).run()
     assert len(made.tasks.accepted) == len(made.tasks.dropped) == 8
     assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 4
 
@@ -188,16 +197,16 @@ def saved(config, path, seed):
     return str(path)
 
 
-def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
+def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
     """Each is followed on its own tasks alone; who is the student itself changes nothing."""
-    one, other = (saved(config, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
-    two = dataclasses.replace(config.train, steps=2, eval_interval=0)
+    one, other = (saved(quick, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
+    two = dataclasses.replace(quick.train, steps=2, eval_interval=0)
     common = dict(learns="teachers", checkpoint=one, train=two)
-    alike = dataclasses.replace(config, teachers=(Teacher(one),), **common)
+    alike = dataclasses.replace(quick, teachers=(Teacher(one),), **common)
     stage_of(alike, tmp_path / "alike").run()
     assert max(map(abs, column(read(tmp_path / "alike"), "loss/ref_kl")[1])) < 1e-5
     both = dataclasses.replace(
-        config, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
+        quick, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
     )
     stage = stage_of(both, tmp_path / "both")
     batches = []
@@ -210,8 +219,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(config, tmp_path):
     assert max(norms["alike"]) < 1e-3 * min(norms["both"])  # rounding
     score = jax.jit(stage._step.score)
     want = {
-        t.origin: np.asarray(score(weights(t.checkpoint, config), batches[0]))
-        for t in both.teachers
+        t.origin: np.asarray(score(weights(t.checkpoint, quick), batches[0])) for t in both.teachers
     }
     trained = batches[0]["loss_mask"] == 1
     theirs = {name: np.abs(logp - batches[0]["ref_logp"]) < 1e-6 for name, logp in want.items()}
