@@ -39,11 +39,10 @@ from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 300
+LONGER = 1.5  # times the steps of rl_reasoning.py: of :tiny, 40 left half of the old skill
 PULL = 0.1  # of the KL divergence, beside a reward's advantage of one standard deviation
-FALLEN, RESTORED = (
-    0.5,
-    0.8,
-)  # what is to be lost of the old skill, and how much of that to come back
+FALLEN = 0.5  # share of the old skill that is to be lost
+RESTORED = 0.8  # share of what was lost that is to come back
 OLD, NEW = "sft:chain5-seed0", "reasoning:chain3-seed0"
 PULLED, DISTILLED = "pulled", "distilled"
 
@@ -56,8 +55,13 @@ def get_config(variant: str = "tiny") -> dict[str, Arm]:
 def _arms(size: str) -> dict[str, Arm]:
     tuned = sft_attention.get_config(size)
     [start, plain] = (tuned[name].stages[-1].name for name in (SPARSE, DENSE))
+    base = rl_reasoning.get_config(size)
+    steps = round(LONGER * base.schedule.total_steps)
     learning = dataclasses.replace(
-        rl_reasoning.get_config(size), name=f"rl:{size}", tasks=(_chain(3),)
+        base,
+        name=f"rl:{size}",
+        tasks=(_chain(3),),
+        schedule=dataclasses.replace(base.schedule, total_steps=steps),
     )
     pulled = dataclasses.replace(
         learning,

@@ -37,7 +37,12 @@ from glm5_jax.rl.batch import lay_out
 from glm5_jax.training.loss import target_logp
 from pallas_kernels.index_scores import index_scores
 
-LEAST_LENGTH = 128  # of a row: each power of two above is another program
+LEAST_LENGTH = (
+    128  # of a row: each power of two above is another program, and so is each of the rows' number
+)
+TOGETHER = (
+    512  # as long is a row for all records, if they fit one: batches of short ones have one program
+)
 MOST_GAP = 2.0  # of two scores, in units of the largest
 
 
@@ -111,7 +116,9 @@ def compare(
     sizes = _Sizes.of(records, made)
     region = Region() if mesh is None else Region.of(mesh)
     parts = region.size(SEQUENCE_AXES)
-    length = -(-bucket(max(map(len, records)), 1 << 62, LEAST_LENGTH) // parts) * parts
+    lengths = [len(record) for record in records]
+    longest = max(max(lengths), min(sum(lengths), TOGETHER))
+    length = -(-bucket(longest, 1 << 62, LEAST_LENGTH) // parts) * parts
     batch, rows = lay_out(records, length, region.size(BATCH_AXES), ("token_ids",))
     logp, own = _learner(
         params, batch, cfg=cfg, plan=plan, chunk=chunk, temperature=temperature, mesh=mesh
