@@ -7,7 +7,8 @@ All arms learn one skill from rewards, chains of three values, which the model o
 chains of five that it knows are the old skill, of which nothing is attempted meanwhile.
 
 - sparse: as experiments/rl_reasoning.py, without KL (GLM-5 3.2), from the sparse model;
-- pulled: the same, each token also paying for leaving the model of SFT (its KL divergence);
+- pulled: the same, each token also paying for leaving the model of SFT (its KL divergence), by GRPO's coefficient
+  (DeepSeekMath, arXiv 2402.03300) and by a tenth of it;
 - dense: from a dense model that was fine-tuned as the sparse one, on the same conversations;
 - distilled: the sparse arm, and after it cross-stage distillation: taught the old skill by the model of SFT, the new
   one by the model that the sparse arm ended with.
@@ -16,7 +17,7 @@ Reported, of all seeds: both skills, greedy, on tasks that no stage trains on, a
 lost comes back.
 
 :tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then for each of three
-         seeds four minutes of SFT for each of two models, and four or five for each of four arms
+         seeds four minutes of SFT for each of two models, and four or five for each of five arms
 """
 
 import dataclasses
@@ -40,11 +41,11 @@ from glm5_jax.training.experiment import choose
 SEEDS = (0, 1, 2)
 QUESTIONS = 300
 LONGER = 1.5  # times the steps of rl_reasoning.py: of :tiny, 40 left half of the old skill
-PULL = 0.1  # of the KL divergence, beside a reward's advantage of one standard deviation
+PULLS = {"pulled": 0.04, "pulled a little": 0.004}  # the KL divergence's coefficients
 FALLEN = 0.5  # share of the old skill that is to be lost
 RESTORED = 0.8  # share of what was lost that is to come back
 OLD, NEW = "sft:chain5-seed0", "reasoning:chain3-seed0"
-PULLED, DISTILLED = "pulled", "distilled"
+DISTILLED = "distilled"
 
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
@@ -63,17 +64,20 @@ def _arms(size: str) -> dict[str, Arm]:
         tasks=(_chain(3),),
         schedule=dataclasses.replace(base.schedule, total_steps=steps),
     )
-    pulled = dataclasses.replace(
-        learning,
-        name=f"rl:{size},{PULLED}",
-        credit=dataclasses.replace(learning.credit, pull="reference"),
-        policy=dataclasses.replace(learning.policy, ref_kl=PULL),
-        teachers=(Teacher(start),),
-    )
+    pulled = {
+        name: dataclasses.replace(
+            learning,
+            name=f"rl:{size},{name}",
+            credit=dataclasses.replace(learning.credit, pull="reference"),
+            policy=dataclasses.replace(learning.policy, ref_kl=coefficient),
+            teachers=(Teacher(start),),
+        )
+        for name, coefficient in PULLS.items()
+    }
     taught = _distilled(distill.get_config(size), f"distill:{size},old", start, learning.name)
     behind = {
         SPARSE: (tuned[SPARSE], learning),
-        PULLED: (tuned[SPARSE], pulled),
+        **{name: (tuned[SPARSE], stage) for name, stage in pulled.items()},
         DENSE: (tuned[DENSE], sft_attention.dense(learning)),
         DISTILLED: (tuned[SPARSE], learning, taught),
     }
@@ -129,7 +133,11 @@ def finding(rows: dict[str, list[dict]], rewards: dict[str, list], command: str)
     return Finding(
         "Reinforcement learning after SFT",
         command,
-        (_restored(rows[DISTILLED]), _pull(rows), _attention(rows)),
+        (
+            _restored(rows[DISTILLED]),
+            *(_pull(rows, name) for name in PULLS),
+            _attention(rows),
+        ),
         (_table(rows),),
         (
             Plot(
@@ -159,11 +167,14 @@ def _restored(rows: list[dict]) -> str:
     )
 
 
-def _pull(rows: dict[str, list[dict]]) -> str:
+def _pull(rows: dict[str, list[dict]], name: str) -> str:
     new, old = (
-        paired(*(_of(rows[name], skill, "rl") for name in (PULLED, SPARSE))) for skill in (NEW, OLD)
+        paired(*(_of(rows[arm], skill, "rl") for arm in (name, SPARSE))) for skill in (NEW, OLD)
     )
-    return f"pulled minus not, in points: the new skill {new:+.1f}, {_effect(new)}; the old one {old:+.1f}, {_effect(old)}"
+    return (
+        f"{name} ({PULLS[name]}) minus not, in points: the new skill {new:+.1f}, {_effect(new)}; the old one {old:+.1f}, "
+        f"{_effect(old)}"
+    )
 
 
 def _attention(rows: dict[str, list[dict]]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import rl_reasoning
 from experiments.ablations import reinforcement
-from experiments.ablations.reinforcement import DENSE, DISTILLED, NEW, OLD, PULLED, SPARSE
+from experiments.ablations.reinforcement import DENSE, DISTILLED, NEW, OLD, PULLS, SPARSE
 
 
 @pytest.fixture(scope="module", params=["tiny", "small"])
@@ -17,7 +17,8 @@ def arms(request):
 
 def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms):
     shared = {name: arm.trial(seed=1).digests for name, arm in arms.items()}
-    assert shared[SPARSE][:7] == shared[PULLED][:7] == shared[DISTILLED][:7]
+    for name in (*PULLS, DISTILLED):
+        assert shared[name][:7] == shared[SPARSE][:7]
     assert shared[DISTILLED][:8] == shared[SPARSE]
     for one, other in itertools.combinations(shared.values(), 2):
         assert one[:4] == other[:4] and one[-1] != other[-1]
@@ -28,10 +29,11 @@ def test_arms_of_a_seed_start_from_one_fine_tuning_and_seeds_from_one_model(arms
         assert not any(same[same.index(False) :])
 
 
-def test_what_is_pulled_differs_in_that_alone(arms):
-    sparse, pulled = (arms[name].stages[-1] for name in (SPARSE, PULLED))
-    assert pulled.credit.pull == "reference" and pulled.policy.ref_kl == reinforcement.PULL
-    assert [t.checkpoint for t in pulled.teachers] == [arms[PULLED].stages[-2].name]
+@pytest.mark.parametrize("name", PULLS)
+def test_what_is_pulled_differs_in_that_alone(arms, name):
+    sparse, pulled = (arms[arm].stages[-1] for arm in (SPARSE, name))
+    assert pulled.credit.pull == "reference" and pulled.policy.ref_kl == PULLS[name]
+    assert [t.checkpoint for t in pulled.teachers] == [arms[name].stages[-2].name]
     free = {"name": sparse.name, "credit": sparse.credit, "policy": sparse.policy, "teachers": ()}
     assert dataclasses.replace(pulled, **free) == sparse
 
@@ -64,18 +66,22 @@ def row(new, old):
 
 
 def found(distilled_old=(0.9, 0.4, 0.85), pulled=0.7, dense=0.8):
-    rows = {SPARSE: [row((0.1, 0.8), (0.9, 0.4))] * 3, PULLED: [row((0.1, pulled), (0.9, 0.6))] * 3}
+    rows = {SPARSE: [row((0.1, 0.8), (0.9, 0.4))] * 3}
+    rows |= {name: [row((0.1, pulled), (0.9, 0.6))] * 3 for name in PULLS}
     rows |= {DENSE: [row((0.2, dense), (0.9, 0.5))] * 3}
     rows |= {DISTILLED: [row((0.1, 0.8, 0.82), distilled_old)] * 3}
     curve = [((0, 10), (0.1, 0.8))] * 3
-    return reinforcement.finding(rows, {name: curve for name in (SPARSE, PULLED, DENSE)}, "COMMAND")
+    curves = {name: curve for name in rows if name != DISTILLED}
+    return reinforcement.finding(rows, curves, "COMMAND")
 
 
 def test_verdicts():
-    restored, pulled, attention = found().verdicts
+    restored, *pulled, attention = found().verdicts
     assert "falls by 56" in restored and "gives 90" in restored and "every seed: met" in restored
     assert "+2.0" in restored
-    assert "the new skill -10.0" in pulled and "the old one +20.0" in pulled
+    for line, (name, coefficient) in zip(pulled, PULLS.items(), strict=True):
+        assert line.startswith(f"{name} ({coefficient}) minus not")
+        assert "the new skill -10.0" in line and "the old one +20.0" in line
     assert "sparse model gains 70.0" in attention and "dense one 60.0" in attention
     assert "at the end: +0.0 ± 0.0 (+0.0 .. +0.0), within the spread" in attention
     for wrong in ((0.9, 0.5, 0.9), (0.9, 0.4, 0.79)):  # too small a fall, too little of it back

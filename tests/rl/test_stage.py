@@ -10,6 +10,7 @@ from flax import nnx
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.request import EngineConfig
@@ -22,7 +23,7 @@ from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World, staleness
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training import report
+from glm5_jax.training import report, stages
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -99,8 +100,12 @@ def config(tokenizer):
 
 @pytest.fixture
 def quick(config, monkeypatch):
-    """Without what takes seconds in every run: the page, and the comparison of engine and learner."""
+    """On one device, whose programs are kept, and without what takes seconds in every run: the page, and the comparison
+    of engine and learner."""
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    monkeypatch.setattr(
+        stages, "make_mesh", lambda axes: make_mesh(axes, devices=jax.devices()[:1])
+    )
     return dataclasses.replace(config, agreement=AgreementConfig(attempts=0))
 
 
@@ -109,7 +114,7 @@ MADE = {}
 
 def shared(cfg, step, optimizer, schedule, mesh, token_loss):
     """Compiled once for all runs, whose schedule is the same."""
-    key = repr((cfg, step, optimizer, token_loss.config))
+    key = repr((cfg, step, optimizer, token_loss, mesh))
     if key not in MADE:
         MADE[key] = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
     return MADE[key]
