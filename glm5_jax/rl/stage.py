@@ -118,6 +118,20 @@ class Reinforcement(Stage):
             )
         for task in (*self._known, *(t for tasks in self._world.held_out.values() for t in tasks)):
             check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
+        self._check_verifier()
+
+    def _check_verifier(self) -> None:
+        """ValueError if nobody can judge a kind of task, as nothing would ever be learnt of it, in silence: of an attempt
+        that says nothing there is something to say, unless what judges fails."""
+        first = {task.kind: task for task in reversed(self._known)}
+        groups = [Group(task, [Attempt(())], []) for task in first.values()]
+        wait_for(judge(groups, self._world, self.config.judged_at_once))
+        for group in groups:
+            [reward] = group.rewards
+            if reward.value is None:
+                raise ValueError(
+                    f"task {group.task.id!r} of kind {group.task.kind!r} cannot be judged: {reward.error}"
+                )
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
@@ -197,7 +211,8 @@ class Reinforcement(Stage):
         return told and told | {"seconds/agreement": time.perf_counter() - began}
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
-        config, held_out = self.config.evaluation, self._world.held_out
+        config = self.config.evaluation
+        held_out = {kind: tasks for kind, tasks in self._world.held_out.items() if tasks}
         if not (config.tasks and held_out):
             return None
 
@@ -245,10 +260,17 @@ class Attempts:
                 records += [self._texts[i % len(self._texts)] for i in numbers]
                 self.records = records
                 return self._laid_out(groups, records, batch_size)
-        raise ValueError(
-            f"{MOST_EMPTY} batches in a row had nothing to learn from; the last one's errors: "
-            f"{sorted({reward.error for group in groups for reward in group.rewards})[:3]}"
-        )
+        rewards = [reward for group in groups for reward in group.rewards]
+        errors = [reward.error for reward in rewards if reward.value is None]
+        why = f"of the last one's {len(rewards)} attempts {len(errors)} have no reward"
+        if errors:
+            why += f": {sorted(set(errors))[:3]}"
+        if len(errors) < len(rewards):
+            why += (
+                "; the others are worth the same in all of their group, which credit.drop_flat leaves out; give tasks "
+                "that are solved at times, or larger groups"
+            )
+        raise ValueError(f"{MOST_EMPTY} batches in a row had nothing to learn from; {why}")
 
     def state(self) -> dict:
         return {"made": self._made, "tasks": self._world.tasks.state()}

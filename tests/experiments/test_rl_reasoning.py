@@ -49,6 +49,13 @@ def small(**changes):
     return dataclasses.replace(rl_reasoning.addition(), **changes)
 
 
+LONGER = {
+    "length": 2048,
+    "engine": rl_reasoning.EngineConfig(),
+    "model": dataclasses.replace(rl_reasoning.addition().model, max_position_embeddings=2048),
+}
+
+
 def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
     config = rl_reasoning.get_config("addition")
     assert config.model.num_stored_parameters < 200_000
@@ -62,13 +69,7 @@ def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
 
 def test_each_kind_has_its_own_verifier(tmp_path):
     shares = (Share(TaskConfig("gsm8k", size=20)), Share(TaskConfig("choices", size=20), 2.0))
-    stage = small(
-        tasks=shares,
-        partly=False,
-        length=2048,
-        engine=rl_reasoning.EngineConfig(),
-        model=dataclasses.replace(rl_reasoning.addition().model, max_position_embeddings=2048),
-    ).stage(tmp_path)
+    stage = small(tasks=shares, partly=False, **LONGER).stage(tmp_path)
     verify = stage._world.verify
     for share in shares:
         task = next(tasks(share.tasks))
@@ -79,6 +80,18 @@ def test_each_kind_has_its_own_verifier(tmp_path):
     drawn = [task.kind for task in stage._world.tasks.draw(30)]
     assert drawn.count("science") == 2 * drawn.count("math")
     stage.close()
+
+
+def test_programs_are_refused_where_no_sandbox_starts(tmp_path, monkeypatch):
+    """Before anything is trained, as all else that is wrong; a run of both kinds would learn of the other alone."""
+    box = pytest.importorskip("glm5_jax.envs.sandbox.box")
+    monkeypatch.setattr(box, "PATH", str(tmp_path))
+    shares = tuple(Share(TaskConfig(kind, size=20)) for kind in ("addition", "mbpp"))
+    with pytest.raises(
+        ValueError, match=r"'mbpp-\d+' of kind 'code' cannot be judged: .*\(bwrap\)"
+    ):
+        small(tasks=shares, partly=False, **LONGER).stage(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_everybody_solves_is_left_out(tmp_path, capsys):

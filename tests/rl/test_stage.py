@@ -196,6 +196,37 @@ def test_attempts_of_a_broken_environment_are_never_learnt_from(quick, tmp_path)
     assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 4
 
 
+def test_groups_without_a_difference_are_named_when_nothing_else_comes(quick, tmp_path):
+    async def never(task, attempt):
+        return Reward(0.0, error="wrong")
+
+    strict = dataclasses.replace(quick, credit=CreditConfig(drop_flat=True))
+    why = "of the last one's 16 attempts 0 have no reward; the others .* credit.drop_flat leaves"
+    with pytest.raises(TrainingStopped, match=why):
+        stage_of(strict, tmp_path, world(never)).run()
+
+
+def test_a_kind_that_cannot_be_judged_is_refused_before_it_starts(config, tmp_path):
+    """Each kind is asked about once, and by an attempt that says nothing."""
+    asked = []
+
+    async def half(task, attempt):
+        asked.append((task.id, attempt.reply))
+        return Reward(None, error="no sandbox") if task.kind == "code" else Reward(0.0)
+
+    with pytest.raises(ValueError, match="'t1' of kind 'code' cannot be judged: no sandbox"):
+        stage_of(config, tmp_path, world(half), TASKS)
+    assert sorted(asked) == [("t0", ""), ("t1", "")] and not list(tmp_path.iterdir())
+
+
+def test_a_kind_without_held_out_tasks_is_left_out_of_their_mean(quick, tmp_path):
+    made = dataclasses.replace(world(), held_out={"math": TASKS[:2], "code": []})
+    stage_of(quick, tmp_path, made).run()
+    rows = read(tmp_path)
+    assert column(rows, "held_out/reward") == column(rows, "held_out/math")
+    assert not column(rows, "held_out/code")[0]
+
+
 def saved(config, path, seed):
     """A folder of new weights of a seed."""
     save_hf(glm5.Glm5(config.model, rngs=nnx.Rngs(seed)), path)
