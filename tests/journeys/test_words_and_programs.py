@@ -1,0 +1,186 @@
+"""Word problems and programs go the way of all reasoning: SFT, then attempts that the real verifiers judge, from two
+command lines.
+
+This shows the path, not that anything is generalised: a policy of this size solves no problem that it has not seen. It is
+told three problems of GSM8K and three of MBPP, each with its own shipped solution and, more often, with that of another,
+so that it answers rightly two times in five. Which is right only the verifiers know: a process that compares formulas, and
+sandboxes in which the programs run.
+"""
+
+import asyncio
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import rl_reasoning
+from experiments.rl_reasoning import Share
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs.reasoning import VerifierConfig
+from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.rl.rollout import Group
+from glm5_jax.rl.stage import judge
+from glm5_jax.rl.types import Attempt
+from tests.contracts.source_tree import ROOT
+from tests.envs.conftest import _isolation, isolation  # noqa: F401
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("isolation"),
+]
+# Short ones among the first that are shipped, by their numbers.
+CHOSEN = {"gsm8k": (0, 1, 4), "mbpp": (3, 8, 9)}
+SHARES = tuple(
+    Share(TaskConfig(kind, size=max(numbers) + 1, held_out_fraction=0.0))
+    for kind, numbers in CHOSEN.items()
+)
+STEPS = 20
+SFT = {
+    "goes_on": False,
+    "data.sequence_length": 256,
+    "data.held_out_fraction": 0.0,
+    "schedule.total_steps": 120,
+    "train.eval_interval": 0,
+    "train.sample_interval": 0,
+    "train.save_interval": 0,
+}
+RL = {
+    "rollout.prompts": 6,
+    "rollout.group": 12,
+    "rollout.max_tokens": 96,
+    "engine.max_batch": 72,
+    "engine.max_length": 256,
+    "evaluation.tasks": 0,
+    "agreement.attempts": 0,
+    "schedule.peak": 3e-4,
+    "schedule.total_steps": STEPS,
+    "train.save_interval": 0,
+}
+
+
+def lines(kind):
+    """Of each chosen problem its question, twice with its own solution and three times with that of the next."""
+    asked = list(tasks(TaskConfig(kind, held_out_fraction=0.0)))
+    made = [
+        json.loads(line) for line in chat_tasks.lines(chat_tasks.ChatTaskConfig(kind), "preserved")
+    ]
+    chosen = CHOSEN[kind]
+    for number, following in zip(chosen, chosen[1:] + chosen[:1]):
+        for other in [number] * 2 + [following] * 3:
+            reply = made[other]["messages"][-1]
+            if kind == "mbpp":
+                name = asked[other].data["names"][0]
+                reply = {**reply, "reasoning_content": f"I write {name}."}
+            yield json.dumps({"messages": [*asked[number].messages, reply]})
+
+
+def verdicts(path, of_chosen):
+    """What a policy made of all the tasks: these passes of the chosen ones, none of the others."""
+    rows = [
+        {
+            "task": task.id,
+            "passes": of_chosen * (int(task.id.split("-")[-1]) in CHOSEN[share.name]),
+            "tries": 8,
+        }
+        for share in SHARES
+        for task in share.tasks_of()
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def launched(env, experiment, workdir, fields):
+    """The metrics of a run in a process of its own."""
+    flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
+    command = [f"--experiment=experiments/{experiment}", f"--workdir={workdir}", *flags]
+    made = subprocess.run(
+        [sys.executable, "-m", "launch.run", *command],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    return read(workdir)
+
+
+def test_both_kinds_are_learnt_from_what_their_verifiers_say(tmp_path, plain_env):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("\n".join(line for kind in CHOSEN for line in lines(kind)))
+    sources = [{"chats": str(chats), "category": "reasoning"}]
+    launched(plain_env, "sft.py:tiny,mixed", tmp_path / "sft", SFT | {"data.sources": sources})
+    shares = [dataclasses.asdict(share) for share in SHARES]
+    rows = launched(
+        plain_env,
+        "rl_reasoning.py:tiny",
+        tmp_path / "rl",
+        RL
+        | {
+            "checkpoint": tmp_path / "sft",
+            "tasks": shares,
+            "verdicts": verdicts(tmp_path / "own.jsonl", 2),
+            "stronger_verdicts": verdicts(tmp_path / "stronger.jsonl", 8),
+        },
+    )
+    for kind in ("math", "code"):
+        steps, reward = column(rows, f"reward/{kind}")
+        assert steps == [*range(1, STEPS + 1)]
+        before, after = np.mean(reward[:2]), np.mean(reward[-4:])
+        assert 0.1 <= before <= 0.7 and after >= before + 0.3, (kind, reward)
+    assert column(rows, "rollout/environment_errors")[1] == [0.0] * STEPS
+    truncated = column(rows, "rollout/truncated")[1]
+    assert len(truncated) == STEPS and max(truncated) < 0.5
+    flat = column(rows, "rollout/flat_groups")[1]
+    assert max(flat[:2]) < 1  # attempts at one task differed in what they were worth
+
+
+REVERSE = "def reverse_words(s):\n    return ' '.join(reversed(s.split()))\n"
+HARM = (
+    "while True: pass",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "import os\nos._exit(0)",
+    "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nos.kill(-1, signal.SIGKILL)",
+)
+
+
+def test_a_program_that_does_harm_costs_only_its_own_reward(tmp_path):
+    """Judged beside others by the verifier of the stage; and nothing of the machine is gone."""
+    mine = tmp_path / "mine"
+    mine.write_text("here")
+    deletes = f"import shutil\nshutil.rmtree({str(tmp_path)!r}, ignore_errors=True)\n"
+    base = rl_reasoning.addition()
+    config = dataclasses.replace(
+        base,
+        partly=False,
+        tasks=SHARES,
+        verifier=VerifierConfig(code_seconds=3, seconds=60),
+        model=dataclasses.replace(base.model, max_position_embeddings=1024),
+        engine=EngineConfig(max_length=1024),
+        length=1024,
+    )
+    stage = config.stage(tmp_path / "run")
+    words, program = (
+        next(t for t in own.tasks_of() if t.id == f"{own.name}-{CHOSEN[own.name][0]}")
+        for own in SHARES
+    )
+    programs = [REVERSE, *HARM, REVERSE + deletes, REVERSE]
+    said = [words.data["answer"], "1"], [f"```python\n{code}\n```" for code in programs]
+    groups = [
+        Group(task, [Attempt(({"role": "assistant", "content": text},)) for text in texts], [])
+        for task, texts in zip((words, program), said)
+    ]
+    try:
+        asyncio.run(judge(groups, stage._world, 64))
+    finally:
+        stage.close()
+    math, code = ([reward.value for reward in group.rewards] for group in groups)
+    assert math == [1.0, 0.0]
+    assert code == [1.0, *[0.0] * len(HARM), 1.0, 1.0]
+    assert all(reward.error for reward in groups[1].rewards[1 : 1 + len(HARM)])
+    assert mine.read_text() == "here"
