@@ -80,32 +80,46 @@ def _typed(value, hint, path):
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if typing.get_origin(hint) is tuple and isinstance(value, (tuple, list)):
-        kind = typing.get_args(hint)[0]
         try:
-            value = tuple(_built(item, kind) for item in value)
+            value = _built(value, hint)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    if not _fits(value, hint):
-        name = hint.__name__ if isinstance(hint, type) else str(hint)
-        raise ValueError(f"{path} is {value!r}; it must be of type {name}")
+    if problem := _misfit(path, value, hint):
+        raise ValueError(problem)
     return value
+
+
+def _misfit(name: str, value, hint) -> str | None:
+    """What is wrong with a field's value; None if nothing is."""
+    if _fits(value, hint):
+        return None
+    return f"{name} is {value!r}; it must be of type {hint.__name__ if isinstance(hint, type) else hint}"
 
 
 def _built(item, hint):
     """A dataclass written as a dict on the command line, as that dataclass, or as the first of a union
     that takes its fields; what is in it likewise. Anything else as it is."""
+    if typing.get_origin(hint) is tuple and isinstance(item, (tuple, list)):
+        return tuple(_built(part, typing.get_args(hint)[0]) for part in item)
     union = typing.get_args(hint) if _is_union(hint) else (hint,)
     kinds = [kind for kind in union if dataclasses.is_dataclass(kind)]
     if not (kinds and isinstance(item, dict)):
         return item
+    problems = []
     for kind in kinds:
         hints = typing.get_type_hints(kind)
         if item.keys() <= hints.keys():
             values = {name: _built(value, hints[name]) for name, value in item.items()}
+            own = [_misfit(name, value, hints[name]) for name, value in values.items()]
+            problems += filter(None, own)
+            if any(own):
+                continue
             try:
                 return kind(**values)
             except TypeError:  # a field without default is missing; the next kind may not need it
                 continue
+    if problems:
+        raise ValueError(problems[0])
     fields = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
     offers = (f"no {name}; its fields are {', '.join(names)}" for name, names in fields.items())
     raise ValueError(f"{item} is {'; and '.join(offers)}")

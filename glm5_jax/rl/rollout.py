@@ -170,7 +170,8 @@ def check_task(
     count = len(_rendered(task, [], 0, config, tokenizer))
     if count >= max_length:
         raise ValueError(
-            f"task {task.id!r} has a prompt of {count} tokens; at most {max_length - 1} leave room for a reply"
+            f"task {task.id!r} has a prompt of {count} tokens; at most {max_length - 1} leave room for a reply, or raise "
+            "engine.max_length and length"
         )
 
 

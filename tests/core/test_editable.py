@@ -137,3 +137,26 @@ def test_a_dict_becomes_the_dataclass_of_a_union_that_has_its_fields_and_so_does
         ValueError, match="no Text; its fields are path, weight, part; and no Task; "
     ):
         freeze(twin)
+    for wrong, said in (
+        ({"path": "x", "part": {"size": "5"}}, "sources: size is '5'; it must be of type int"),
+        ({"path": "x", "part": "big"}, "sources: part is 'big'; it must be of type"),
+        ({"path": 1}, "sources: path is 1; it must be of type str"),
+    ):
+        twin.sources = [wrong]
+        with pytest.raises(ValueError, match=f"^{said}"):
+            freeze(twin)
+
+
+def test_a_tuple_within_a_dict_may_be_written_as_a_list():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        sizes: tuple[int, ...] = ()
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        parts: tuple[Part, ...] = ()
+
+    Config.__annotations__["parts"] = tuple[Part, ...]
+    twin = editable(Config())
+    twin.parts = [{"sizes": [1, 2]}]
+    assert freeze(twin) == Config((Part((1, 2)),))
