@@ -58,7 +58,7 @@ def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
         for seed in (0, 1):
             for task in tasks(TaskConfig(kind, seed=seed, **options), evaluation=evaluation):
                 stem = question(task).splitlines()[0]
-                stems[-1].add("".join(sorted(stem)) if kind != "choices" else stem)
+                stems[-1].add("".join(sorted(stem)) if kind == "addition" else stem)
     assert min(map(len, stems)) > 10 and not stems[0] & stems[1]
 
 
@@ -70,6 +70,17 @@ def test_the_split_is_that_of_supervised_fine_tuning(kind):
     for evaluation in (False, True):
         numbers = {int(task.id.rsplit("-", 1)[1]) for task in tasks(config, evaluation=evaluation)}
         assert numbers == {i for i, side in enumerate(sides) if side == evaluation}
+
+
+def test_no_held_out_product_is_learnt_in_supervised_fine_tuning():
+    sides, chats = {False: set(), True: set()}, chat_tasks.ChatTaskConfig("tools", 4000)
+    for line in chat_tasks.lines(chats, "interleaved"):
+        if "*" in (text := asked(parse(line))):
+            sides[held_out(text, TaskConfig().held_out_fraction)].add(text)
+    for evaluation, learnt in sides.items():
+        config = TaskConfig("products", 4000, digits=2)
+        own = {question(task) for task in tasks(config, evaluation=evaluation)}
+        assert len(own & learnt) > 10 and not own & sides[not evaluation]
 
 
 def test_ids_tell_all_that_a_task_depends_on():
