@@ -12,8 +12,9 @@ from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxFileError
 HOG = "x = [bytearray(b'x' * 2**20) for _ in range(400)]; print(len(x))"
 STOPPER = """
 import os, signal
+friends = set(os.listdir("/proc"))
 while True:
-    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {"1", str(os.getpid())}:
+    for pid in set(os.listdir("/proc")) - friends:
         try:
             os.kill(int(pid), signal.SIGSTOP)
         except OSError:
@@ -60,7 +61,7 @@ async def main(probe: str, host: str) -> dict:
         told["processes"] = (await box.exec(MANY)).stdout.decode()
     async with Sandbox(config) as box:
         start = time.monotonic()
-        late = await box.exec(["python3", "-I", "-c", STOPPER], seconds=0.5)
+        late = await box.exec(["python3", "-I", "-c", STOPPER], seconds=1.0)
         told["stopper"] = late.timed_out, time.monotonic() - start
     async with Sandbox() as box:
         told["more processes"] = (await box.exec(MANY)).stdout.decode()

@@ -30,7 +30,6 @@ from glm5_jax.envs.sandbox.recipe import AGENT, HOMES, ROOT_CAPABILITIES, launch
 log = logging.getLogger(__name__)
 
 _TRANSFER_SECONDS = 60.0  # for half a gigabyte on a busy machine
-_KILL_SECONDS = 0.5  # for one try to end all that runs; who is to do it may be stopped by what runs
 _END_SECONDS = 10.0  # for killed processes to be gone: large ones give their memory back first
 _LOSS_SECONDS = 0.2  # for what is left of a sandbox that lost a command by SIGKILL to be gone too
 _SAID_BYTES = 4096  # of what a gate and bubblewrap say
@@ -394,8 +393,8 @@ class Sandbox:
                 await self._groups.end(group, _END_SECONDS)
             elif self._folder is None:
                 try:
-                    await self._transfer("kill_all", "/", seconds=_KILL_SECONDS)
-                except SandboxError:  # it was stopped, or the sandbox has ended, and all in it
+                    await self._transfer("kill_all", "/", seconds=_END_SECONDS)
+                except SandboxError:  # as a rule the sandbox has ended, and all in it
                     if _has_ended(self._first):
                         child.kill()
             else:
