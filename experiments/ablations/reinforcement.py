@@ -159,11 +159,12 @@ def _restored(rows: list[dict]) -> str:
     lost = Spread.of(1 - b / a for a, b in zip(before, after))
     back = Spread.of((c - b) / (a - b) for a, b, c in zip(before, after, end))
     new = paired(_of(rows, NEW, "distill"), _of(rows, NEW, "rl"))
-    met = min(lost.values) >= FALLEN and min(back.values) >= RESTORED
+    fallen = [b for a, b in zip(lost.values, back.values) if a >= FALLEN]
+    met = sum(b >= RESTORED for b in fallen)
     return (
         f"the old skill falls by {_percent(lost)}% of what it was, and distillation gives {_percent(back)}% of that "
-        f"back (of a fall of at least {100 * FALLEN:.0f}%, at least {100 * RESTORED:.0f}%, every seed: "
-        f"{'met' if met else 'not met'}); the new skill changes by {new:+.1f} points"
+        f"back (it fell by at least {100 * FALLEN:.0f}% in {len(fallen)} of {len(lost.values)} seeds, of which {met} got "
+        f"at least {100 * RESTORED:.0f}% of that back); the new skill changes by {new:+.1f} points"
     )
 
 

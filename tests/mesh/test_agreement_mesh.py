@@ -14,7 +14,7 @@ from tests.mesh.test_engine_mesh import CFG, engine
 
 def test_an_agreement_on_a_mesh_and_a_fault_there():
     """In a model of two groups of experts whose last layer attends by the selection of the one before."""
-    mesh = make_mesh(data=2, expert=2, tensor=2)
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
     params = jax.device_put(cases.params(CFG), glm5.param_shardings(CFG, mesh))
     made = engine(mesh)
     prompt = np.random.default_rng(0).integers(0, CFG.vocab_size, 20).tolist()

@@ -37,8 +37,8 @@ def engine(mesh=None, kind="plain", **options):
 @pytest.mark.parametrize(
     "kind, num_draft, axes",
     [
-        ("plain", 0, {"data": 2, "expert": 2, "tensor": 2}),
-        ("plain", 2, {"data": 2, "expert": 2, "tensor": 2}),
+        ("plain", 0, {"fsdp": 2, "expert": 2, "tensor": 2}),
+        ("plain", 2, {"fsdp": 2, "expert": 2, "tensor": 2}),
         # Experts are fetched for few rows where no axis parts them.
         pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
@@ -69,7 +69,7 @@ def test_pages_in_eight_bits_are_shared_out_alike():
     kinds = {"index_cache": "fp8", "latent_cache": "int8"}
     rng = np.random.default_rng(1)
     asked = [rng.integers(0, CFG.vocab_size, n).tolist() for n in (3, 9, 20, 1, 14, 7, 11, 2, 5)]
-    made = engine(make_mesh(data=2, expert=2, tensor=2), **kinds)
+    made = engine(make_mesh(fsdp=2, expert=2, tensor=2), **kinds)
     got, want = made.generate(asked, SAMPLING), engine(**kinds).generate(asked, SAMPLING)
     same = [one for one in zip(got, want) if one[0].ids == one[1].ids]
     assert len(same) >= 8
