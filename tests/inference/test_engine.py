@@ -161,7 +161,7 @@ def test_work_is_sent_off_before_that_of_the_last_step_has_come_back():
     assert told == ["sent", *["sent", "received"] * (made.counts.num_steps - 1), "received"]
 
 
-@pytest.mark.parametrize("num_draft", [0, 2])
+@pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_short_prompts_are_read_at_once(num_draft):
     """Those of at most LEAST_TOKENS tokens, of which a chunk has room for four; a longer one by itself."""
     options = dict(chunk=4 * LEAST_TOKENS, step_tokens=1000, max_batch=8, num_pages=80)

@@ -38,7 +38,7 @@ def engine(mesh=None, kind="plain", **options):
     "kind, num_draft, axes",
     [
         ("plain", 0, {"fsdp": 2, "expert": 2, "tensor": 2}),
-        ("plain", 2, {"fsdp": 2, "expert": 2, "tensor": 2}),
+        pytest.param("plain", 2, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
         # Experts are fetched for few rows where no axis parts them.
         pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
@@ -64,6 +64,7 @@ def test_replies_are_those_of_one_device(kind, num_draft, axes):
     assert shard[0] == 10
 
 
+@pytest.mark.slow
 def test_pages_in_eight_bits_are_shared_out_alike():
     """The sums of several devices may put a value on the other side of a border: a reply may then be another."""
     kinds = {"index_cache": "fp8", "latent_cache": "int8"}
