@@ -309,7 +309,9 @@ def mixture(w, x, context: Context):
     routing = Routing(*(a.reshape(b, t, -1) for a in routing))
     ids, weights, probs = routing
     balance = sequence_balance(probs, ids, valid, region, cfg)
-    tokens = (x, ids, weights)
+    # Padding goes to no expert: it is all alike, and one expert would have all of it.
+    sent = jnp.where(valid[..., None], ids, cfg.n_routed_experts)
+    tokens = (x, sent, weights)
     if region.shard_sequence:
         tokens = tuple(region.all_gather(a, ("tensor",), 1) for a in tokens)
     rows = (a.reshape(-1, a.shape[-1]) for a in tokens)

@@ -20,7 +20,8 @@ def routed_experts(
 ):
     """sum_a combine_weights * expert(x) for tokens x [m d], expert_ids int32[m a] -> [m d].
 
-    w holds this device's slice of the expert stacks. token_chunk tokens (default: all) travel at a
+    w holds this device's slice of the expert stacks. A token that is none has ids beyond the last expert: it is
+    not sent, and what comes back for it is finite. token_chunk tokens (default: all) travel at a
     time; it must divide m. kernels: see `pallas_kernels.dispatch.choose`.
     """
     rows = x.shape[0]

@@ -193,3 +193,22 @@ def test_remat_recomputes_what_it_says():
 def test_an_unknown_remat_is_refused():
     with pytest.raises(ValueError, match="remat is 'some'; use one of none, full, topk, dots"):
         Plan(remat="some")
+
+
+def test_padding_reaches_no_expert():
+    """It would all go to one, as it is all alike."""
+    params = glm5.init_params(CFG, jax.random.key(0))
+    moe = dict(params["moe_layers"])
+    other = params | {
+        "moe_layers": moe | {"experts": jax.tree.map(lambda w: 2 * w, moe["experts"])}
+    }
+    tokens, segments = (
+        np.arange(12).reshape(2, 6),
+        np.array([[1, 1, 0, 0, 2, 0], [0, 0, 3, 3, 3, 3]]),
+    )
+    one, two = (
+        np.asarray(glm5.forward(own, tokens, CFG, segment_ids=segments).hidden)
+        for own in (params, other)
+    )
+    np.testing.assert_array_equal(one[segments == 0], two[segments == 0])
+    assert (one != two)[segments != 0].any(-1).all()
