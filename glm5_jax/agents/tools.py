@@ -15,9 +15,8 @@ from glm5_jax.rl.types import Task
 from glm5_jax.text.chat import tool_function
 from glm5_jax.text.tool_calls import ToolCall
 
-Tool = Callable[
-    [Mapping[str, Any]], Awaitable[str]
-]  # of a call's arguments; ToolError if it cannot
+# Of a task and a call's arguments; ToolError if it cannot.
+Tool = Callable[[Task, Mapping[str, Any]], Awaitable[str]]
 
 MOST_CHARACTERS = 2048  # of an expression
 MOST_DIGITS = 2000  # of a number, above and below its line; Python spells no more than 4300
@@ -53,7 +52,7 @@ class Toolbox:
         for name in schema.get("required", ()):
             if name not in call.arguments:
                 return f"Error: {call.name} needs {name}"
-        return await self._tools[call.name](call.arguments)
+        return await self._tools[call.name](task, call.arguments)
 
 
 def _offered(task: Task) -> dict[str, Mapping]:
@@ -62,8 +61,9 @@ def _offered(task: Task) -> dict[str, Mapping]:
     return {function["name"]: function for function in functions}
 
 
-async def calculate(arguments: Mapping[str, Any]) -> str:
+async def calculate(task: Task, arguments: Mapping[str, Any]) -> str:
     """The tool `calculate` of the shop: the value of its expression."""
+    del task
     expression = arguments.get("expression")
     if not isinstance(expression, str):
         return "Error: expression is no text"

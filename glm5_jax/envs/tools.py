@@ -6,6 +6,7 @@ from typing import Any
 from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError, run_python
 from glm5_jax.envs.turns import Turns
 from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.types import Task
 
 # As OpenAI describes functions.
 PYTHON = {
@@ -44,7 +45,8 @@ class Python:
         self._config, self._most, self._run = config, most_characters, run
         self._turns = Turns(at_once)
 
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+    async def __call__(self, task: Task, arguments: Mapping[str, Any]) -> str:
+        del task
         code = arguments.get("code")
         if not isinstance(code, str):
             return "Error: code is no text"

@@ -26,14 +26,14 @@ SHOP = tuple(chat_tasks.shop_tools())
 
 
 def answer(expression):
-    return asyncio.run(calculate({"expression": expression}))
+    return asyncio.run(calculate(task(), {"expression": expression}))
 
 
 def task(tools=SHOP):
     return Task("t", "tir", ({"role": "user", "content": "?"},), tools=tools)
 
 
-async def order(arguments):
+async def order(task, arguments):
     return f"order {arguments['order_id']}"
 
 

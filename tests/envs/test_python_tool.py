@@ -102,7 +102,7 @@ def test_so_many_at_once_in_every_turn():
     tool = Python(run=run, at_once=3)
 
     async def turn():
-        await asyncio.gather(*(tool({"code": "1"}) for _ in range(10)))
+        await asyncio.gather(*(tool(TASK, {"code": "1"}) for _ in range(10)))
 
     for _ in range(2):
         asyncio.run(turn())

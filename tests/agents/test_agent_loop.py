@@ -1,0 +1,242 @@
+"""The agent loop: what is asked, what is answered to whatever a model does wrong, how it ends, and what raises."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
+from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.agents.tools import Toolbox, calculate
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs.sandbox import ExecResult
+from glm5_jax.envs.tools import PYTHON, Python
+from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.types import Task, settled
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.agents.scripted import Scripted, calling
+
+SLOW = {
+    "type": "function",
+    "function": {"name": "slow", "parameters": {"properties": {"seconds": {}}}},
+}
+ASKED = ({"role": "user", "content": "6*7?"},)
+TASK = Task("t", "tir", ASKED, tools=(*chat_tasks.shop_tools(), SLOW))
+COUNTER = TokenCounter(Tokenizer.default())
+CONFIG = LoopConfig(max_turns=8, context=ContextConfig(None, None))
+PRODUCT = ("calculate", {"expression": "6*7"})
+
+
+async def slow(task, arguments):
+    await asyncio.sleep(arguments["seconds"])
+    return f"after {arguments['seconds']}"
+
+
+BOX = Toolbox({"calculate": calculate, "slow": slow})
+
+
+def attempt(replies, tools=BOX, task=TASK, fields=None, **limits):
+    """(client, trace)"""
+    client = Scripted(replies)
+    agent = Agent(client, tools, COUNTER, dataclasses.replace(CONFIG, **limits), fields or {})
+    return client, asyncio.run(agent(task))
+
+
+def answers(trace):
+    return [m["content"] for m in trace.messages if m["role"] == "tool"]
+
+
+def test_calls_are_answered_until_there_is_an_answer():
+    client, trace = attempt([[PRODUCT], "42"], fields={"temperature": 0.5})
+    assert trace.ended == "answer" and trace.attempt.reply == "42"
+    assert settled(trace.attempt) is None
+    [first, second] = client.asked
+    assert first[0] == list(ASKED) and second[0] == [*ASKED, *trace.messages[:-1]]
+    reply, result = trace.messages[:-1]
+    assert reply["reasoning_content"] == "I look." and reply["tool_calls"][0]["id"] == "c1-0"
+    assert result == {"role": "tool", "tool_call_id": "c1-0", "content": "42"}
+    for messages, fields in client.asked:
+        left = CONFIG.max_tokens - COUNTER.prompt(TASK)
+        left -= COUNTER.added(TASK, messages[1:]) if messages[1:] else 0
+        assert fields == {"temperature": 0.5, "tools": list(TASK.tools), "max_tokens": left}
+
+
+def test_parallel_calls_go_side_by_side_and_their_results_are_in_order():
+    running = most = 0
+
+    async def tools(task, call):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        answer = await BOX(task, call)
+        running -= 1
+        return answer
+
+    calls = [("slow", {"seconds": 0.03}), PRODUCT, ("slow", {"seconds": 0.01})]
+    _, trace = attempt([calls, "done"], tools)
+    assert answers(trace) == ["after 0.03", "42", "after 0.01"] and most == 3
+    assert [m.get("tool_call_id") for m in trace.messages] == [None, "c1-0", "c1-1", "c1-2", None]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (("calculate", "{6*7"), "the line is not JSON"),
+        (("calculate", "[6]"), "the arguments are no object: [6]"),
+        (("calculate", '{"expression": "1", "expression": "2"}'), "'expression' twice"),
+        (("calculate", {}), "calculate needs expression"),
+        (("calculate", ""), "calculate needs expression"),
+        (("calculate", {"expression": "six"}), "'s' is no number"),
+        (("lookup", {"x": 1}), "no tool lookup"),
+        (("slow", {"seconds": "x"}), "slow failed: TypeError"),
+        (("slow", {"seconds": 60}), "slow gave no answer within 0.05 s"),
+    ],
+)
+def test_a_model_is_told_what_it_did_wrong_and_goes_on(call, told):
+    client, trace = attempt([[PRODUCT, call], "42"], tool_seconds=0.05)
+    right, wrong = answers(trace)
+    assert right == "42" and wrong.startswith("Error: ") and told in wrong
+    assert trace.ended == "answer" and trace.messages[-1]["content"] == "42"
+    assert bool(trace.failures) == (call[0] == "slow")
+    # What goes back to a server is what any server reads.
+    sent = client.asked[1][0][1]["tool_calls"][1]["function"]["arguments"]
+    assert sent == (
+        "{}"
+        if "line" in told or "object" in told or "twice" in told
+        else trace.messages[0]["tool_calls"][1]["function"]["arguments"]
+    )
+
+
+def test_content_is_not_read_as_reasoning():
+    choice = calling(PRODUCT, reasoning="")
+    choice["message"]["content"] = "a</think>b"
+    client, _ = attempt([choice, "42"])
+    sent = client.asked[1][0][1]
+    assert sent["content"] == "a</think>b" and sent["reasoning_content"] == ""
+
+
+def test_what_the_environment_breaks_raises():
+    async def down(task, call):
+        raise ToolError("it is down")
+
+    with pytest.raises(ToolError, match="it is down"):
+        attempt([[PRODUCT], "42"], down)
+    for error in (ServerError("no answer"), ServerError("busy", 503), TimeoutError("mine")):
+        with pytest.raises(type(error), match=str(error)):
+            attempt([[PRODUCT], error])
+    aborted = {"message": {"role": "assistant", "content": "4"}, "finish_reason": "abort"}
+    with pytest.raises(ServerError, match="ended by 'abort'"):
+        attempt([aborted])
+    broken = calling(PRODUCT)
+    del broken["message"]["tool_calls"][0]["function"]["name"]
+    with pytest.raises(ServerError, match="calls that are none"):
+        attempt([broken])
+
+
+def test_a_tool_that_breaks_does_not_leave_others_running():
+    ended = []
+
+    async def tools(task, call):
+        if call.name == "calculate":
+            raise ToolError("it is down")
+        await asyncio.sleep(0.02)
+        ended.append(call.name)
+        return ""
+
+    with pytest.raises(ToolError):
+        attempt([[PRODUCT, ("slow", {"seconds": 0})]], tools)
+    assert ended == ["slow"]
+
+
+def cut_off(choice):
+    return {**choice, "finish_reason": "length"}
+
+
+HUGE = ServerError("the prompt has 99 tokens", 400)
+
+
+@pytest.mark.parametrize(
+    ("replies", "limits", "ended", "num_messages"),
+    [
+        ([[PRODUCT]] * 9, {"max_turns": 3}, "max_turns", 5),
+        ([[PRODUCT]] * 9, {"max_tokens": COUNTER.prompt(TASK) + 60}, "max_tokens", 6),
+        ([[PRODUCT], [("slow", {"seconds": 9})]], {"seconds": 0.1}, "seconds", 3),
+        ([[PRODUCT], cut_off(calling(PRODUCT))], {}, "length", 3),
+        ([[PRODUCT], HUGE], {}, "refused", 2),
+    ],
+)
+def test_ends_without_an_answer_are_worth_nothing(replies, limits, ended, num_messages):
+    client, trace = attempt(replies, **limits)
+    assert trace.ended == ended and len(trace.messages) == num_messages
+    assert trace.attempt.finish_reason == "length" and settled(trace.attempt).value == 0
+    assert len(client.asked) <= limits.get("max_turns", 8)
+
+
+def test_a_server_that_refuses_the_task_itself_is_no_fault_of_the_policy():
+    with pytest.raises(ServerError, match="99 tokens"):
+        attempt([HUGE])
+    with pytest.raises(ValueError, match="max_tokens is 5; raise it"):
+        attempt(["42"], max_tokens=5)
+
+
+def test_a_reply_gets_what_is_left():
+    own, each = COUNTER.prompt(TASK), None
+    client, trace = attempt([[PRODUCT], [PRODUCT], "42"], max_tokens=own + 200, reply_tokens=180)
+    each = COUNTER.added(TASK, trace.messages[:2])
+    given = [fields["max_tokens"] for _, fields in client.asked]
+    assert given == [180, 200 - each, 200 - 2 * each] and each > 20
+
+
+def test_context_is_managed_between_requests_and_the_trace_keeps_everything():
+    one = COUNTER.added(TASK, attempt([[PRODUCT], "42"])[1].messages[:2])
+    context = ContextConfig(keep=1, most_tokens=COUNTER.prompt(TASK) + 3 * one)
+    client, trace = attempt([[PRODUCT]] * 5 + ["42"], context=context)
+    sent = [[m["content"] for m in messages if m["role"] == "tool"] for messages, _ in client.asked]
+    assert answers(trace) == ["42"] * 5 and len(trace.messages) == 11
+    [restart] = trace.restarts
+    assert sent[:3] == [[], ["42"], [OMITTED, "42"]] and sent[restart] == []
+    assert client.asked[restart][0] == list(ASKED)
+    assert sent[restart + 1 :] == [["42"], [OMITTED, "42"], [OMITTED] * 2 + ["42"]][: 5 - restart]
+
+
+def test_a_task_says_whether_to_think():
+    task = dataclasses.replace(TASK, thinking=False, tools=())
+    own = {"chat_template_kwargs": {"clear_thinking": False}}
+    client, _ = attempt(["42"], task=task, fields=own)
+    [(_, fields)] = client.asked
+    assert fields["chat_template_kwargs"] == {"enable_thinking": False, "clear_thinking": False}
+    assert "tools" not in fields and own == {"chat_template_kwargs": {"clear_thinking": False}}
+
+
+def test_attempts_go_side_by_side():
+    """Of one agent, with a state each."""
+    client = Scripted(lambda messages: "42" if len(messages) > 3 else [PRODUCT])
+    agent = Agent(client, BOX, COUNTER, CONFIG)
+
+    async def several():
+        return await asyncio.gather(*(agent(TASK) for _ in range(4)))
+
+    traces = asyncio.run(several())
+    assert [trace.ended for trace in traces] == ["answer"] * 4
+    assert all(answers(trace) == ["42", "42"] for trace in traces)
+
+
+@pytest.mark.parametrize(
+    "field", ["max_turns", "max_tokens", "reply_tokens", "seconds", "tool_seconds"]
+)
+def test_limits_are_positive(field):
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        LoopConfig(**{field: 0})
+
+
+def test_programs_are_run():
+    async def run(code, config):
+        return ExecResult(0, b"42\n", b"")
+
+    task = dataclasses.replace(TASK, tools=(PYTHON,))
+    _, trace = attempt(
+        [[("python", {"code": "print(6*7)"})], "42"], Toolbox({"python": Python(run=run)}), task
+    )
+    assert answers(trace) == ["42"] and trace.ended == "answer"
