@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Mapping
 
 from experiments import rl_general, rl_reasoning
-from glm5_jax.agents.tools import Toolbox, calculate
+from glm5_jax.agents.tools import Toolbox
 from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
@@ -76,7 +76,7 @@ class DistillConfig(RlConfig):
             TaskMixture(kinds, weights, seed=self.seed),
             self._kinds(evaluation=True),
             verify,
-            Toolbox({"calculate": calculate}, itertools.chain(*kinds.values())),
+            Toolbox(rl_reasoning.TOOLS, itertools.chain(*kinds.values())),
             close=verifiers.close,
         )
 

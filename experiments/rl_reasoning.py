@@ -25,6 +25,7 @@ from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.envs.difficulty import DifficultyConfig, keep_hard, read_verdicts
 from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
 from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
+from glm5_jax.envs.search.tools import search_tools
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, adam, policy_alone
@@ -40,6 +41,7 @@ from glm5_jax.training.schedule import ScheduleConfig
 from glm5_jax.training.step import StepConfig
 
 DIGITS = "0123456789"
+TOOLS = {"calculate": calculate, **search_tools()}
 NEAR = 5.0  # how far off a number is worth 1 / e of a right one
 
 
@@ -112,7 +114,7 @@ class ReasoningConfig(RlConfig):
             TaskMixture(kinds, weights, seed=self.seed),
             {share.name: share.tasks_of(evaluation=True) for share in self.tasks},
             verifiers,
-            Toolbox({"calculate": calculate}, known),
+            Toolbox(TOOLS, known),
             close=verifiers.close,
         )
         return Reinforcement(self, workdir, world, known, before=before, **options)

@@ -1,4 +1,4 @@
-"""What a reply claims: the final answer to a problem, the letter of a choice, the program it wrote.
+"""What a reply claims: the final answer to a problem, a few words, the letter of a choice, the program it wrote.
 
 A reply may work things out before it claims. What counts is, in this order,
 
@@ -29,6 +29,7 @@ _FACTORS = re.compile(
     r"(?i)\b(?:pi|percent|pct|dozens?|scores?|hundreds?|thousands?|(?:m|b|tr)illions?|halves|half|"
     r"thirds?|quarters?|squared|cubed|times|plus|minus|over|or|and|to|not|factorial|infinity|sqrt)\b"
 )
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 _FENCE = re.compile(r"(?ms)^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```")
 
 
@@ -47,6 +48,15 @@ def final_answer(reply: str) -> str:
         return ""
     # Of a formula and the number that it ends with, the formula.
     return _plain(max(found, key=lambda match: (match.end(), -match.start()))[0])
+
+
+def short_answer(reply: str) -> str:
+    """The few words that a reply claims: of the first of the forms that it has; without any, all of it."""
+    claims = boxed(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
+    claim = claims[-1] if claims else reply
+    return (
+        "" if len(claim) > MOST_CHARACTERS else _TEXT.sub(r"\1", claim).strip().strip("*`").strip()
+    )
 
 
 def choice(reply: str, num_choices: int = len(LETTERS)) -> str:

@@ -1,9 +1,10 @@
-"""Verifiers of Reasoning RL (GLM-5, section 3.2): right is 1, all else 0.
+"""Verifiers of Reasoning RL (GLM-5, section 3.2) and of search: right is 1, all else 0.
 
   math     data: answer             what the reply claims (final_answer.py) means the same (math_answers.py)
   science  data: answer, choices    the reply claims that one letter of so many
   code     data: tests, names, ...  the reply's program passes them, in sandboxes
   tir      data: answer, min_calls  as math, after calls of the task's tools, at least so many
+  search   data: answers            the reply claims one of them, as SQuAD compares (search/answers.py)
 
 An attempt that was cut off has no final answer: 0. What the policy breaks is 0, with `error` saying what;
 what fails for other reasons (a sandbox, a task without an answer) is None, as for every `Verifier`. Nobody waits on
@@ -26,12 +27,14 @@ from typing import Any, Self
 
 from glm5_jax.core.process import Worker, WorkerError
 from glm5_jax.envs import code_child, final_answer
+from glm5_jax.envs.search import answers
 from glm5_jax.envs.turns import Turns
 from glm5_jax.rl.types import Attempt, Message, Reward, Task, settled
 from glm5_jax.text.chat import tool_function
 
 START_SECONDS = 120  # for a child that loads SymPy on a machine under load
 MOST_CODE = 100_000  # bytes of a program, which goes to its Python as one argument
+WORTH = ("exact", "f1")
 MOST_ROUNDS = 32  # runs of tests whose calls depend on what earlier ones returned
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -49,6 +52,7 @@ class VerifierConfig:
       code_memory: bytes of a sandbox.
       code_at_once: programs; None: as many as processors, so that no program takes another's time.
       python: the sandbox's.
+      search: what an answer to search is worth: "exact", or "f1", the share of words that it has in common.
     """
 
     seconds: float = 180.0
@@ -58,8 +62,11 @@ class VerifierConfig:
     code_memory: int = 2**29
     code_at_once: int | None = None
     python: str = "python3"
+    search: str = "exact"
 
     def __post_init__(self):
+        if self.search not in WORTH:
+            raise ValueError(f"search is {self.search!r}; use one of {', '.join(WORTH)}")
         for name in ("seconds", "math_seconds", "code_seconds", "math_workers", "code_memory"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -355,6 +362,23 @@ class TirVerifier(MathVerifier):
         return dataclasses.replace(verdict, parts={"trace": 1.0})
 
 
+class SearchVerifier(_Binary):
+    """Compares the few words that the reply claims with data["answers"]. parts: "right" and "f1"."""
+
+    async def __call__(self, task: Task, attempt: Attempt) -> Reward:
+        reward = await super().__call__(task, attempt)
+        if self._config.search == "exact" or reward.value is None:
+            return reward
+        return dataclasses.replace(reward, value=reward.parts.get("f1", 0.0))
+
+    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
+        known, claimed = _of(task, "answers", list), final_answer.short_answer(attempt.reply)
+        f1 = answers.f1(claimed, known)
+        return Verdict(
+            answers.exact(claimed, known), "" if claimed else "the reply claims nothing", {"f1": f1}
+        )
+
+
 def trace_problem(messages: Sequence[Message], tools: Sequence[Mapping], min_calls: int) -> str:
     """What a policy did wrong in calling tools, "" if nothing. ValueError for calls and results that do not belong
     together, which is the environment's doing."""
@@ -399,6 +423,7 @@ KINDS = {
     "science": ScienceVerifier,
     "code": CodeVerifier,
     "tir": TirVerifier,
+    "search": SearchVerifier,
 }
 
 

@@ -1,4 +1,4 @@
-"""Tasks of Reasoning RL, from what is shipped or made up.
+"""Tasks of Reasoning RL and of search, from what is shipped or made up.
 
   math     gsm8k       word problems
            svamp       shorter ones, with numbers that do not matter
@@ -8,6 +8,8 @@
   code     mbpp        small programs for what a sentence and one of its tests ask
            humaneval   functions to complete
   tir      products    of two numbers of so many digits, with a calculator that must be used
+  search   musique     questions of two to four hops over passages of Wikipedia
+           worlds      the same, of so many hops, over passages about a world that is made up for each
 
 A task depends on the config and its number alone. Which side of the held-out split it stands on follows from
 its question, by the same hash as for conversations: what is asked on one side is asked on no other, also of
@@ -25,8 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from glm5_jax.data import chat_tasks
-from glm5_jax.data.sources import held_out
+from glm5_jax.data.sources import ASSETS, held_out
 from glm5_jax.envs.final_answer import LETTERS
+from glm5_jax.envs.search import problems, worlds
+from glm5_jax.envs.search.tools import MUSIQUE, SEARCH_TOOLS, corpus_of
 from glm5_jax.rl.types import Task
 
 BOXED = "\nPut your final answer within \\boxed{}."
@@ -55,6 +59,7 @@ class TaskConfig:
       digits: of addition and products: of both numbers.
       fewer: of addition: digits of the second number, which then are not as many; None: both have as many.
       steps: of chain: values.
+      hops: of worlds: passages that an answer takes.
       choices: how many answers there are to choose from.
       held_out_fraction: share of questions that are for evaluation.
       instruction: behind every question, such as `BOXED`.
@@ -66,6 +71,7 @@ class TaskConfig:
     digits: int = 2
     fewer: int | None = None
     steps: int = 5
+    hops: int = 2
     choices: int = 4
     held_out_fraction: float = (
         0.05  # of SFT too: what is asked must stand on one side in all stages
@@ -84,6 +90,7 @@ class TaskConfig:
             ("seed", 0, 2**63),
             ("digits", 1, 1000),
             ("steps", 2, len(chat_tasks.NAMES)),
+            ("hops", problems.FEWEST_HOPS, problems.MOST_HOPS),
             ("choices", 2, len(LETTERS)),
             ("held_out_fraction", 0, 1),
         ):
@@ -191,6 +198,20 @@ def _products(config: TaskConfig) -> Iterator[_Made]:
         yield _Made(f"{left}*{right}?", data, (calculate,))
 
 
+def _musique(config: TaskConfig) -> Iterator[_Made]:
+    path = ASSETS / "musique_questions.jsonl"
+    for problem in problems.read_problems(path, corpus_of(MUSIQUE)):
+        yield _Made(problem.question, {**problem.data, "corpus": MUSIQUE}, SEARCH_TOOLS)
+
+
+def _worlds(config: TaskConfig) -> Iterator[_Made]:
+    for number in itertools.count():
+        place = config.hops, config.seed, number
+        problem = worlds.problem(*place)
+        data = {**problem.data, "corpus": worlds.world_name(*place)}
+        yield _Made(problem.question, data, SEARCH_TOOLS)
+
+
 def _randoms(config: TaskConfig) -> Iterator[np.random.Generator]:
     """One per number."""
     for number in itertools.count():
@@ -247,4 +268,6 @@ KINDS = {
     "mbpp": _Kind("code", _mbpp),
     "humaneval": _Kind("code", _humaneval),
     "products": _Kind("tir", _products, "digits"),
+    "musique": _Kind("search", _musique),
+    "worlds": _Kind("search", _worlds, "hops"),
 }

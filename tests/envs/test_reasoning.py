@@ -19,12 +19,14 @@ from glm5_jax.envs.reasoning import (
     CodeVerifier,
     MathVerifier,
     ScienceVerifier,
+    SearchVerifier,
     TirVerifier,
     Verdict,
     VerifierConfig,
     verifier_for,
 )
 from glm5_jax.rl.types import Attempt, Reward, Task
+from tests.envs import search_solvers
 from tests.envs.local_sandbox import LocalSandbox
 from tests.envs.test_reasoning_code import ALWAYS, shipped
 from tests.envs.test_reasoning_tasks import made, question, right_answer
@@ -394,6 +396,11 @@ def programs(kind):
         yield one, [said(f"```python\n{code}\n```")]
 
 
+def searched(kind):
+    for one in made(kind, 3):
+        yield one, asyncio.run(search_solvers.attempt(one, search_solvers.follow)).messages
+
+
 WORD_PROBLEMS = {"There are 87": 290 // 2, "Marco and hi": 30 - 11, "Edward spent": 6 // 2}
 SOLUTIONS = {
     "gsm8k": worked,
@@ -404,6 +411,8 @@ SOLUTIONS = {
     "products": multiplied,
     "mbpp": programs,
     "humaneval": programs,
+    "musique": searched,
+    "worlds": searched,
 }
 
 
@@ -426,7 +435,7 @@ def cheats(asked, solution):
     yield Attempt((*solution[:-1], {"role": "user", "content": last}))
     yield Attempt(tuple(solution), "length")
     yield Attempt(tuple(solution), error="a call that cannot be read")
-    if asked.tools:
+    if asked.kind == "tir":
         yield Attempt((said(last),))
         yield Attempt((call("calculator"), result(), said(last)))
 
@@ -444,6 +453,7 @@ def test_a_solution_is_worth_one_and_nothing_and_cheats_nothing_each_time(
         "tir": with_tools,
         "science": ScienceVerifier(CONFIG),
         "code": CodeVerifier(CONFIG, sandbox=LocalSandbox),
+        "search": SearchVerifier(CONFIG),
     }[reasoning_tasks.KINDS[kind].domain]
 
     async def rewards(asked, attempts):
@@ -458,10 +468,10 @@ def test_a_solution_is_worth_one_and_nothing_and_cheats_nothing_each_time(
 
 
 def test_verifiers_are_found_by_the_kind_of_task():
-    assert set(KINDS) == {"math", "science", "code", "tir"}
+    assert set(KINDS) == {"math", "science", "code", "tir", "search"}
     assert isinstance(verifier_for("science"), ScienceVerifier)
     with pytest.raises(
-        ValueError, match="no verifier of 'poem'; use one of math, science, code, tir"
+        ValueError, match="no verifier of 'poem'; use one of math, science, code, tir, search"
     ):
         verifier_for("poem")
 

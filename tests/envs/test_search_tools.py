@@ -1,0 +1,115 @@
+"""search, open and find: what they show, and that every call is answered in words."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, strategies as st
+
+from glm5_jax.agents.tools import Toolbox
+from glm5_jax.envs.search.passages import Corpus, Passage
+from glm5_jax.envs.search.tools import SEARCH_TOOLS, SearchConfig, corpus_of, search_tools
+from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.types import Task
+from glm5_jax.text.tool_calls import ToolCall
+
+LONG = "Of Velm it is said. " + "And so on. " * 30 + "Velm ends here."
+CORPUS = Corpus(
+    [
+        Passage("Velm", LONG),
+        Passage("Orn", "A river\nat Velm."),
+        Passage("Quo", "Nothing."),
+        Passage("No text", ""),
+    ]
+)
+TASK = Task("t", "search", ({"role": "user", "content": "?"},), {"corpus": "own"}, SEARCH_TOOLS)
+CONFIG = SearchConfig(results=2, shown=24, page=100)
+BOX = Toolbox(search_tools(CONFIG, {"own": CORPUS}.__getitem__), [TASK])
+
+
+def told(name, task=TASK, **arguments):
+    return asyncio.run(BOX(task, ToolCall(name, arguments, None, "")))
+
+
+def test_search_shows_ids_titles_and_beginnings_of_the_best():
+    assert (
+        told("search", query="river VELM")
+        == "[1] Orn: A river at Velm.\n[0] Velm: Of Velm it is said. And ..."
+    )
+    assert told("search", query="nothing at all") == "[2] Quo: Nothing.\n[1] Orn: A river at Velm."
+    assert told("search", query="xyz") == "No passage has any of these words."
+
+
+def test_open_shows_a_passage_page_by_page():
+    assert told("open", id=1) == "[1] Orn\nA river\nat Velm."
+    pages = [told("open", id=0, page=page) for page in range(1, 5)]
+    assert [page.partition("\n")[0] for page in pages] == [
+        f"[0] Velm (page {i} of 4)" for i in range(1, 5)
+    ]
+    assert "".join(page.partition("\n")[2] for page in pages) == LONG
+    assert told("open", id=0) == pages[0] and told("open", id=3) == "[3] No text\n"
+
+
+def test_find_shows_where_a_text_stands():
+    first, last = told("find", id=0, text=" velm").splitlines()
+    assert first == "page 1: Of Velm it is said. ..."
+    assert last.startswith("page 4: ... ") and last.endswith("Velm ends here.")
+    assert told("find", id=0, text="and so on").splitlines()[-1] == "and 28 more"
+    assert told("find", id=2, text="velm") == "Passage 2 does not have this text."
+    assert told("find", id=0, text=".*") == "Passage 0 does not have this text."
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("search", {"query": 3}, "query is no text"),
+        ("search", {"query": " "}, "query is empty"),
+        ("search", {"query": "x" * 501}, "query is longer than 500 characters"),
+        ("search", {}, "search needs query"),
+        ("open", {"id": 4}, "id must be a whole number from 0 to 3"),
+        ("open", {"id": -1}, "id must be"),
+        ("open", {"id": "1"}, "id must be"),
+        ("open", {"id": True}, "id must be"),
+        ("open", {"id": 1.0}, "id must be"),
+        ("open", {"id": 0, "page": 5}, "page must be a whole number from 1 to 4"),
+        ("open", {"id": 0, "page": 0}, "page must be"),
+        ("open", {"id": 0, "page": "2"}, "page must be"),
+        ("find", {"id": 9, "text": "x"}, "id must be"),
+        ("find", {"id": 0, "text": None}, "text is no text"),
+        ("find", {"id": 0}, "find needs text"),
+        ("open", {"id": 0, "line": 2}, "open has no line"),
+    ],
+)
+def test_bad_arguments_are_answered_in_words(name, arguments, why):
+    assert told(name, **arguments).startswith(f"Error: {why}")
+
+
+anything = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.characters(exclude_categories=()), max_size=9)
+)
+
+
+@given(anything, anything, anything)
+def test_any_call_is_answered_by_what_can_be_encoded(one, two, three):
+    for answer in (
+        told("search", query=one),
+        told("open", id=one, page=two),
+        told("find", id=three, text=one),
+    ):
+        assert answer.encode()
+
+
+def test_a_task_without_passages_is_the_environment_s_failure():
+    for data in ({}, {"corpus": "poems"}):
+        with pytest.raises(ToolError, match="task 'u' has no passages"):
+            told("search", Task("u", "search", TASK.messages, data, SEARCH_TOOLS), query="x")
+    with pytest.raises(KeyError, match="poems"):
+        corpus_of("poems")
+
+
+@pytest.mark.parametrize("field", ["results", "shown", "page"])
+def test_numbers_are_positive(field):
+    with pytest.raises(ValueError, match=f"{field} is 0"):
+        SearchConfig(**{field: 0})

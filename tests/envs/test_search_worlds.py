@@ -1,0 +1,184 @@
+"""Questions over passages: whoever follows the hops answers all of them, nobody else does."""
+
+import asyncio
+import collections
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from glm5_jax.agents.context import ContextConfig, TokenCounter
+from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
+from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
+from glm5_jax.envs.search import worlds
+from glm5_jax.envs.search.answers import exact, f1, normalized
+from glm5_jax.envs.search.passages import says
+from glm5_jax.envs.search.problems import check
+from glm5_jax.rl.types import Attempt
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tool_calls import ToolCall
+from tests.agents.scripted import Scripted
+from tests.envs.search_solvers import BOX, attempt, follow, one_search
+
+VERIFY = verifier_for("search")
+
+
+def made(kind, size, **options):
+    return list(tasks(TaskConfig(kind, size, held_out_fraction=0, **options)))
+
+
+def scores(some, solver, verify=VERIFY):
+    async def all_of_them():
+        return [(await verify(task, await attempt(task, solver))).value for task in some]
+
+    return np.array(asyncio.run(all_of_them()))
+
+
+async def nothing(task, call):
+    return ""
+
+
+@pytest.mark.parametrize("hops", [2, 3, 4])
+def test_in_made_up_worlds_hops_solve_everything_and_one_search_nothing(hops):
+    some = made("worlds", 100, hops=hops, instruction=BOXED)
+    assert (scores(some, follow) == 1).all()
+    assert (scores(some, nothing) == 0).all()
+    assert (scores(some, one_search) == 0).mean() >= 0.95
+
+
+def test_hops_solve_all_of_musique():
+    some = made("musique", 100)
+    assert len(some) == 46 and (scores(some, follow) == 1).all()
+    assert (scores(some, nothing) == 0).all()
+
+
+def test_the_solver_of_one_search_reads_what_it_finds():
+    """It is no straw man: where all passages are found at once it has the answer."""
+    [task] = made("worlds", 1, hops=3)
+    ids = [hop["passage"] for hop in task.data["hops"]]
+
+    async def call(name, arguments):
+        return "\n".join(f"[{i}] x" for i in ids)
+
+    assert asyncio.run(one_search(task, call)) == task.data["answers"][0]
+
+
+@pytest.mark.parametrize("hops", [2, 3, 4])
+def test_each_hop_is_needed(hops):
+    for number in range(60):
+        problem = worlds.problem(hops, 5, number)
+        corpus = worlds.corpus_named(worlds.world_name(hops, 5, number))
+        check(problem, corpus)
+        [*found] = corpus.index.search(problem.question, 5)
+        assert not {hop.passage for hop in problem.hops} <= set(found)
+        # Without its passage nothing leads to a hop's answer from what was known before.
+        ways = [
+            corpus.passages[problem.hops[0].passage].title,
+            *(hop.answer for hop in problem.hops),
+        ]
+        for at, text in enumerate(corpus.said):
+            here = [i for i, name in enumerate(ways) if says(text, name)]
+            assert len(here) < 2 or here[1] - here[0] == 1 and len(here) == 2, (problem, at)
+        assert [says(corpus.said[h.passage], h.answer) for h in problem.hops] == [True] * hops
+
+
+def test_a_world_is_told_by_its_name_and_no_other_is_like_it():
+    one = worlds.corpus_named("world2-seed0-0")
+    assert one.passages == worlds.corpus_named("world2-seed0-0").passages
+    others = ["world3-seed0-0", "world2-seed1-0", "world2-seed0-1"]
+    for other in others:
+        shared = {p.title for p in one.passages} & {
+            p.title for p in worlds.corpus_named(other).passages
+        }
+        assert len(shared) < 8
+    assert worlds.corpus_named("musique") is None
+    words = [w for p in one.passages for w in p.title.split() if w not in ("Songs", "of", "Works")]
+    assert len(words) == len(set(words)) and len(one.passages) == 80
+
+
+def test_answers_cannot_be_guessed():
+    some = made("worlds", 600)
+    answers = collections.Counter(task.data["answers"][0] for task in some)
+    assert answers.most_common(1)[0][1] <= 5
+    relations = collections.Counter(
+        re.match(r"What is the (.*?) of", t.messages[0]["content"])[1] for t in some
+    )
+    assert len(relations) == 10 and max(relations.values()) < 120  # a book's are never an end
+
+
+def test_through_the_loop_over_discarded_contexts():
+    """An agent that goes by its own notes answers although everything that it read was discarded."""
+    [task] = made("worlds", 1, hops=4)
+    counter = TokenCounter(Tokenizer.default())
+    wants = []
+
+    async def call(name, arguments):
+        wants.append((name, arguments))
+        return await BOX(task, ToolCall(name, arguments, None, ""))
+
+    answer = asyncio.run(follow(task, call))
+    client = Scripted([[want] for want in wants] + [answer])
+    config = LoopConfig(context=ContextConfig(2, counter.prompt(task) + 400))
+    trace = asyncio.run(Agent(client, BOX, counter, config)(task))
+    assert trace.restarts and trace.ended == "answer" and not trace.failures
+    said = [m["content"] for m in trace.messages if m["role"] == "tool"]
+    assert len(said) == len(wants) > 8 and not any(text.startswith("Error") for text in said)
+    assert asyncio.run(VERIFY(task, trace.attempt)).value == 1
+
+
+TASK = made("musique", 1)[0]
+
+
+def reward(
+    reply,
+    config=VerifierConfig(),
+    finish_reason="stop",
+    answers=("the Anglican Communion", "C. of E."),
+):
+    task = dataclasses.replace(TASK, data={"answers": list(answers)})
+    said = Attempt(({"role": "assistant", "content": reply},), finish_reason)
+    return asyncio.run(verifier_for("search", config)(task, said))
+
+
+@pytest.mark.parametrize(
+    ("reply", "right", "share"),
+    [
+        ("the Anglican Communion", 1, 1),
+        ("Anglican   communion.", 1, 1),
+        ("It is old. Answer: Anglican Communion", 1, 1),
+        ("So \\boxed{\\text{an Anglican Communion}}", 1, 1),
+        ("**C of E**", 1, 1),
+        ("Anglican", 0, 2 / 3),
+        ("the Anglican Anglican Communion", 0, 4 / 5),
+        ("Is it the Anglican Communion?", 0, 2 * 2 / (4 + 2)),
+        ("Anglican Communion or Rome or Constantinople", 0, 2 * 2 / (6 + 2)),
+        ("Rome", 0, 0),
+        ("", 0, 0),
+        ("the", 0, 0),
+        ("\\boxed{Rome} not Anglican Communion", 0, 0),
+    ],
+)
+def test_answers_are_compared_as_squad_does(reply, right, share):
+    found = reward(reply)
+    assert found.value == found.parts["right"] == right
+    assert found.parts["f1"] == pytest.approx(share)
+    assert reward(reply, VerifierConfig(search="f1")).value == pytest.approx(share)
+
+
+def test_what_is_no_answer():
+    for config in (VerifierConfig(), VerifierConfig(search="f1")):
+        assert reward("the Anglican Communion", config, "length").value == 0
+        assert reward("the Anglican Communion", config, "failed").value is None
+        assert reward("x", config, answers=()).value is None
+    assert reward("").error == "the reply claims nothing"
+    with pytest.raises(ValueError, match="search is 'bleu'"):
+        VerifierConfig(search="bleu")
+
+
+def test_squad_s_vectors():
+    assert normalized("The  Cat, (a) cat's An-them!") == "cat cats anthem"
+    assert exact("a cat", ["Cat!"]) and not exact("", ["Cat"])
+    assert f1("cat cat dog", ["cat", "cat cat cat cow"]) == pytest.approx(4 / 7)
+    assert f1("x", ["y"]) == 0 and f1("", ["y"]) == 0
