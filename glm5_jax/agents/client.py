@@ -3,12 +3,21 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import aiohttp
 
 from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.types import Message
 
 MAX_BYTES = 2**22  # of an answer
+REFUSED = (400, 413, 422)  # of HTTP: what was asked is at fault, too long for instance
+
+
+class Chats(Protocol):
+    """Where a model is asked, as `ChatClient` describes it."""
+
+    async def chat(self, messages: Sequence[Message], **fields) -> dict: ...
 
 
 class ChatClient:

@@ -20,8 +20,8 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
+from glm5_jax.agents.client import REFUSED, Chats
 from glm5_jax.data.conversation import read_json
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.inference.client import ServerError
@@ -32,7 +32,6 @@ TOP = 10  # of a criterion's scale, which begins with 0
 WINNERS = {"A": 1.0, "tie": 0.5, "B": 0.0}  # and what that is worth for A
 KEY_BYTES = 16
 HARMLESS = "I do not know."
-REFUSED = (400, 413, 422)  # of HTTP: what was asked is at fault, too long for instance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +56,6 @@ def rubrics() -> Mapping[str, Rubric]:
     """The shipped ones by name: general, safety, creativity, emotional."""
     shipped = json.loads((ASSETS / "rubrics.json").read_text("utf-8"))
     return {name: Rubric(name, criteria) for name, criteria in shipped.items()}
-
-
-class Chats(Protocol):
-    """Where the judge is asked (agents.client.ChatClient)."""
-
-    async def chat(self, messages: Sequence[Message], **fields) -> dict: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from glm5_jax.agents.client import REFUSED, Chats
 from glm5_jax.agents.context import Context, ContextConfig, Counter
 from glm5_jax.data.conversation import read_json
 from glm5_jax.inference.client import ServerError
@@ -27,15 +28,8 @@ from glm5_jax.text.tool_calls import ToolCall
 # How a trace ends: with an answer, a reply that was cut off, or a limit of `LoopConfig` by its name; or the server
 # refuses to read what has become of the conversation.
 ANSWER, CUT_OFF, TURNS, TOKENS, SECONDS = "answer", "length", "max_turns", "max_tokens", "seconds"
-REFUSED = "refused"
-REFUSING = (400, 413, 422)  # of HTTP: what was asked is at fault, too long for instance
+UNREAD = "refused"
 SHOWN = 200  # characters of a call that cannot be read
-
-
-class Chats(Protocol):
-    """Where the model is asked (agents.client.ChatClient)."""
-
-    async def chat(self, messages: Sequence[Message], **fields) -> dict: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +120,8 @@ class _Course:
                 choice = await self._ask()
             except ServerError as error:
                 # Of the task alone that is no fault of the policy's, which has added all that came after.
-                if turn and error.status in REFUSING:
-                    return self.trace(REFUSED, str(error))
+                if turn and error.status in REFUSED:
+                    return self.trace(UNREAD, str(error))
                 raise
             reply, calls = _read(choice)
             self._messages.append(reply)

@@ -11,6 +11,8 @@ from experiments import rl_reasoning
 from experiments.rl_reasoning import Share, digits_right
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from glm5_jax.rl.types import Attempt, Task
+from glm5_jax.text.tool_calls import ToolCall
+from tests.envs.search_solvers import attempt, follow
 
 SUM = Task("t", "math", ({"role": "user", "content": "40+60?"},), {"answer": "100"})
 
@@ -79,6 +81,24 @@ def test_each_kind_has_its_own_verifier(tmp_path):
         assert asyncio.run(verify(task, wrong)).value == 0
     drawn = [task.kind for task in stage._world.tasks.draw(30)]
     assert drawn.count("science") == 2 * drawn.count("math")
+    stage.close()
+
+
+def test_passages_are_searched_in_a_run(tmp_path):
+    share = Share(TaskConfig("worlds", size=20, hops=3))
+    more = {
+        "length": 4096,
+        "model": dataclasses.replace(LONGER["model"], max_position_embeddings=4096),
+    }
+    stage = small(tasks=(share,), partly=False, **{**LONGER, **more}).stage(tmp_path)
+    world = stage._world
+    [task] = world.tasks.draw(1)
+    answer = asyncio.run(attempt(task, follow))
+    for message, result in zip(answer.messages, answer.messages[1:]):
+        for call in message.get("tool_calls", ()):
+            asked = ToolCall(**call["function"], problem=None, text="")
+            assert asyncio.run(world.tools(task, asked)) == result["content"]
+    assert len(answer.messages) > 12 and asyncio.run(world.verify(task, answer)).value == 1
     stage.close()
 
 
