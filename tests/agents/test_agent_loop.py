@@ -75,9 +75,10 @@ def test_parallel_calls_go_side_by_side_and_their_results_are_in_order():
         return answer
 
     calls = [("slow", {"seconds": 0.03}), PRODUCT, ("slow", {"seconds": 0.01})]
-    _, trace = attempt([calls, "done"], tools)
+    client, trace = attempt([calls, "done"], tools)
     assert answers(trace) == ["after 0.03", "42", "after 0.01"] and most == 3
     assert [m.get("tool_call_id") for m in trace.messages] == [None, "c1-0", "c1-1", "c1-2", None]
+    assert client.asked[1][0] == [*ASKED, *trace.messages[:-1]]
 
 
 @pytest.mark.parametrize(
