@@ -186,7 +186,9 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
     """A reply as a message that any server reads again, and its calls. ServerError for what is none."""
     if choice.get("finish_reason") not in ("stop", "tool_calls", "length"):
         raise ServerError(f"the reply ended by {choice.get('finish_reason')!r}")
-    message = choice["message"]
+    # JSON can hold halves of characters, which no tokenizer encodes.
+    text = json.dumps(choice["message"], ensure_ascii=False).encode("utf-8", "replace")
+    message = json.loads(text)
     kept = {
         name: message[name]
         for name in ("content", "reasoning_content", "tool_calls")
@@ -201,6 +203,8 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
     try:
         for call in reply["tool_calls"]:
             function = call["function"]
+            if not (isinstance(function["name"], str) and function["name"]):
+                raise TypeError("it names no function")
             calls.append(_call(function["name"], function.get("arguments") or "{}"))
     except (TypeError, KeyError, AttributeError):
         raise ServerError(

@@ -2,8 +2,10 @@
 
 import asyncio
 import dataclasses
+import re
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
 from glm5_jax.agents.loop import Agent, LoopConfig
@@ -14,6 +16,7 @@ from glm5_jax.envs.tools import PYTHON, Python
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.rollout import ToolError
 from glm5_jax.rl.types import Task, settled
+from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, calling
 
@@ -132,8 +135,9 @@ def test_what_the_environment_breaks_raises():
         attempt([aborted])
     broken = calling(PRODUCT)
     del broken["message"]["tool_calls"][0]["function"]["name"]
-    with pytest.raises(ServerError, match="calls that are none"):
-        attempt([broken])
+    for nameless in (broken, calling(("", {}))):
+        with pytest.raises(ServerError, match="calls that are none"):
+            attempt([nameless])
 
 
 def test_a_tool_that_breaks_does_not_leave_others_running():
@@ -209,6 +213,23 @@ def test_a_task_says_whether_to_think():
     [(_, fields)] = client.asked
     assert fields["chat_template_kwargs"] == {"enable_thinking": False, "clear_thinking": False}
     assert "tools" not in fields and own == {"chat_template_kwargs": {"clear_thinking": False}}
+
+
+anything = st.text(st.characters(exclude_categories=()), max_size=30)
+arguments = anything | st.dictionaries(anything, anything | st.integers() | st.none(), max_size=3)
+halves = st.sampled_from(["\ud800", '{"expression": "\ud800"}', '{"expression": "\\ud800"}'])
+
+
+@settings(deadline=None)
+@given(anything, anything, anything.filter(bool), arguments | halves)
+def test_whatever_is_written_is_answered_and_can_be_sent(content, reasoning, name, written):
+    """Nothing that a model writes may end an attempt as the environment's failure."""
+    choice = calling((name, written), ("calculate", written), reasoning=reasoning)
+    choice["message"]["content"] = content
+    client, trace = attempt([choice, "42"])
+    assert trace.ended == "answer" and len(answers(trace)) == 2
+    assert not any(re.search("[\ud800-\udfff]", text) for text in answers(trace))
+    render_chat(client.asked[1][0], tools=TASK.tools).text.encode()
 
 
 def test_attempts_go_side_by_side():
