@@ -1,0 +1,23 @@
+"""Tasks in a terminal, in Harbor's format: solved in a sandbox, graded in another.
+
+async with Trials() as trials:
+    result = await trials.run(load_task("path/to/task"), Oracle())
+"""
+
+from glm5_jax.envs.terminal.shell import Shell
+from glm5_jax.envs.terminal.task import TaskError, TerminalTask, find_tasks, load_task
+from glm5_jax.envs.terminal.trial import Agent, Nop, Oracle, Result, Script, Trials
+
+__all__ = [
+    "Agent",
+    "Nop",
+    "Oracle",
+    "Result",
+    "Script",
+    "Shell",
+    "TaskError",
+    "TerminalTask",
+    "Trials",
+    "find_tasks",
+    "load_task",
+]

@@ -1,0 +1,215 @@
+"""What an attempt's work is worth: the task's tests, in a fresh sandbox over the pristine image.
+
+Only the work folder and the declared artifacts go over, as files, folders and links that nobody follows; what else the
+attempt changed, started or left running stays behind. See `grader` for who runs with which rights there.
+"""
+
+import asyncio
+import dataclasses
+import errno
+import re
+from collections.abc import Mapping
+
+from glm5_jax.envs.sandbox import (
+    ExecResult,
+    Layer,
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxFileError,
+)
+from glm5_jax.envs.terminal import grader, rewards
+from glm5_jax.envs.terminal.image import Image, ImageError, Images
+from glm5_jax.envs.terminal.task import TaskError, TerminalTask, check_workdir
+
+MOST_WORK = 1 << 29  # bytes of a work folder, as it is held in memory on its way
+_LOGS = ("agent", "verifier", "artifacts")
+_SHEBANG = b"#!"
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What came of grading.
+
+    reward: None if nothing can be said of the attempt. error: why it is None, or 0 for what the attempt did to its
+    tests. log: what the tests printed.
+    """
+
+    reward: float | None
+    error: str | None = None
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    log: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What an attempt leaves to be graded: the archive of its folder, and of each artifact there is.
+
+    artifacts: path -> content of a file, or archive of a folder.
+    """
+
+    folder: bytes
+    artifacts: Mapping[str, tuple[str, bytes]]
+
+
+class WorkError(RuntimeError):
+    """What an attempt has left cannot be graded, which is its own doing."""
+
+
+def workdir_of(task: TerminalTask, image: Image) -> str:
+    """The folder that is worked in and graded; TaskError if there is none of its own."""
+    if task.workdir is not None:
+        return task.workdir
+    return check_workdir(image.workdir or "/", "the image's WORKDIR")
+
+
+def sandbox_config(task: TerminalTask, image: Image, *, layers: tuple = ()) -> SandboxConfig:
+    """A sandbox over a task's image."""
+    # Each once: an overlay refuses a folder that is in it already.
+    folders = tuple(dict.fromkeys((*layers, *image.layer.folders)))
+    layer = Layer(folders, image.layer.host_programs)
+    return SandboxConfig(
+        seconds=task.agent_seconds,
+        memory_bytes=task.memory_bytes,
+        disk_bytes=task.disk_bytes,
+        cpus=task.cpus,
+        env={**image.env, **task.env},
+        workdir=workdir_of(task, image),
+        base=layer,
+    )
+
+
+async def make_logs(box: Sandbox) -> None:
+    """The folders that tasks expect."""
+    await box.exec(["mkdir", "-p", *(f"/logs/{name}" for name in _LOGS)], user="root", cwd="/")
+
+
+async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Work:
+    """What is graded of a sandbox; WorkError if it cannot be."""
+    try:
+        folder = await box.get_folder(workdir, MOST_WORK)
+        artifacts = {}
+        for path in task.artifacts:
+            try:
+                artifacts[path] = "file", await box.get(path, MOST_WORK)
+            except SandboxFileError as error:
+                if error.errno == errno.EFBIG:
+                    raise
+                try:
+                    artifacts[path] = "folder", await box.get_folder(path, MOST_WORK)
+                except SandboxFileError as other:
+                    if other.errno != errno.ENOENT:
+                        raise
+    except SandboxFileError as error:
+        raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
+    return Work(folder, artifacts)
+
+
+class Grader:
+    """Grades attempts at tasks."""
+
+    def __init__(self, images: Images):
+        self._images = images
+        self._untouched: dict[str, asyncio.Task[str | None]] = {}
+
+    async def __call__(self, task: TerminalTask, image: Image, work: Work) -> Verdict:
+        """The verdict on what an attempt left. Tests that give no reward to it say nothing of it if they give
+        none to the untouched image either; if they do, it is the attempt's doing, and 0."""
+        try:
+            return await self._grade(task, image, work)
+        except (rewards.RewardError, WorkError) as error:
+            told = str(error)
+        except SandboxError as error:
+            told = f"the tests' sandbox failed: {error}"
+        problem = await self._problem_without_work(task, image)
+        if problem is None:
+            return Verdict(0.0, told)
+        return Verdict(None, f"the tests fail on the untouched image too: {problem}")
+
+    async def blame(self, task: TerminalTask, image: Image, error: Exception) -> Verdict:
+        """The verdict on an attempt whose sandbox broke, or left nothing that could be graded."""
+        problem = await self._problem_without_work(task, image)
+        return Verdict(0.0, str(error)) if problem is None else Verdict(None, problem)
+
+    async def _problem_without_work(self, task: TerminalTask, image: Image) -> str | None:
+        async def look() -> str | None:
+            try:
+                verdict = await self._grade(task, image, None)
+            except (rewards.RewardError, SandboxError, WorkError) as error:
+                return str(error)
+            return verdict.error
+
+        key = str(task.folder)
+        if key not in self._untouched:
+            self._untouched[key] = asyncio.create_task(look())
+        return await asyncio.shield(self._untouched[key])
+
+    async def _grade(self, task: TerminalTask, image: Image, work: Work | None) -> Verdict:
+        tools = await self._images.tools()
+        config = sandbox_config(task, image, layers=tools.folders[:1])
+        async with Sandbox(config) as box:
+            await make_logs(box)
+            await box.exec(["chmod", "700", "/logs/verifier"], user="root", cwd="/")
+            await box.put("/tests", task.folder / "tests", user="root", mode=0o700)
+            if work is not None:
+                await _put_work(box, config.workdir, work)
+            done = await self._run_tests(box, task, config)
+            log = (done.stdout + done.stderr).decode(errors="replace")
+            missing = await box.exec(["ls", "-A", grader.MISSING], user="root", cwd="/")
+            if lacking := missing.stdout.decode(errors="replace").splitlines():
+                reward = await _read_reward(box, done, task, strict=False)
+                if reward is None or reward[0] <= 0:
+                    what = ", ".join(sorted(lacking)[:5])
+                    return Verdict(None, f"the tests need what is not here: {what}", log=log)
+            value, parts = await _read_reward(box, done, task)
+            return Verdict(value, None, parts, log)
+
+    async def _run_tests(self, box: Sandbox, task, config: SandboxConfig) -> ExecResult:
+        script = task.folder / "tests" / "test.sh"
+        await box.exec(["chmod", "755", "/tests/test.sh"], user="root", cwd="/")
+        direct = (await asyncio.to_thread(script.read_bytes)).startswith(_SHEBANG)
+        path = f"{grader.FOLDER}/bin:{config.env['PATH']}"
+        return await box.exec(
+            ["/tests/test.sh"] if direct else ["bash", "/tests/test.sh"],
+            user="root",
+            cwd=config.workdir,
+            env={**task.verifier_env, "PATH": path},
+            seconds=task.verifier_seconds,
+        )
+
+
+async def _put_work(box: Sandbox, workdir: str, work: Work) -> None:
+    # Of what the image has there nothing may come back that the attempt removed.
+    await box.exec(["rm", "-rf", "--", workdir, *work.artifacts], user="root", cwd="/")
+    try:
+        # As an ordinary user's, whoever's it was: whose programs have no rights in grading.
+        await box.put_tar(workdir, work.folder)
+        for path, (kind, content) in work.artifacts.items():
+            await (box.put if kind == "file" else box.put_tar)(path, content)
+    except SandboxFileError as error:
+        raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
+
+
+async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask, strict: bool = True):
+    """The reward and its parts; RewardError, or None if not `strict`."""
+    try:
+        for name, read in (("json", rewards.read_json), ("txt", rewards.read_text)):
+            try:
+                data = await box.get(f"/logs/verifier/reward.{name}", rewards.MOST_BYTES)
+            except SandboxFileError as error:
+                if error.errno == errno.ENOENT:
+                    continue
+                said = re.sub(r"^/logs/verifier/", "", str(error.args[-1]))
+                raise rewards.RewardError(said) from None
+            found = read(data)
+            return found if isinstance(found, tuple) else (found, {})
+        late = f"no end within {task.verifier_seconds:g} s" if done.timed_out else ""
+        late = late or f"test.sh ended with exit code {done.code}"
+        raise rewards.RewardError(f"there is no reward.json and no reward.txt ({late})")
+    except rewards.RewardError:
+        if strict:
+            raise
+        return None
+
+
+__all__ = ["Grader", "ImageError", "TaskError", "Verdict", "Work", "WorkError", "collect"]

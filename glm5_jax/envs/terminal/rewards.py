@@ -1,0 +1,54 @@
+"""What a test script says an attempt is worth, read as Harbor does."""
+
+import json
+import math
+from collections.abc import Mapping
+
+MOST_BYTES = 1 << 16  # of a reward file
+
+
+class RewardError(ValueError):
+    """There is no reward that could be read: missing, empty, no number, not finite, no regular file."""
+
+
+def read_json(data: bytes) -> tuple[float, Mapping[str, float]]:
+    """The reward and its parts of a `reward.json`: a number, or an object of numbers. RewardError.
+
+    Of an object the reward is the value of "reward", or its only one.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(f"reward.json is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        return _finite(found, "reward.json"), {}
+    if not found:
+        raise RewardError("reward.json is an empty object")
+    parts = {name: _finite(value, f"{name!r} in reward.json") for name, value in found.items()}
+    if "reward" not in parts and len(parts) > 1:
+        raise RewardError(f"reward.json has no 'reward' among {', '.join(sorted(parts))[:200]}")
+    return parts.get("reward", next(iter(parts.values()))), parts
+
+
+def read_text(data: bytes) -> float:
+    """The number in a `reward.txt`; RewardError."""
+    text = data.decode("utf-8", errors="replace").strip()
+    if not text:
+        raise RewardError("reward.txt is empty")
+    try:
+        value = float(text.replace("_", "?"))
+    except ValueError:
+        raise RewardError(f"reward.txt holds {text[:60]!r}, no number") from None
+    return _finite(value, "reward.txt")
+
+
+def _finite(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RewardError(f"{where} is {str(value)[:60]!r}, no number")
+    try:
+        value = float(value)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise RewardError(f"{where} is {value}, no finite number")
+    return value

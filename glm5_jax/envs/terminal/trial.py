@@ -1,0 +1,143 @@
+"""A trial: an agent at a task in its sandbox, then grading in another."""
+
+import asyncio
+import dataclasses
+import logging
+import pathlib
+import time
+from typing import Protocol
+
+from glm5_jax.envs.sandbox import ExecResult, Sandbox, SandboxError
+from glm5_jax.envs.terminal.grading import (
+    Grader,
+    WorkError,
+    collect,
+    make_logs,
+    sandbox_config,
+    workdir_of,
+)
+from glm5_jax.envs.terminal.image import ImageError, Images
+from glm5_jax.envs.terminal.shell import Shell
+from glm5_jax.envs.terminal.task import TaskError, TerminalTask
+
+log = logging.getLogger(__name__)
+_SHEBANG = b"#!"
+
+
+class Agent(Protocol):
+    """Works at a task. It is cancelled at the end of the task's time, and what it has done by then is graded.
+
+    What it raises is a failure of its own, and ends the trial without a reward; a command that fails is none.
+    """
+
+    async def run(self, task: TerminalTask, sandbox: Shell) -> None:
+        """Works in the sandbox until it is done."""
+        ...
+
+
+class Nop:
+    """Does nothing."""
+
+    async def run(self, task: TerminalTask, sandbox: Shell) -> None:
+        """Returns."""
+
+
+class Oracle:
+    """Runs the task's own solution/solve.sh."""
+
+    async def run(self, task: TerminalTask, sandbox: Shell) -> None:
+        """TaskError if the task has none."""
+        folder = task.folder / "solution"
+        if not (folder / "solve.sh").is_file():
+            raise TaskError(f"task {task.name}: it has no solution/solve.sh")
+        await sandbox.put_folder("/solution", folder)
+        script = await asyncio.to_thread((folder / "solve.sh").read_bytes)
+        await _run_script(sandbox, "/solution/solve.sh", script, dict(task.solution_env))
+
+
+class Script:
+    """Runs a file of the host in the sandbox, as what the agent does at every task."""
+
+    def __init__(self, file: pathlib.Path):
+        self._script = file.read_bytes()
+
+    async def run(self, task: TerminalTask, sandbox: Shell) -> None:
+        """Whatever its exit code."""
+        await _run_script(sandbox, "/script/script", self._script, {})
+
+
+async def _run_script(sandbox: Shell, path: str, script: bytes, env: dict[str, str]) -> ExecResult:
+    await sandbox.put(path, script, mode=0o755)
+    command = [path] if script.startswith(_SHEBANG) else ["/bin/bash", path]
+    return await sandbox.exec(command, env=env)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of a trial.
+
+    reward: None if nothing can be said of the attempt, for `error`. error may stand beside a reward: what the agent
+    did that made it 0, or that it ran out of its time. seconds: of the whole trial. log: what the tests printed.
+    """
+
+    reward: float | None
+    error: str | None
+    seconds: float
+    log: str = ""
+
+
+class Trials:
+    """Runs trials; an asynchronous context manager that removes at its end what it built. images: see `Images`."""
+
+    def __init__(self, images: dict[str, str] | None = None):
+        self._images = Images(images)
+        self._grader = Grader(self._images)
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, kind, error, trace) -> None:
+        await self._images.close()
+
+    async def run(self, task: TerminalTask, agent: Agent) -> Result:
+        """One trial. It raises nothing but what cancels it."""
+        start = time.monotonic()
+        try:
+            reward, error, said = await self._run(task, agent)
+        except (ImageError, TaskError, SandboxError, OSError) as failure:
+            reward, error, said = None, str(failure), ""
+        except Exception as failure:  # of the agent: a model's server that is gone, say
+            log.exception("the agent failed at task %s", task.name)
+            reward, error, said = None, f"the agent failed: {type(failure).__name__}: {failure}", ""
+        return Result(reward, error, time.monotonic() - start, said)
+
+    async def _run(self, task: TerminalTask, agent: Agent):
+        image = await self._images.of(task)
+        workdir = workdir_of(task, image)
+        late, broken = None, None
+        async with Sandbox(sandbox_config(task, image)) as box:
+            _check_users(box)
+            await make_logs(box)
+            shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
+            try:
+                try:
+                    async with asyncio.timeout(task.agent_seconds):
+                        await agent.run(task, shell)
+                except TimeoutError:
+                    late = f"the agent had no end within {task.agent_seconds:g} s"
+                work = await collect(box, task, workdir)
+            except (SandboxError, WorkError) as error:
+                broken = error
+        if broken is not None:
+            verdict = await self._grader.blame(task, image, broken)
+        else:
+            verdict = await self._grader(task, image, work)
+        error = "; ".join(filter(None, (late, verdict.error))) or None
+        return verdict.reward, error, verdict.log
+
+
+def _check_users(box: Sandbox) -> None:
+    if box.limits["users"].startswith("one"):
+        raise SandboxError(
+            "sandboxes have one user here, and an attempt could write its own reward; trials need root"
+        )
