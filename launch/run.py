@@ -14,6 +14,7 @@ On a pod start the same command on every host, with a workdir that all of them s
 
 import dataclasses
 import importlib.util
+import inspect
 import pathlib
 import sys
 import time
@@ -41,7 +42,7 @@ def main(argv: list[str]) -> int:
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
-        return run(command.config)
+        return run(command.config, *([command.workdir] if _writes(command.module) else []))
     return _run(command.module, command.config, command.workdir)
 
 
@@ -74,12 +75,13 @@ def parse(argv: list[str]) -> Command:
     name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
     pod = values["distributed"].value
     if pod and hasattr(module, "run"):
+        instead = "start one on each host without the flag, and a router in front of them"
+        instead = "leave the flag out" if _writes(module) else instead
         raise ValueError(
-            f"--distributed={pod}: {spec.partition(':')[0]} runs in one process; start one on each host without the "
-            "flag, and a router in front of them"
+            f"--distributed={pod}: {spec.partition(':')[0]} runs in one process; {instead}"
         )
     workdir = values["workdir"].value
-    if workdir and hasattr(module, "run"):
+    if workdir and hasattr(module, "run") and not _writes(module):
         raise ValueError(
             f"--workdir={workdir}: {spec.partition(':')[0]} writes nothing and has no workdir; what it reads is "
             f"--experiment.checkpoint={workdir}"
@@ -90,6 +92,11 @@ def parse(argv: list[str]) -> Command:
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
     return Command(module, config, pathlib.Path(workdir), pod)
+
+
+def _writes(module: ModuleType) -> bool:
+    """Whether what a module runs by itself has a workdir."""
+    return "workdir" in inspect.signature(module.run).parameters
 
 
 def _join(pod: str) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 import dataclasses
 import logging
+import os
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from glm5_jax.envs.sandbox import ExecResult, Sandbox, SandboxError
@@ -87,13 +89,25 @@ class Result:
 
 
 class Trials:
-    """Runs trials; an asynchronous context manager that removes at its end what it built. images: see `Images`."""
+    """Runs trials; an asynchronous context manager that removes at its end what it built. images: see `Images`.
 
-    def __init__(self, images: dict[str, str] | None = None):
+    SandboxError, as it is entered, if no sandbox starts here.
+    """
+
+    def __init__(self, images: Mapping[str, str] | None = None):
+        if os.getuid() != 0:
+            raise ValueError(
+                "trials need root: any other user's sandboxes have one user, and an attempt could write its own reward"
+            )
         self._images = Images(images)
         self._grader = Grader(self._images)
 
     async def __aenter__(self):
+        try:
+            await self._images.tools()
+        except BaseException:
+            await self._images.close()
+            raise
         return self
 
     async def __aexit__(self, kind, error, trace) -> None:
@@ -116,7 +130,6 @@ class Trials:
         workdir = workdir_of(task, image)
         late, broken = None, None
         async with Sandbox(sandbox_config(task, image)) as box:
-            _check_users(box)
             await make_logs(box)
             shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
             try:
@@ -134,10 +147,3 @@ class Trials:
             verdict = await self._grader(task, image, work)
         error = "; ".join(filter(None, (late, verdict.error))) or None
         return verdict.reward, error, verdict.log
-
-
-def _check_users(box: Sandbox) -> None:
-    if box.limits["users"].startswith("one"):
-        raise SandboxError(
-            "sandboxes have one user here, and an attempt could write its own reward; trials need root"
-        )
