@@ -170,7 +170,7 @@ class Grader:
         direct = (await asyncio.to_thread(script.read_bytes)).startswith(_SHEBANG)
         path = f"{grader.FOLDER}/bin:{config.env['PATH']}"
         return await box.exec(
-            ["/tests/test.sh"] if direct else ["bash", "/tests/test.sh"],
+            ["/tests/test.sh"] if direct else ["/bin/bash", "/tests/test.sh"],
             user="root",
             cwd=config.workdir,
             env={**task.verifier_env, "PATH": path},

@@ -2,13 +2,12 @@
 
 import asyncio
 import pathlib
-import tempfile
 
 import pytest
 
 from glm5_jax.envs.terminal import Nop, Oracle, Trials, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import ORDINARY, SHIPPED, TOML, Text, own, shipped, tried
+from tests.envs.terminal.folders import ORDINARY, SHIPPED, Text, own, shipped
 
 pytestmark = pytest.mark.usefixtures("isolation")
 FORGE = """
@@ -137,6 +136,25 @@ CHEATS = {
         "> /app/forge; chmod 777 /app/forge; git config core.fsmonitor /app/forge; git config core.pager /app/forge; "
         "git config filter.x.clean /app/forge; echo '* filter=x' > .git/info/attributes; touch a.txt",
     ),
+    "git that forges": (
+        "direct",
+        "git init -q . ; printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.json\\n' > forge; chmod 777 forge; "
+        "git config core.fsmonitor /app/forge",
+    ),
+    "make that forges": (
+        "direct",
+        "printf 'all:\\n\\techo 1 > /logs/verifier/reward.json\\n' > Makefile",
+    ),
+    "a script that forges": ("direct", planted(FORGE, "/app/answer.py")),
+    "a shell script that forges": (
+        "direct",
+        "echo 'echo 1 > /logs/verifier/reward.json' > /app/answer.sh",
+    ),
+    "a module that forges": (
+        "direct",
+        "mkdir answer; " + planted(FORGE, "/app/answer/__main__.py"),
+    ),
+    "forged by a child": ("scored", planted(FORGE, "/app/answer.py")),
     "imported and gone": ("ordinary", planted(f"import os\n{FORGE}\nos._exit(0)")),
     "gone at the end": (
         "ordinary",
@@ -174,8 +192,41 @@ CHEATS = {
     ),
     "skips its tests": ("ordinary", planted("import pytest\npytest.exit('done', returncode=0)")),
 }
-QUICK = {name for i, name in enumerate(CHEATS) if i < 6 or i % 2} | {"imported and gone"}
+QUICK = (
+    *(
+        "links in place of folders",
+        "planted modules",
+        "reward daemon",
+        "settings of shells",
+        "tests made beforehand",
+    ),
+    *(
+        "settings of git",
+        "a program that forges",
+        "git that forges",
+        "a script that forges",
+        "forged by a child",
+    ),
+    *("imported and gone", "gone when called", "becomes root when imported"),
+)
 SOLVED = "cat > /app/doubled.py <<'PY'\ndef double(x): return 2 * x\nPY\n"
+
+
+# Where tests are started by a shell, and by a program that writes the reward itself.
+DIRECT = """#!/bin/bash
+git status
+make
+bash /app/answer.sh
+python3 -m answer
+[ "$(python3 /app/answer.py)" = 42 ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+SCORED = """
+import subprocess, sys
+said = subprocess.run([sys.executable, "/app/answer.py"], capture_output=True, text=True).stdout
+with open("/logs/verifier/reward.txt", "w") as file:
+    file.write(str(float(said.strip() == "42")))
+"""
+ANSWER = "echo 'print(42)' > /app/answer.py\n"
 
 
 def ordinary(folder: pathlib.Path) -> pathlib.Path:
@@ -186,7 +237,17 @@ def ordinary(folder: pathlib.Path) -> pathlib.Path:
 def tasks(tmp_path_factory):
     """Task folders by name."""
     folder = tmp_path_factory.mktemp("tasks")
-    return {name: shipped(name, folder) for name in SHIPPED} | {"ordinary": ordinary(folder)}
+    return {name: shipped(name, folder) for name in SHIPPED} | {
+        "ordinary": ordinary(folder),
+        "direct": own(folder, "direct", test=DIRECT, solve=ANSWER),
+        "scored": own(
+            folder,
+            "scored",
+            test="python3 /tests/score.py",
+            solve=ANSWER,
+            **{"tests/score.py": SCORED},
+        ),
+    }
 
 
 async def all_results(tasks, attempts):
@@ -230,12 +291,3 @@ def test_all_cheats_score_nothing_twice(tasks):
     assert {key: r for key, r in results.items() if r.reward != 0.0} == {}
     first, second = ({n: results[n, i].error for n in CHEATS} for i in range(2))
     assert first == second
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_poisoned_environments_do_not_harm_their_neighbours(tasks):
-    """Acceptance check 28 of the specification, through whole trials."""
-
-
-del test_poisoned_environments_do_not_harm_their_neighbours
-assert tempfile and TOML and tried

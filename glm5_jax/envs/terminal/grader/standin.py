@@ -33,7 +33,6 @@ def main():
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
-    sys.stdout.flush()
     sys.exit(code)
 
 
@@ -53,6 +52,8 @@ def _run(name, args):
 
 
 def _become(name, args):
+    if name == "python" and shutil.which(name) is None:
+        name = "python3"
     try:
         os.execvp(name, [name, *args])
     except OSError as error:
@@ -64,16 +65,16 @@ def _become(name, args):
 def _note_missing(what):
     """For the one who grades: what comes of the tests says nothing of the attempt."""
     print(f"{what} is not on this machine", file=sys.stderr)
-    name = re.sub(r"[^\w .=:@+-]", "_", what)[:100]
+    name = re.sub(r"[^\w .=:@()+-]", "_", what)[:100]
     with open(f"{MISSING}/{name}", "w"):
         pass
     return _NOT_FOUND
 
 
 def _is_of_attempt(path):
-    """Whether there is a file of that path that is not root's."""
+    """Whether there is a file of that path that the attempt left: all of them are this user's."""
     try:
-        return os.stat(path).st_uid != 0
+        return os.stat(path).st_uid == guard.USER
     except (OSError, ValueError):
         return False
 
@@ -242,7 +243,7 @@ def _fetch(name, args):
         print("true  # uv is here")
         return 0
     if addresses and not all(_LOCAL.match(address) for address in addresses):
-        _note_missing(f"network {addresses[0]}")
+        _note_missing(f"network ({addresses[0].partition('://')[2].partition('/')[0]})")
         return _NO_NETWORK
     guard.leave_root()
     return _become(name, args)

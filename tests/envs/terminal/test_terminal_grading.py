@@ -1,0 +1,290 @@
+"""What a trial's result says: rewards as tests give them, and errors as what they are."""
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from glm5_jax.envs.terminal import Nop, Trials, load_task, rewards
+from tests.envs.leftovers import run
+from tests.envs.terminal.folders import PYTEST, TOML, Text, own
+
+pytestmark = pytest.mark.usefixtures("isolation")
+SHORT = TOML.replace("timeout_sec = 30.0", "timeout_sec = 1.5")
+COPIED = "cat /app/answer > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+PASSED = "def test(): pass\n"
+# Python as test scripts start it; each line must succeed.
+PYTHON = r"""#!/bin/bash
+set -e
+trap 'echo 0 > /logs/verifier/reward.txt; echo "line $LINENO" >&2' ERR
+[ "$(python3 -c 'import sys; print(sys.argv)' a b)" = "['-c', 'a', 'b']" ]
+[ "$(echo 'import sys; print(sys.argv)' | python3 - a)" = "['-', 'a']" ]
+[ "$(python3 <<< 'print(1)')" = 1 ]
+python3 -c 'import sys; sys.exit(3)' || [ $? = 3 ]
+python3 -c 'raise SystemExit("said")' 2>&1 | grep -qx said
+python3 -c '1/0' 2>&1 | grep -q ZeroDivisionError
+! python3 -c '1/0' 2>/dev/null
+[ "$(python3 -IB -X utf8 -W ignore /tests/part.py x)" = "/tests/part.py x other" ] || \
+  [ "$(python3 /tests/part.py x)" = "/tests/part.py x other" ]
+[ "$(python -m json.tool --compact <<< '{"a": 1}')" = '{"a":1}' ]
+python3 --version | grep -q '^Python 3'
+[ "$(python3 /app/tool.py)" = "1000 0000000000000000" ]
+[ "$(python3 -m tool)" = "1000 0000000000000000" ]
+[ "$(python3 -c 'import os; print(os.path.exists("/root/x"), open("/root/x").read())')" = "True secret" ]
+python3 -c 'import subprocess, sys
+out = subprocess.run([sys.executable, "/app/tool.py"], capture_output=True, text=True).stdout
+assert out == "1000 0000000000000000\n", out'
+python3 -c 'import os
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+assert not os.access("/root", os.R_OK)
+try: open("/root/x")
+except PermissionError: pass
+else: raise SystemExit(1)'
+python3 -c 'open("/logs/verifier/own.txt", "w").write("x")' && grep -q x /logs/verifier/own.txt
+python3 -c 'import json; assert not hasattr(json, "planted")'
+cd /app && python3 -c 'import tool_of_mine' && cd /
+uv pip install pytest==8 && pip install -U pip && uv venv && uv add pytest
+uv run python3 -c 'print(1)'
+pytest --junitxml=/logs/verifier/junit.xml --ctrf /logs/verifier/ctrf.json /tests/test_one.py
+grep -q 'tests="2"' /logs/verifier/junit.xml
+python3 -c 'import json; s = json.load(open("/logs/verifier/ctrf.json"))["results"]["summary"]; assert (s["passed"], s["skipped"]) == (1, 1), s'
+! pytest /tests/test_two.py
+! pytest /tests/nothing_here.py
+pytest -p no:randomly -k one /tests
+(cd /app && python3 -m pytest /tests/test_cwd.py)
+git --version && (cd /app && git init -q . && git status)
+echo 1 > /logs/verifier/reward.txt
+"""
+WHO = "import os; print(os.getuid(), [l.split()[1] for l in open('/proc/self/status') if l.startswith('CapEff')][0])"
+PARTS = {
+    "tests/part.py": "import os, sys\ntry:\n    import other\nexcept ImportError: sys.exit(1)\n"
+    "print(os.path.abspath(__file__), sys.argv[1], other.__name__)\n",
+    "tests/other.py": "",
+    "tests/test_one.py": "import pytest\ndef test_one(): pass\ndef test_skipped(): pytest.skip()\n",
+    "tests/test_two.py": "def test_two(): assert 0\n",
+    "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, json\n    assert not hasattr(json, 'planted')\n",
+    "environment/tool.py": WHO,
+    "environment/tool_of_mine.py": "",
+    "environment/json.py": "planted = 1\n",
+}
+# Name -> what the task is made of, what the agent runs, the reward, and a part of the error (None: there is none).
+CASES = {
+    "a number": ({"test": "echo 0.25 > /logs/verifier/reward.txt"}, "", 0.25, None),
+    "json first": (
+        {"test": "echo 1 > /logs/verifier/reward.txt; echo '{\"reward\": 0.5, \"x\": 3}' > /logs/verifier/reward.json"},
+        "",
+        0.5,
+        None,
+    ),
+    "whatever the exit code": ({"test": "echo 1 > /logs/verifier/reward.txt; exit 3"}, "", 1.0, None),
+    "missing": ({"test": "exit 3"}, "", None, "no reward.txt (test.sh ended with exit code 3)"),
+    "empty": ({"test": ": > /logs/verifier/reward.txt"}, "", None, "reward.txt is empty"),
+    "infinite": ({"test": "echo inf > /logs/verifier/reward.txt"}, "", None, "no finite number"),
+    "no end": ({"test": "sleep 60", "toml": SHORT}, "", None, "no end within 1.5 s"),
+    "the attempt's number": ({"test": COPIED}, "echo 0.5 > answer", 0.5, None),
+    "the attempt's NaN": ({"test": COPIED}, "echo nan > answer", 0.0, "reward.txt is nan, no finite"),
+    "the attempt's text": ({"test": COPIED}, "echo yes > answer", 0.0, "'yes', no number"),
+    "too much of it": ({"test": COPIED}, "yes 1 | head -c 1M > answer", 0.0, "more than the 65536 bytes"),
+    "tests that the attempt stops": (
+        {"test": "[ -e slow ] && sleep 60; echo 1 > /logs/verifier/reward.txt", "toml": SHORT},
+        "touch slow",
+        0.0,
+        "no end within 1.5 s",
+    ),
+    "a link as reward": (
+        {"test": "[ -e l ] && ln -s /app/l /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"},
+        "echo 1 > l",
+        0.0,
+        "reward.txt: a link, not a regular file",
+    ),
+    "a pipe as reward": (
+        {"test": "[ -e l ] && mkfifo /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt"},
+        "touch l",
+        0.0,
+        "reward.json: a named pipe, not a regular file",
+    ),
+    "a late agent": (
+        {"test": "[ -e x ] && echo 1 > /logs/verifier/reward.txt", "toml": SHORT},
+        "touch x; sleep 60",
+        1.0,
+        "the agent had no end within 1.5 s",
+    ),
+    "too much work": (
+        {"test": "echo 1 > /logs/verifier/reward.txt", "toml": TOML.replace("= 256", "= 1000").replace("512", "4096")},
+        "truncate -s 600M x",
+        0.0,
+        "more than the 536870912 bytes",
+    ),
+    "a missing package": (
+        {"test": "uvx --with numpy==2 pytest /tests/test_outputs.py; echo 0 > /logs/verifier/reward.txt", "tests": PASSED},
+        "",
+        None,
+        "the tests need what is not here: Python package numpy",
+    ),
+    "a missing program": (
+        {"test": "apt-get install -y no-such-thing; echo 0 > /logs/verifier/reward.txt"},
+        "",
+        None,
+        "package no-such-thing",
+    ),
+    "a missing network": (
+        {"test": "curl -sf https://example.org/data || echo 0 > /logs/verifier/reward.txt"},
+        "",
+        None,
+        "network (example.org)",
+    ),
+    "a missing plug-in": (
+        {"test": PYTEST.replace("-rA", "--json-report"), "tests": PASSED},
+        "",
+        None,
+        "pytest with --json-report",
+    ),
+    "an attempt that asks for what is missing": (
+        {"test": COPIED},
+        "curl https://example.org; apt-get install x; echo 1 > answer; touch /grader/missing/x",
+        1.0,
+        None,
+    ),
+    "what goes over": (
+        {
+            "test": "[ -x run ] && [ \"$(readlink l)\" = /etc/passwd ] && [ ! -e old ] && [ \"$(cat /data/a/b)\" = 1 ] && "
+            "[ \"$(cat /srv/one)\" = 2 ] && [ ! -e /etc/mine ] && [ ! -e /data/old ] && [ $(stat -c %u run) = 1000 ] && "
+            "[ ! -e /srv/none ] && echo 1 > /logs/verifier/reward.txt",
+            "dockerfile": "FROM debian\nRUN mkdir -p /data && touch /data/old\nWORKDIR /app\nRUN touch old\n",
+            "toml": 'artifacts = ["/data", "/srv/one", {source = "/srv/none"}]\n' + TOML,
+        },
+        "touch run; chmod +x run; ln -s /etc/passwd l; rm old /data/old; mkdir /data/a; echo 1 > /data/a/b; "
+        "echo 2 > /srv/one; touch /etc/mine",
+        1.0,
+        None,
+    ),
+    "python": (
+        {
+            "test": PYTHON,
+            "dockerfile": "FROM debian\nWORKDIR /app\nCOPY *.py .\nRUN printf secret > /root/x && chmod 600 /root/x\n",
+            **PARTS,
+        },
+        "",
+        1.0,
+        None,
+    ),
+    "the user of the image": (
+        {
+            "test": "[ \"$(cat who)\" = \"app /home/app /app\" ] && echo 1 > /logs/verifier/reward.txt",
+            "dockerfile": "FROM debian\nRUN useradd -m app\nWORKDIR /app\nRUN chown app .\nUSER app\n",
+        },
+        "echo $(id -un) $HOME $PWD > who; touch /srv/x && rm who",
+        1.0,
+        None,
+    ),
+    "variables": (
+        {
+            "test": "[ \"$A$B$C\" = 12d ] && [ \"$(cat said)\" = 12 ] && echo 1 > /logs/verifier/reward.txt",
+            "dockerfile": "FROM debian\nENV A=1 B=x\nWORKDIR /app\n",
+            "toml": TOML + 'env = {B = "2"}\n[verifier.env]\nC = "${NO_SUCH:-d}"\n',
+        },
+        "echo $A$B > said",
+        1.0,
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """The results of all cases by name, three at a time."""
+    folder = tmp_path_factory.mktemp("cases")
+    places = asyncio.Semaphore(3)
+
+    async def one(trials, name, files, text):
+        async with places:
+            agent = Text(text) if text else Nop()
+            return await trials.run(load_task(own(folder, name.replace(" ", "-"), **files)), agent)
+
+    async def work():
+        async with Trials() as trials:
+            cases = [one(trials, name, *case[:2]) for name, case in CASES.items()]
+            return dict(zip(CASES, await asyncio.gather(*cases)))
+
+    return run(work())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_trial_says(results, name):
+    _, _, reward, error = CASES[name]
+    result = results[name]
+    assert result.reward == reward, result
+    assert (result.error is None) if error is None else (error in result.error), result
+    assert 0 < result.seconds < 60
+
+
+@dataclasses.dataclass
+class Failing:
+    error: Exception
+
+    async def run(self, task, sandbox):
+        raise self.error
+
+
+def test_an_agent_that_fails_gets_no_reward(tmp_path, caplog):
+    async def work():
+        async with Trials() as trials:
+            task = load_task(own(tmp_path, test="echo 1 > /logs/verifier/reward.txt"))
+            return await trials.run(task, Failing(ConnectionError("no server"))), await trials.run(
+                task, Failing(KeyError("mine"))
+            )
+
+    first, second = run(work())
+    assert (first.reward, first.error) == (None, "no server")
+    assert (second.reward, second.error) == (None, "the agent failed: KeyError: 'mine'")
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "parts"),
+    [
+        (b"0.5", 0.5, {}),
+        (b" -1\n", -1.0, {}),
+        (b'{"reward": 1}', 1.0, {"reward": 1.0}),
+        (b'{"correct": 0.25}', 0.25, {"correct": 0.25}),
+        (b'{"a": 1, "reward": 0}', 0.0, {"a": 1.0, "reward": 0.0}),
+    ],
+)
+def test_json_rewards(data, reward, parts):
+    assert rewards.read_json(data) == (reward, parts)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no JSON"),
+        (b"NaN", "nan, no finite"),
+        (b"Infinity", "inf, no finite"),
+        (b"1e999", "inf, no finite"),
+        (b"1" * 400, "inf, no finite"),
+        (b"true", "'True', no number"),
+        (b'"1"', "'1', no number"),
+        (b"null", "'None', no number"),
+        (b"[1]", "no number"),
+        (b"{}", "an empty object"),
+        (b'{"a": 1, "b": 0}', "no 'reward' among a, b"),
+        (b'{"reward": 1, "b": NaN}', "'b' in reward.json is nan"),
+        (b'{"reward": true}', "'reward' in reward.json is 'True'"),
+        (b"[" * 100_000, "no JSON"),
+        (b"\xff", "no JSON"),
+    ],
+)
+def test_what_is_no_json_reward(data, message):
+    with pytest.raises(rewards.RewardError, match=message):
+        rewards.read_json(data)
+
+
+def test_text_rewards():
+    assert [rewards.read_text(data) for data in (b"1", b"0.5\n", b" -2e-1 ")] == [1.0, 0.5, -0.2]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b" \n", b"nan", b"-inf", b"one", b"1 2", b"1_0", b"\xff", b"True"]
+)
+def test_what_is_no_text_reward(data):
+    with pytest.raises(rewards.RewardError):
+        rewards.read_text(data)
