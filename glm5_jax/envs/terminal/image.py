@@ -313,10 +313,13 @@ class _Build:
         is_folder |= (await box.exec(["test", "-d", place], user="root", cwd="/")).code == 0
         written = []
         for source in sources:
+            if not source.is_dir():
+                written.append(os.path.join(place, source.name) if is_folder else place)
+                await box.put(written[-1], source, user="root")
+                continue
             # One by one: of a folder that is there, owner and permissions stay.
-            for path in sorted(source.iterdir()) if source.is_dir() else [source]:
-                inside = source.is_dir() or is_folder
-                written.append(os.path.join(place, path.name) if inside else place)
+            for path in sorted(source.iterdir()):
+                written.append(os.path.join(place, path.name))
                 await self._put(box, written[-1], path)
         for flag, program in (("chown", "chown"), ("chmod", "chmod")):
             if (value := item.flags.get(flag)) is not None and written:

@@ -41,7 +41,7 @@ try: open("/root/x")
 except PermissionError: pass
 else: raise SystemExit(1)'
 python3 -c 'open("/logs/verifier/own.txt", "w").write("x")' && grep -q x /logs/verifier/own.txt
-python3 -c 'import json; assert not hasattr(json, "planted")'
+python3 -c 'import csv; assert not hasattr(csv, "planted")'
 cd /app && python3 -c 'import tool_of_mine' && cd /
 uv pip install pytest==8 && pip install -U pip && uv venv && uv add pytest
 uv run python3 -c 'print(1)'
@@ -62,10 +62,10 @@ PARTS = {
     "tests/other.py": "",
     "tests/test_one.py": "import pytest\ndef test_one(): pass\ndef test_skipped(): pytest.skip()\n",
     "tests/test_two.py": "def test_two(): assert 0\n",
-    "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, json\n    assert not hasattr(json, 'planted')\n",
+    "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, csv\n    assert not hasattr(csv, 'planted')\n",
     "environment/tool.py": WHO,
     "environment/tool_of_mine.py": "",
-    "environment/json.py": "planted = 1\n",
+    "environment/csv.py": "planted = 1\n",
 }
 # Name -> what the task is made of, what the agent runs, the reward, and a part of the error (None: there is none).
 CASES = {

@@ -214,7 +214,7 @@ SOLVED = "cat > /app/doubled.py <<'PY'\ndef double(x): return 2 * x\nPY\n"
 
 # Where tests are started by a shell, and by a program that writes the reward itself.
 DIRECT = """#!/bin/bash
-git status
+git -c safe.directory='*' status
 make
 bash /app/answer.sh
 python3 -m answer

@@ -1,0 +1,128 @@
+"""Task folders are read as Harbor reads them; what they ask for in vain is refused by name."""
+
+import pytest
+
+from glm5_jax.envs.terminal import TaskError, find_tasks, load_task
+from tests.envs.terminal.folders import SHIPPED, TOML, own, shipped
+
+OLD = """
+version = "1.0"
+[metadata]
+difficulty = "easy"
+[verifier]
+timeout_sec = 900
+env = {A = "${HOST:-7}", B = "x"}
+[agent]
+timeout_sec = 60
+user = 1000
+[solution]
+env = {KEY = "1"}
+[environment]
+build_timeout_sec = 30
+docker_image = "debian:12"
+cpus = 2
+memory = "2G"
+storage = "512M"
+gpus = 0
+allow_internet = true
+workdir = "/srv/work/"
+mcp_servers = []
+"""
+
+
+def test_fields_old_and_new(tmp_path):
+    folder = own(tmp_path, toml=OLD)
+    task = load_task(folder)
+    assert (task.name, task.folder, task.instruction) == ("own", folder, "Do it.\n")
+    assert (task.agent_seconds, task.verifier_seconds, task.build_seconds) == (60.0, 900.0, 30.0)
+    assert (task.memory_bytes, task.disk_bytes, task.cpus) == (2 << 30, 512 << 20, 2.0)
+    assert task.verifier_env == {"A": "7", "B": "x"} and task.solution_env == {"KEY": "1"}
+    assert (task.user, task.workdir, task.docker_image) == ("1000", "/srv/work", "debian:12")
+    new = load_task(
+        own(tmp_path, "new", toml='schema_version = "1.4"\n[environment]\nmemory_mb = 64\n')
+    )
+    assert (new.memory_bytes, new.disk_bytes, new.agent_seconds) == (64 << 20, 10 << 30, 600.0)
+    both = load_task(own(tmp_path, "both", toml='[environment]\nmemory = "1G"\nmemory_mb = 1024\n'))
+    assert both.memory_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = [", "task.toml: "),
+        ('version = "2.0"', "schema_version is '2.0'; known is 1.x"),
+        ("verifier = 3", "verifier must be a table"),
+        ("[environment]\ngpus = 1", "environment.gpus = 1: not supported; it can be 0"),
+        ('[environment]\ngpu_types = ["H100"]', "environment.gpu_types = ['H100']: not supported"),
+        ("[[environment.mcp_servers]]\nname = 'x'", "environment.mcp_servers = "),
+        ("[environment.healthcheck]\ncommand = 'x'", "environment.healthcheck is unknown here, or not supported"),
+        ('[environment]\nskills_dir = "/x"', "environment.skills_dir is unknown here, or not supported"),
+        ('[environment]\nos = "windows"', "environment.os = 'windows': not supported; it can be 'linux'"),
+        ('[environment]\nnetwork_mode = "allowlist"', "environment.network_mode = 'allowlist': not supported"),
+        ('[environment]\nallowed_hosts = ["a.org"]', "environment.allowed_hosts = ['a.org']: not supported"),
+        ('[agent]\nnetwork_mode = "allowlist"', "agent.network_mode = 'allowlist'"),
+        ('[verifier]\nuser = "nobody"', "verifier.user = 'nobody': not supported; it can be 'root' or 0"),
+        ("[verifier.environment]\ncpus = 1", "verifier.environment is unknown here, or not supported"),
+        ('[[verifier.collect]]\ncommand = "x"', "verifier.collect = "),
+        ("[[steps]]\nname = 'a'", "steps: tasks of several steps are not supported"),
+        ("[agent]\ntimeout = 3", "agent.timeout is unknown here"),
+        ("colour = 3", "colour is unknown here"),
+        ("[agent]\ntimeout_sec = 0", "agent.timeout_sec = 0: it must be a number above 0"),
+        ("[agent]\ntimeout_sec = true", "agent.timeout_sec = True: it must be a number"),
+        ('[environment]\nmemory = "2X"', "environment.memory = '2X': it must be a size such as 512M or 2G"),
+        ('[environment]\nmemory = "2G"\nmemory_mb = 5', "environment.memory_mb says other than"),
+        ('[environment]\nworkdir = "/"', "environment.workdir = '/': the folder '/' cannot be"),
+        ('[environment]\nworkdir = "/tests/x"', "cannot be the folder that is worked in and graded"),
+        ('[environment]\nworkdir = "/app/../etc"', "cannot be the folder"),
+        ('artifacts = ["/etc/passwd"]', "the artifact '/etc/passwd' cannot be"),
+        ('artifacts = [{source = "/x", service = "db"}]', "service is not supported"),
+        ('[environment.env]\nA = "${TOKEN}"', "${TOKEN} takes a variable of the host"),
+        ("[environment.env]\nA = 3", "environment.env = {'A': 3}: it must be a table of texts"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_the_task_and_the_field(tmp_path, text, message):
+    with pytest.raises(TaskError) as error:
+        load_task(own(tmp_path, toml=text))
+    assert str(error.value).startswith("task own: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("environment/docker-compose.yaml", "environment/docker-compose.yaml is not supported"),
+        ("environment/.dockerignore", "environment/.dockerignore is not supported"),
+        ("tests/Dockerfile", "tests/Dockerfile is not supported"),
+        ("steps/one/instruction.md", "steps: tasks of several steps"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, path, message):
+    with pytest.raises(TaskError, match=f"task own: {message}"):
+        load_task(own(tmp_path, **{path: ""}))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("task.toml", "it has no task.toml"),
+        ("instruction.md", "it has no instruction.md"),
+        ("tests/test.sh", "it has no tests/test.sh"),
+        ("environment/Dockerfile", "it has neither environment/Dockerfile nor environment.docker_image"),
+    ],
+)  # fmt: skip
+def test_files_that_are_missing(tmp_path, path, message):
+    (own(tmp_path) / path).unlink()
+    with pytest.raises(TaskError, match=f"task own: {message}"):
+        load_task(tmp_path / "own")
+
+
+def test_folders_of_tasks(tmp_path):
+    with pytest.raises(TaskError, match="no folder"):
+        find_tasks(tmp_path / "none")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(TaskError, match="none of its folders has a task.toml"):
+        find_tasks(tmp_path)
+    for name in SHIPPED:
+        shipped(name, tmp_path)
+    assert [path.name for path in find_tasks(tmp_path)] == SHIPPED
+    assert find_tasks(tmp_path / SHIPPED[0]) == [tmp_path / SHIPPED[0]]
+    assert TOML

@@ -1,0 +1,95 @@
+"""The command that evaluates an agent at terminal tasks: what it writes, how it goes on, what it refuses."""
+
+import json
+
+import pytest
+
+from launch import run as launch
+from tests.contracts.source_tree import ROOT
+from tests.envs.conftest import _isolation, isolation  # noqa: F401
+from tests.envs.terminal.folders import own, shipped
+
+EVALUATE = f"--experiment={ROOT}/experiments/evaluate.py:harbor"
+SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+
+
+def evaluate(capsys, tasks, workdir, agent="oracle", **fields):
+    """Exit code, results and what was printed."""
+    given = {"tasks": tasks, "agent": agent, **fields}
+    flags = [f"--experiment.{name}={value}" for name, value in given.items() if value is not None]
+    code = launch.main(["run", EVALUATE, *flags, f"--workdir={workdir}"])
+    file = workdir / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else None
+    return code, results, capsys.readouterr()
+
+
+@pytest.mark.usefixtures("isolation")
+def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
+    tasks, out = tmp_path / "tasks", tmp_path / "out"
+    shipped("hello-file", tasks)
+    own(tasks, "half", test=SCORED, solve="echo 0.5 > /app/score\n")
+    own(tasks, "elsewhere", dockerfile="FROM nginx:1.25\n")
+    own(tasks, "several", toml="[[steps]]\nname = 'a'\n")
+    code, results, said = evaluate(capsys, tasks, out)
+    assert code == 0 and list(results) == ["elsewhere", "half", "hello-file", "several"]
+    assert {name: set(row) for name, row in results.items()} == dict.fromkeys(
+        results, {"reward", "error", "seconds"}
+    )
+    assert [results[name]["reward"] for name in results] == [None, 0.5, 1.0, None]
+    assert results["half"]["error"] is None and 0 < results["half"]["seconds"] < 60
+    assert results["elsewhere"]["error"].startswith("image nginx:1.25 is not on this machine")
+    assert results["several"]["error"].startswith("task several: steps: ")
+    assert "mean reward 0.750 of 2 tasks; 2 could not be graded" in said.out
+    assert "task 4/4" in said.err
+
+    # What has a reward stays, even where the task would give another now.
+    own(tasks, "half", test=SCORED, solve="echo 0.75 > /app/score\n")
+    own(tasks, "elsewhere", test=SCORED, solve="echo 0.25 > /app/score\n")
+    own(tasks, "new", test=SCORED, solve="echo 1 > /app/score\n")
+    code, again, said = evaluate(capsys, tasks, out)
+    assert code == 0 and again["half"] == results["half"]
+    assert again["hello-file"] == results["hello-file"]
+    assert again["elsewhere"]["reward"] == 0.25 and again["new"]["reward"] == 1.0
+    assert (
+        "results of another agent (oracle, not nop)" in evaluate(capsys, tasks, out, "nop")[2].err
+    )
+
+    script = tmp_path / "script.sh"
+    script.write_text("echo 0.125 > /app/score\n")
+    code, results, _ = evaluate(capsys, tasks / "half", tmp_path / "s", "script", script=script)
+    assert code == 0 and {name: row["reward"] for name, row in results.items()} == {"half": 0.125}
+    script.write_text("true\n")
+    refused = evaluate(capsys, tasks / "half", tmp_path / "s", "script", script=script)
+    assert refused[0] == 2 and "results of another script" in refused[2].err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tasks": None}, "no tasks; give --experiment.tasks=DIR"),
+        ({"tasks": "/none/such"}, "no folder /none/such"),
+        ({"tasks": str(ROOT / "launch")}, "none of its folders has a task.toml"),
+        ({"agent": "human"}, "agent is 'human'; it can be oracle, nop, script"),
+        ({"agent": "script"}, "--experiment.agent=script --experiment.script=FILE"),
+        ({"script": "x"}, "agent is 'oracle' and script is 'x'"),
+        ({"agent": "script", "script": "/none/such"}, "no file /none/such for the agent to run"),
+        ({"at_once": 0}, "at_once is 0; it must be positive"),
+        (
+            {"images": "{'a': '/none'}"},
+            "images: a is '/none', neither 'host' nor a root file system",
+        ),
+        ({"images": "3"}, "images is 3; it must be of type"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(capsys, tmp_path, fields, message):
+    tasks = tmp_path / "tasks"
+    own(tasks)
+    code, results, said = evaluate(capsys, workdir=tmp_path / "out", **{"tasks": tasks, **fields})
+    assert (code, results) == (2, None) and message in said.err
+    assert said.err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_it_runs_in_one_process(capsys, tmp_path):
+    argv = ["run", EVALUATE, "--distributed=localhost:1,2,0", f"--workdir={tmp_path}"]
+    assert launch.main(argv) == 2
+    assert "evaluate.py runs in one process; leave the flag out" in capsys.readouterr().err
