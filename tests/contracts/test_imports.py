@@ -26,7 +26,8 @@ NETWORK = ("socket", "socketserver", "http", "urllib", "aiohttp", "requests", "h
 NETWORK_FILES = ("server", "client", "gateway", "service", "orchestrator", "weight_sync")
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
-PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox/", "launch/")
+GRADER = "glm5_jax/envs/terminal/grader/"  # copied into sandboxes, and run there alone
+PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox/", GRADER, "launch/")
 
 # Where libraries may be imported that the project is only compared with.
 COMPARISONS = (
@@ -132,7 +133,7 @@ def test_kernels_need_only_jax_and_numpy():
                 "experiments/arguments.py",
             ),
         ),
-        (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/",)),
+        (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/", GRADER)),
         (PROCESSES, PROCESS_FILES),
         (("jax._src",), ("glm5_jax/compat.py", "pallas_kernels/compat.py")),
     ],

@@ -1,6 +1,10 @@
 """The command that evaluates an agent at terminal tasks: what it writes, how it goes on, what it refuses."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -93,3 +97,42 @@ def test_it_runs_in_one_process(capsys, tmp_path):
     argv = ["run", EVALUATE, "--distributed=localhost:1,2,0", f"--workdir={tmp_path}"]
     assert launch.main(argv) == 2
     assert "evaluate.py runs in one process; leave the flag out" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("isolation")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env, number):
+    tasks, out, temporary = (tmp_path / name for name in ("tasks", "out", "temporary"))
+    temporary.mkdir()
+    own(tasks, "first", test=SCORED, solve="echo 1 > /app/score\n")
+    own(tasks, "second", test=SCORED, solve="sleep 1021; echo 1 > /app/score\n")
+    command = [sys.executable, "-m", "launch.run", EVALUATE, f"--workdir={out}"]
+    command += [f"--experiment.tasks={tasks}", "--experiment.at_once=1"]
+    env = {**plain_env, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE) as process:
+        while not (out / "results.json").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        while not running("sleep 1021"):
+            time.sleep(0.05)
+        process.send_signal(number)
+        said = process.stderr.read().decode()
+    for _ in range(200):
+        if not running("sleep 1021"):
+            break
+        time.sleep(0.05)
+    assert not running("sleep 1021")
+    if number != signal.SIGKILL:
+        assert process.returncode == 1 and "the same command goes on from there" in said
+        assert list(temporary.iterdir()) == []
+    before = json.loads((out / "results.json").read_text())
+    assert list(before) == ["first"] and before["first"]["reward"] == 1.0
+    own(tasks, "second", test=SCORED, solve="echo 0.5 > /app/score\n")
+    code, results, _ = evaluate(capsys, tasks, out, at_once=1)
+    assert code == 0 and results["first"] == before["first"] and results["second"]["reward"] == 0.5
+
+
+def running(text: str) -> bool:
+    """Whether a program of that command line runs."""
+    return subprocess.run(["pgrep", "-fx", text], capture_output=True).returncode == 0

@@ -19,12 +19,13 @@ from glm5_jax.envs.sandbox import (
     SandboxFileError,
 )
 from glm5_jax.envs.terminal import grader, rewards
-from glm5_jax.envs.terminal.image import Image, ImageError, Images
-from glm5_jax.envs.terminal.task import TaskError, TerminalTask, check_workdir
+from glm5_jax.envs.terminal.image import Image, Images
+from glm5_jax.envs.terminal.task import TerminalTask, check_workdir
 
 MOST_WORK = 1 << 29  # bytes of a work folder, as it is held in memory on its way
 _LOGS = ("agent", "verifier", "artifacts")
 _SHEBANG = b"#!"
+_NO_TARGETS = [[name] for name in ("logs", "tests", "grader", "proc")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,9 @@ class Grader:
         none to the untouched image either; if they do, it is the attempt's doing, and 0."""
         try:
             return await self._grade(task, image, work)
-        except (rewards.RewardError, WorkError) as error:
+        except WorkError as error:
+            return Verdict(0.0, str(error))
+        except rewards.RewardError as error:
             told = str(error)
         except SandboxError as error:
             told = f"the tests' sandbox failed: {error}"
@@ -127,22 +130,34 @@ class Grader:
         return Verdict(None, f"the tests fail on the untouched image too: {problem}")
 
     async def blame(self, task: TerminalTask, image: Image, error: Exception) -> Verdict:
-        """The verdict on an attempt whose sandbox broke, or left nothing that could be graded."""
+        """The verdict on an attempt whose sandbox broke, or that left nothing that could be graded."""
+        if isinstance(error, WorkError):
+            return Verdict(0.0, str(error))
         problem = await self._problem_without_work(task, image)
         return Verdict(0.0, str(error)) if problem is None else Verdict(None, problem)
 
-    async def _problem_without_work(self, task: TerminalTask, image: Image) -> str | None:
-        async def look() -> str | None:
-            try:
-                verdict = await self._grade(task, image, None)
-            except (rewards.RewardError, SandboxError, WorkError) as error:
-                return str(error)
-            return verdict.error
+    async def close(self) -> None:
+        """Ends what is still being graded."""
+        for look in self._untouched.values():
+            look.cancel()
+        await asyncio.gather(*self._untouched.values(), return_exceptions=True)
 
+    async def _problem_without_work(self, task: TerminalTask, image: Image) -> str | None:
+        """Why tests say nothing of the untouched image, or None; found out once."""
         key = str(task.folder)
         if key not in self._untouched:
-            self._untouched[key] = asyncio.create_task(look())
-        return await asyncio.shield(self._untouched[key])
+            self._untouched[key] = asyncio.create_task(self._look(task, image))
+        try:
+            return await asyncio.shield(self._untouched[key])
+        except SandboxError as error:  # which may be otherwise the next time
+            self._untouched.pop(key, None)
+            return str(error)
+
+    async def _look(self, task: TerminalTask, image: Image) -> str | None:
+        try:
+            return (await self._grade(task, image, None)).error
+        except rewards.RewardError as error:
+            return str(error)
 
     async def _grade(self, task: TerminalTask, image: Image, work: Work | None) -> Verdict:
         tools = await self._images.tools()
@@ -188,6 +203,15 @@ async def _put_work(box: Sandbox, workdir: str, work: Work) -> None:
             await (box.put if kind == "file" else box.put_tar)(path, content)
     except SandboxFileError as error:
         raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
+    # Tests follow links as root: to their own answers, or to where the reward is written.
+    places = [workdir, *work.artifacts]
+    look = ["find", *places, "-type", "l", "-exec", "realpath", "-mz", "--", "{}", "+"]
+    found = await box.exec(look, user="root", cwd="/")
+    if found.truncated:
+        raise WorkError("what the agent left cannot be graded: too many links")
+    for target in found.stdout.decode(errors="replace").split("\0"):
+        if target.split("/")[1:2] in _NO_TARGETS:
+            raise WorkError(f"what the agent left cannot be graded: a link to {target[:100]}")
 
 
 async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask, strict: bool = True):
@@ -210,6 +234,3 @@ async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask, stric
         if strict:
             raise
         return None
-
-
-__all__ = ["Grader", "ImageError", "TaskError", "Verdict", "Work", "WorkError", "collect"]

@@ -13,7 +13,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-from glm5_jax.envs.sandbox import HOST, Layer, Sandbox, SandboxConfig, SandboxFileError
+from glm5_jax.envs.sandbox import (
+    HOST,
+    Layer,
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxFileError,
+)
 from glm5_jax.envs.terminal import dockerfile, grader
 from glm5_jax.envs.terminal.shell import run_as
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
@@ -77,8 +84,8 @@ class Images:
             self._made[key] = asyncio.create_task(self._build(task))
         try:
             return await asyncio.shield(self._made[key])
-        except ImageError:
-            self._made.pop(key, None)  # which a busy machine may have been the reason of
+        except (ImageError, SandboxError):  # which may be otherwise the next time
+            self._made.pop(key, None)
             raise
 
     async def tools(self) -> Layer:

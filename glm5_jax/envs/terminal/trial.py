@@ -111,6 +111,7 @@ class Trials:
         return self
 
     async def __aexit__(self, kind, error, trace) -> None:
+        await self._grader.close()
         await self._images.close()
 
     async def run(self, task: TerminalTask, agent: Agent) -> Result:

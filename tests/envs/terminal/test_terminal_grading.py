@@ -30,14 +30,13 @@ python3 -c '1/0' 2>&1 | grep -q ZeroDivisionError
 python3 --version | grep -q '^Python 3'
 [ "$(python3 /app/tool.py)" = "1000 0000000000000000" ]
 [ "$(python3 -m tool)" = "1000 0000000000000000" ]
-[ "$(python3 -c 'import os; print(os.path.exists("/root/x"), open("/root/x").read())')" = "True secret" ]
+[ "$(python3 -c 'import os; print(os.path.exists("/var/lib/x"), open("/var/lib/x").read())')" = "True secret" ]
 python3 -c 'import subprocess, sys
 out = subprocess.run([sys.executable, "/app/tool.py"], capture_output=True, text=True).stdout
 assert out == "1000 0000000000000000\n", out'
 python3 -c 'import os
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
-assert not os.access("/root", os.R_OK)
-try: open("/root/x")
+try: open("/var/lib/x")
 except PermissionError: pass
 else: raise SystemExit(1)'
 python3 -c 'open("/logs/verifier/own.txt", "w").write("x")' && grep -q x /logs/verifier/own.txt
@@ -52,6 +51,11 @@ python3 -c 'import json; s = json.load(open("/logs/verifier/ctrf.json"))["result
 ! pytest /tests/nothing_here.py
 pytest -p no:randomly -k one /tests
 (cd /app && python3 -m pytest /tests/test_cwd.py)
+bash -c 'python3 /tests/part.py x' | grep -q other
+timeout 20 bash /tests/part.sh
+[ "$(timeout 20 python3 /app/tool.py)" = "1000 0000000000000000" ]
+[ "$(env A=1 bash /app/tool.sh)" = 1000 ]
+[ "$(sh -c 'id -u')" = 0 ]
 git --version && (cd /app && git init -q . && git status)
 echo 1 > /logs/verifier/reward.txt
 """
@@ -60,6 +64,8 @@ PARTS = {
     "tests/part.py": "import os, sys\ntry:\n    import other\nexcept ImportError: sys.exit(1)\n"
     "print(os.path.abspath(__file__), sys.argv[1], other.__name__)\n",
     "tests/other.py": "",
+    "tests/part.sh": "pytest /tests/test_one.py && [ $(id -u) = 0 ]\n",
+    "environment/tool.sh": "id -u\n",
     "tests/test_one.py": "import pytest\ndef test_one(): pass\ndef test_skipped(): pytest.skip()\n",
     "tests/test_two.py": "def test_two(): assert 0\n",
     "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, csv\n    assert not hasattr(csv, 'planted')\n",
@@ -145,6 +151,27 @@ CASES = {
         1.0,
         None,
     ),
+    "a link to the answer": (
+        {"test": "cmp /app/answer /tests/key && echo 1 > /logs/verifier/reward.txt", "tests/key": "42"},
+        "ln -s / d; ln -s d/tests/key answer",
+        0.0,
+        "a link to /tests/key",
+    ),
+    "a link to the reward": (
+        {"test": "echo 1 > /app/out; echo 0 > /logs/verifier/reward.txt"},
+        "ln -s /proc/self/cwd/../logs/verifier/reward.json out",
+        0.0,
+        "a link to /logs/verifier/reward.json",
+    ),
+    "odd names": (
+        {"test": "[ $(find . -type f | wc -c) -gt 1000 ] && echo 1 > /logs/verifier/reward.txt"},
+        "touch $'a\\nb' $'\\xff\\xfe' ' ' '-rf' '*'; mkdir -p $(printf 'd/%.0s' {1..60}) && touch "
+        "$(printf 'd/%.0s' {1..60})/$(printf 'n%.0s' {1..250}); for i in 1 2 3 4; do touch $(printf 'n%.0s' {1..240})$i; done; "
+        "ln -s loop loop; ln -s $(printf 'x/%.0s' {1..500}) long; mkfifo p; python3 -c "
+        "'import socket; socket.socket(socket.AF_UNIX).bind(\"s\")'",
+        1.0,
+        None,
+    ),
     "what goes over": (
         {
             "test": "[ -x run ] && [ \"$(readlink l)\" = /etc/passwd ] && [ ! -e old ] && [ \"$(cat /data/a/b)\" = 1 ] && "
@@ -161,7 +188,7 @@ CASES = {
     "python": (
         {
             "test": PYTHON,
-            "dockerfile": "FROM debian\nWORKDIR /app\nCOPY *.py .\nRUN printf secret > /root/x && chmod 600 /root/x\n",
+            "dockerfile": "FROM debian\nWORKDIR /app\nCOPY tool* csv.py .\nRUN printf secret > /var/lib/x && chmod 600 /var/lib/x\n",
             **PARTS,
         },
         "",
@@ -170,8 +197,8 @@ CASES = {
     ),
     "the user of the image": (
         {
-            "test": "[ \"$(cat who)\" = \"app /home/app /app\" ] && echo 1 > /logs/verifier/reward.txt",
-            "dockerfile": "FROM debian\nRUN useradd -m app\nWORKDIR /app\nRUN chown app .\nUSER app\n",
+            "test": "[ \"$(cat who)\" = \"app /srv/app /app\" ] && echo 1 > /logs/verifier/reward.txt",
+            "dockerfile": "FROM debian\nRUN useradd -m -d /srv/app app\nWORKDIR /app\nRUN chown app .\nUSER app\n",
         },
         "echo $(id -un) $HOME $PWD > who; touch /srv/x && rm who",
         1.0,

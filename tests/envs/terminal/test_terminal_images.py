@@ -76,7 +76,7 @@ COPY ["one.txt", "/as"]
 RUN apt-get update && apt-get install -y --no-install-recommends curl bash=5.2 && \
     echo "$A $B $C $SIZE $PWD" > env.txt && [ ! -e /sys/class/net/eth0 ]
 RUN ["/bin/sh", "-c", "echo list > list.txt"]
-RUN useradd -m me && chmod 777 /srv/x/y
+RUN useradd -m -d /srv/me me && chmod 777 /srv/x/y
 USER me
 RUN id -un > who.txt && echo $HOME >> who.txt
 """
@@ -110,7 +110,7 @@ def test_a_dockerfile_built(tmp_path):
     assert (image.workdir, image.user) == ("/srv/x/y", "me")
     assert {name: image.env[name] for name in "ABC"} == {"A": "2", "B": "3", "C": "1"}
     assert "SIZE" not in image.env
-    assert seen[:7] == ["one", "2 3 1 3 /srv/x/y", "list", "me", "/home/me", "two", "one"]
+    assert seen[:7] == ["one", "2 3 1 3 /srv/x/y", "list", "me", "/srv/me", "two", "one"]
     modes = ["750 1234 5 /in/one.txt", "750 1234 5 /in/run.sh", "644 0 0 /data/run.sh"]
     assert seen[7:10] == modes and seen[10].startswith("644 ") and " 0 " not in seen[10]
     assert seen[11:] == ["/nowhere", "tools"]

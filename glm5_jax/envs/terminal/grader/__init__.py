@@ -20,13 +20,15 @@ MISSING = (
 PYTHONS = ("python", "python3")
 PACKAGERS = ("pip", "pip3", "uv", "uvx")
 FETCHERS = ("curl", "wget")
-INTERPRETERS = ("bash", "sh", "perl", "ruby", "node")  # of scripts that may be an attempt's
+# Of what may be an attempt's: scripts, and programs that something else starts.
+INTERPRETERS = ("bash", "sh", "perl", "ruby", "node", "php", "java")
+INTERPRETERS += ("env", "timeout", "nohup", "setsid", "nice", "stdbuf", "xargs")
 WORKERS = ("git", "make", "cmake", "npm", "npx", "cargo", "go")  # they run what a folder tells them
 STANDINS = (*PYTHONS, "pytest", *PACKAGERS, *FETCHERS, *INTERPRETERS, *WORKERS)
 
-# Without itself on the path from here on.
+# Itself it must not find again on the path.
 STANDIN = f"""#!/bin/sh
-PATH=${{PATH#*{FOLDER}/bin:}}; export PATH
+PATH_BEFORE=$PATH; PATH=${{PATH#*{FOLDER}/bin:}}; export PATH PATH_BEFORE
 command -v python3 >/dev/null || {{ : > "{MISSING}/program python3"; exit 127; }}
 exec python3 -I -B -c 'import sys; sys.path.append("{FOLDER}/code"); import grader.standin as s; s.main()' NAME "$@"
 """

@@ -16,12 +16,16 @@ _NO_NETWORK = 6  # of curl: a host that cannot be found
 # What is given here in another way than by a package of that name.
 _PROVIDED = ("pytest", "pytest-json-ctrf", "uv", "pip", "setuptools", "wheel")
 _LOCAL = re.compile(r"^(https?://)?(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)([:/]|$)")
-_UV_VALUED = ("-p", "--python", "-w", "--with", "--from", "--project", "--directory", "--index-url")
+_UV_VALUED = ("-p", "--python", "-w", "--with", "--from", "--project", "--directory")
+
+_path_before = None
 
 
 def main():
     """The program named by the first argument, with the others; does not return."""
+    global _path_before
     name, *args = sys.argv[1:]
+    _path_before = os.environ.pop("PATH_BEFORE", None)
     if os.getuid():
         _become(name, args)
     try:
@@ -46,19 +50,23 @@ def _run(name, args):
     if name in FETCHERS:
         return _fetch(name, args)
     if name in INTERPRETERS and not any(_is_of_attempt(arg) for arg in args):
-        _become(name, args)
+        _become(name, args, path=_path_before)  # what it starts is stood in for, too
     guard.leave_root()
     return _become(name, args)
 
 
-def _become(name, args):
+def _become(name, args, path=None):
     if name == "python" and shutil.which(name) is None:
         name = "python3"
-    try:
-        os.execvp(name, [name, *args])
-    except OSError as error:
+    program = shutil.which(name)
+    if program is None:
         if os.getuid() == 0:
             _note_missing(f"program {name}")
+        sys.exit(_NOT_FOUND)
+    os.environ["PATH"] = path or os.environ["PATH"]
+    try:
+        os.execv(program, [name, *args])
+    except OSError as error:  # the arguments are too long
         sys.exit(f"{name}: {error.strerror}")
 
 
@@ -220,9 +228,9 @@ def _install(args):
     args = list(args)
     while args:
         arg = args.pop(0)
-        if arg in ("-r", "--requirement", "-i", "--index-url", "--python", "-p", "--target", "-t"):
+        if arg in ("-r", "--requirement", "--python", "-p", "--target", "-t"):
             args = args[1:]
-        elif not arg.startswith("-"):
+        elif not arg.startswith("-") and "://" not in arg:
             _check_package(arg)
     return 0
 
