@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import Nop, Trials, load_task, rewards
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import PYTEST, TOML, Text, own
@@ -40,7 +41,7 @@ try: open("/var/lib/x")
 except PermissionError: pass
 else: raise SystemExit(1)'
 python3 -c 'open("/logs/verifier/own.txt", "w").write("x")' && grep -q x /logs/verifier/own.txt
-python3 -c 'import csv; assert not hasattr(csv, "planted")'
+python3 -c 'import statistics; assert not hasattr(statistics, "planted")'
 cd /app && python3 -c 'import tool_of_mine' && cd /
 uv pip install pytest==8 && pip install -U pip && uv venv && uv add pytest
 uv run python3 -c 'print(1)'
@@ -68,10 +69,10 @@ PARTS = {
     "environment/tool.sh": "id -u\n",
     "tests/test_one.py": "import pytest\ndef test_one(): pass\ndef test_skipped(): pytest.skip()\n",
     "tests/test_two.py": "def test_two(): assert 0\n",
-    "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, csv\n    assert not hasattr(csv, 'planted')\n",
+    "tests/test_cwd.py": "def test_here():\n    import tool_of_mine, statistics\n    assert not hasattr(statistics, 'planted')\n",
     "environment/tool.py": WHO,
     "environment/tool_of_mine.py": "",
-    "environment/csv.py": "planted = 1\n",
+    "environment/statistics.py": "planted = 1\n",
 }
 # Name -> what the task is made of, what the agent runs, the reward, and a part of the error (None: there is none).
 CASES = {
@@ -188,7 +189,7 @@ CASES = {
     "python": (
         {
             "test": PYTHON,
-            "dockerfile": "FROM debian\nWORKDIR /app\nCOPY tool* csv.py .\nRUN printf secret > /var/lib/x && chmod 600 /var/lib/x\n",
+            "dockerfile": "FROM debian\nWORKDIR /app\nCOPY tool* statistics.py .\nRUN printf secret > /var/lib/x && chmod 600 /var/lib/x\n",
             **PARTS,
         },
         "",
@@ -257,13 +258,14 @@ def test_an_agent_that_fails_gets_no_reward(tmp_path, caplog):
     async def work():
         async with Trials() as trials:
             task = load_task(own(tmp_path, test="echo 1 > /logs/verifier/reward.txt"))
-            return await trials.run(task, Failing(ConnectionError("no server"))), await trials.run(
-                task, Failing(KeyError("mine"))
-            )
+            errors = ConnectionError("no server"), KeyError("mine"), SandboxError("lost")
+            return [await trials.run(task, Failing(error)) for error in errors]
 
-    first, second = run(work())
+    first, second, third = run(work())
     assert (first.reward, first.error) == (None, "no server")
     assert (second.reward, second.error) == (None, "the agent failed: KeyError: 'mine'")
+    # It is the agent who runs in it, and others' work.
+    assert (third.reward, third.error) == (0.0, "lost")
 
 
 @pytest.mark.parametrize(
