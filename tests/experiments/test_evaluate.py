@@ -1,6 +1,7 @@
 """The command that evaluates an agent at terminal tasks: what it writes, how it goes on, what it refuses."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import pytest
 from launch import run as launch
 from tests.contracts.source_tree import ROOT
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
-from tests.envs.terminal.folders import own, shipped
+from tests.envs.terminal.folders import needs_root, own, shipped
 
 EVALUATE = f"--experiment={ROOT}/experiments/evaluate.py:harbor"
 SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+
+pytestmark = needs_root
 
 
 def evaluate(capsys, tasks, workdir, agent="oracle", **fields):
@@ -136,3 +139,10 @@ def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env
 def running(text: str) -> bool:
     """Whether a program of that command line runs."""
     return subprocess.run(["pgrep", "-fx", text], capture_output=True).returncode == 0
+
+
+def test_without_root_it_says_so_before_it_begins(capsys, tmp_path, monkeypatch):
+    own(tmp_path / "tasks")
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    code, _, said = evaluate(capsys, tmp_path / "tasks", tmp_path / "out")
+    assert code == 2 and "trials need root" in said.err and not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import importlib.metadata
+import logging
 import os
 import pathlib
 import platform
@@ -25,11 +26,15 @@ from glm5_jax.envs.terminal import dockerfile, grader
 from glm5_jax.envs.terminal.shell import run_as
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
 
+log = logging.getLogger(__name__)
+
 # The programs of this machine stand in for images that hold little else.
 IMAGES = {"debian": "host", "ubuntu": "host"}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TESTERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _LIB = f"{grader.FOLDER}/lib"
+_CLOSES = ["python3", "-I", "-B", "-c", f"import sys; sys.path.append('{grader.FOLDER}/code')\n"]
+_CLOSES[-1] += "import grader.guard as guard; sys.exit(not guard.close_folders())"
 _FOLDERS = ("/var/lib", "/var/log", "/var/cache", "/var/spool", "/opt", "/srv", "/mnt", "/media")
 _SAID = 1000  # characters of what a failed instruction printed
 _NOWHERE = "/var/agent"  # a folder that is there anyway
@@ -161,6 +166,11 @@ class Images:
                 command += ["-c", "/dev/null", "/tmp/test_it.py"]
                 # Which leaves its modules compiled: a second, otherwise, of each grading.
                 await box.exec(command, env={"PYTHONPATH": _LIB}, user="root", cwd="/tmp")
+                if (await box.exec(_CLOSES, user="root", cwd="/")).code:
+                    log.warning(
+                        "The kernel has no Landlock: tests that import an attempt's code into their own process can be "
+                        "made to write its reward"
+                    )
                 await box.exec("rm -rf /tmp/* /tmp/.[!.]*", user="root")
                 layer = await box.snapshot()
         self._layers.append(layer)

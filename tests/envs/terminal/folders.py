@@ -1,10 +1,16 @@
 """Task folders for tests: those of tasks/*.txt, and small ones of one's own."""
 
+import os
 import pathlib
 import re
 
+import pytest
+
 from glm5_jax.envs.terminal import Result, Script, Trials, load_task
 
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="needs users that only root's sandboxes have"
+)
 HERE = pathlib.Path(__file__).parent
 SHIPPED = sorted(path.stem for path in (HERE / "tasks").glob("*.txt"))
 TOML = """

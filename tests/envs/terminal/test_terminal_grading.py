@@ -8,9 +8,9 @@ import pytest
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import Nop, Trials, load_task, rewards
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import PYTEST, TOML, Text, own
+from tests.envs.terminal.folders import PYTEST, TOML, Text, needs_root, own
 
-pytestmark = pytest.mark.usefixtures("isolation")
+pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 SHORT = TOML.replace("timeout_sec = 30.0", "timeout_sec = 1.5")
 COPIED = "cat /app/answer > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 PASSED = "def test(): pass\n"

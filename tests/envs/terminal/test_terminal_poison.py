@@ -6,10 +6,10 @@ import pytest
 
 from glm5_jax.envs.terminal import Oracle, Trials, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, Text, own, shipped
+from tests.envs.terminal.folders import TOML, Text, needs_root, own, shipped
 from tests.envs.terminal.test_terminal_trials import CHEATS
 
-pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow, needs_root]
 HEALTHY = ("log-levels", "fix-median", "todo-cli", "csv-join")
 SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 BOMB = "python3 -c 'import os, time\nwhile True:\n  try: os.fork() or os.setsid()\n  except OSError: time.sleep(0.01)'"

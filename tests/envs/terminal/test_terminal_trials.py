@@ -7,9 +7,9 @@ import pytest
 
 from glm5_jax.envs.terminal import Nop, Oracle, Trials, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import ORDINARY, SHIPPED, Text, own, shipped
+from tests.envs.terminal.folders import ORDINARY, SHIPPED, Text, needs_root, own, shipped
 
-pytestmark = pytest.mark.usefixtures("isolation")
+pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 FORGE = """
 for p, t in (("/logs/verifier/reward.txt", "1"), ("/logs/verifier/reward.json", '{"reward": 1}')):
     try:
