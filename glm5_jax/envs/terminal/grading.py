@@ -7,7 +7,7 @@ attempt changed, started or left running stays behind. See `grader` for who runs
 import asyncio
 import dataclasses
 import errno
-import re
+import shlex
 from collections.abc import Mapping
 
 from glm5_jax.envs.sandbox import (
@@ -20,11 +20,12 @@ from glm5_jax.envs.sandbox import (
 )
 from glm5_jax.envs.terminal import grader, rewards
 from glm5_jax.envs.terminal.image import Image, Images
+from glm5_jax.envs.terminal.shell import started_by
 from glm5_jax.envs.terminal.task import TerminalTask, check_workdir
 
 MOST_WORK = 1 << 29  # bytes of a work folder, as it is held in memory on its way
-_LOGS = ("agent", "verifier", "artifacts")
-_SHEBANG = b"#!"
+# The folders that tasks expect.
+MAKE_LOGS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _NO_TARGETS = [[name] for name in ("logs", "tests", "grader", "proc")]
 
 
@@ -78,11 +79,6 @@ def sandbox_config(task: TerminalTask, image: Image, *, layers: tuple = ()) -> S
         workdir=workdir_of(task, image),
         base=layer,
     )
-
-
-async def make_logs(box: Sandbox) -> None:
-    """The folders that tasks expect."""
-    await box.exec(["mkdir", "-p", *(f"/logs/{name}" for name in _LOGS)], user="root", cwd="/")
 
 
 async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Work:
@@ -163,29 +159,31 @@ class Grader:
         tools = await self._images.tools()
         config = sandbox_config(task, image, layers=tools.folders[:1])
         async with Sandbox(config) as box:
-            await make_logs(box)
-            await box.exec(["chmod", "700", "/logs/verifier"], user="root", cwd="/")
+            # Of what the image has of the work nothing may come back that the attempt removed.
+            old = shlex.join([config.workdir, *work.artifacts] if work else [])
+            clear = f"rm -rf -- {old}" if old else "true"
+            command = f"{MAKE_LOGS} && chmod 700 /logs/verifier && {clear}"
+            await box.exec(command, user="root", cwd="/")
             await box.put("/tests", task.folder / "tests", user="root", mode=0o700)
             if work is not None:
                 await _put_work(box, config.workdir, work)
             done = await self._run_tests(box, task, config)
             log = (done.stdout + done.stderr).decode(errors="replace")
-            missing = await box.exec(["ls", "-A", grader.MISSING], user="root", cwd="/")
-            if lacking := missing.stdout.decode(errors="replace").splitlines():
-                reward = await _read_reward(box, done, task, strict=False)
-                if reward is None or reward[0] <= 0:
-                    what = ", ".join(sorted(lacking)[:5])
-                    return Verdict(None, f"the tests need what is not here: {what}", log=log)
-            value, parts = await _read_reward(box, done, task)
+            try:
+                value, parts = await _read_reward(box, done, task)
+            except rewards.RewardError:
+                if lacking := await _lacking(box):
+                    return Verdict(None, lacking, log=log)
+                raise
+            if value <= 0 and (lacking := await _lacking(box)):
+                return Verdict(None, lacking, log=log)
             return Verdict(value, None, parts, log)
 
     async def _run_tests(self, box: Sandbox, task, config: SandboxConfig) -> ExecResult:
-        script = task.folder / "tests" / "test.sh"
-        await box.exec(["chmod", "755", "/tests/test.sh"], user="root", cwd="/")
-        direct = (await asyncio.to_thread(script.read_bytes)).startswith(_SHEBANG)
+        script = await asyncio.to_thread((task.folder / "tests" / "test.sh").read_bytes)
         path = f"{grader.FOLDER}/bin:{config.env['PATH']}"
         return await box.exec(
-            ["/tests/test.sh"] if direct else ["/bin/bash", "/tests/test.sh"],
+            started_by(script, "/tests/test.sh"),
             user="root",
             cwd=config.workdir,
             env={**task.verifier_env, "PATH": path},
@@ -194,8 +192,6 @@ class Grader:
 
 
 async def _put_work(box: Sandbox, workdir: str, work: Work) -> None:
-    # Of what the image has there nothing may come back that the attempt removed.
-    await box.exec(["rm", "-rf", "--", workdir, *work.artifacts], user="root", cwd="/")
     try:
         # As an ordinary user's, whoever's it was: whose programs have no rights in grading.
         await box.put_tar(workdir, work.folder)
@@ -214,23 +210,25 @@ async def _put_work(box: Sandbox, workdir: str, work: Work) -> None:
             raise WorkError(f"what the agent left cannot be graded: a link to {target[:100]}")
 
 
-async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask, strict: bool = True):
-    """The reward and its parts; RewardError, or None if not `strict`."""
-    try:
-        for name, read in (("json", rewards.read_json), ("txt", rewards.read_text)):
-            try:
-                data = await box.get(f"/logs/verifier/reward.{name}", rewards.MOST_BYTES)
-            except SandboxFileError as error:
-                if error.errno == errno.ENOENT:
-                    continue
-                said = re.sub(r"^/logs/verifier/", "", str(error.args[-1]))
-                raise rewards.RewardError(said) from None
-            found = read(data)
-            return found if isinstance(found, tuple) else (found, {})
-        late = f"no end within {task.verifier_seconds:g} s" if done.timed_out else ""
-        late = late or f"test.sh ended with exit code {done.code}"
-        raise rewards.RewardError(f"there is no reward.json and no reward.txt ({late})")
-    except rewards.RewardError:
-        if strict:
-            raise
-        return None
+async def _lacking(box: Sandbox) -> str | None:
+    """What the tests asked for in vain, if anything."""
+    told = await box.exec(["ls", "-A", grader.MISSING], user="root", cwd="/")
+    names = sorted(told.stdout.decode(errors="replace").splitlines())
+    return f"the tests need what is not here: {', '.join(names[:5])}" if names else None
+
+
+async def _read_reward(box: Sandbox, done: ExecResult, task: TerminalTask):
+    """The reward and its parts; RewardError."""
+    for name, read in (("json", rewards.read_json), ("txt", rewards.read_text)):
+        try:
+            data = await box.get(f"/logs/verifier/reward.{name}", rewards.MOST_BYTES)
+        except SandboxFileError as error:
+            if error.errno == errno.ENOENT:
+                continue
+            said = str(error.args[-1]).removeprefix("/logs/verifier/")
+            raise rewards.RewardError(said) from None
+        found = read(data)
+        return found if isinstance(found, tuple) else (found, {})
+    late = f"no end within {task.verifier_seconds:g} s" if done.timed_out else ""
+    late = late or f"test.sh ended with exit code {done.code}"
+    raise rewards.RewardError(f"there is no reward.json and no reward.txt ({late})")

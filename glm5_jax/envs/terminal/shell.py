@@ -28,6 +28,13 @@ async def run_as(
     return await box.exec(command, user="root", cwd=cwd, env=env, seconds=seconds, stdin=stdin)
 
 
+def started_by(script: bytes, path: str) -> list[str]:
+    """The command that runs a script at a path, whether or not it may be executed: by its first line, or by bash."""
+    first = script.split(b"\n", 1)[0].decode(errors="replace").strip()
+    words = first[2:].split(None, 1) if first.startswith("#!") else []
+    return [*(words or ["/bin/bash"]), path]
+
+
 class Shell:
     """The sandbox of a task as its agent sees it. workdir: where commands start and what is graded."""
 

@@ -9,21 +9,20 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from glm5_jax.envs.sandbox import ExecResult, Sandbox, SandboxError
+from glm5_jax.envs.sandbox import Sandbox, SandboxError
 from glm5_jax.envs.terminal.grading import (
+    MAKE_LOGS,
     Grader,
     WorkError,
     collect,
-    make_logs,
     sandbox_config,
     workdir_of,
 )
 from glm5_jax.envs.terminal.image import ImageError, Images
-from glm5_jax.envs.terminal.shell import Shell
+from glm5_jax.envs.terminal.shell import Shell, started_by
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
 
 log = logging.getLogger(__name__)
-_SHEBANG = b"#!"
 
 
 class Agent(Protocol):
@@ -52,9 +51,9 @@ class Oracle:
         folder = task.folder / "solution"
         if not (folder / "solve.sh").is_file():
             raise TaskError(f"task {task.name}: it has no solution/solve.sh")
-        await sandbox.put_folder("/solution", folder)
         script = await asyncio.to_thread((folder / "solve.sh").read_bytes)
-        await _run_script(sandbox, "/solution/solve.sh", script, dict(task.solution_env))
+        await sandbox.put_folder("/solution", folder)
+        await sandbox.exec(started_by(script, "/solution/solve.sh"), env=task.solution_env)
 
 
 class Script:
@@ -65,13 +64,8 @@ class Script:
 
     async def run(self, task: TerminalTask, sandbox: Shell) -> None:
         """Whatever its exit code."""
-        await _run_script(sandbox, "/script/script", self._script, {})
-
-
-async def _run_script(sandbox: Shell, path: str, script: bytes, env: dict[str, str]) -> ExecResult:
-    await sandbox.put(path, script, mode=0o755)
-    command = [path] if script.startswith(_SHEBANG) else ["/bin/bash", path]
-    return await sandbox.exec(command, env=env)
+        await sandbox.put("/script/script", self._script, mode=0o755)
+        await sandbox.exec(started_by(self._script, "/script/script"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +125,7 @@ class Trials:
         workdir = workdir_of(task, image)
         late, broken = None, None
         async with Sandbox(sandbox_config(task, image)) as box:
-            await make_logs(box)
+            await box.exec(MAKE_LOGS, user="root", cwd="/")
             shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
             try:
                 try:
