@@ -4,7 +4,7 @@
 #                             .venv, or into .venv-py312 and the like for a PYTHON asked for by name;
 #                             bench goes into .venv-bench. Sets VENV and PYTHON. Costs nothing when
 #                             all is installed already.
-#   add_packages              what Debian has to give for the tests: the sandbox's bubblewrap. Installed
+#   add_packages              what Debian has to give for the tests: the sandbox's bubblewrap, git. Installed
 #                             by root where there is apt-get; else a message says what to install.
 #   add_compilers             the offline TPU and GPU compilers of the aot tests, in a folder that
 #                             only the calling script sees: found anywhere else, jax would start them.
@@ -107,14 +107,17 @@ pip_install() {
 }
 
 add_packages() {
-  if type -P bwrap >/dev/null; then return; fi
+  local missing=()
+  type -P bwrap >/dev/null || missing+=(bubblewrap)
+  type -P git >/dev/null || missing+=(git)
+  if ((${#missing[@]} == 0)); then return; fi
   if [[ $(id -u) == 0 ]] && type -P apt-get >/dev/null; then
-    echo "Installing the Debian package bubblewrap"
+    echo "Installing Debian packages: ${missing[*]}"
     # The lists may be older than what the mirror still has, or not be there at all.
-    apt-get install -qq -y bubblewrap &>/dev/null ||
-      { apt-get update -qq && apt-get install -qq -y bubblewrap; } >/dev/null && return
+    apt-get install -qq -y "${missing[@]}" &>/dev/null ||
+      { apt-get update -qq && apt-get install -qq -y "${missing[@]}"; } >/dev/null && return
   fi
-  echo "bubblewrap is not installed, so no sandbox starts; on Debian: apt-get install bubblewrap" >&2
+  echo "not installed, so tests of sandboxes fail; on Debian: apt-get install ${missing[*]}" >&2
 }
 
 add_compilers() {
