@@ -138,7 +138,7 @@ def check(messages: Sequence[Mapping]) -> None:
         role = message.get("role")
         if role not in ROLES:
             raise ChatError(f"message {i} has role {_shown(role)}; use one of {', '.join(ROLES)}")
-        _text_of(message, i)
+        text_of(message, i)
         if role == "tool":
             if not calls:
                 what = (
@@ -161,7 +161,7 @@ def reply_of(message: Mapping, i: int = 0) -> Parts:
     """The parts of an assistant's message. Reasoning stands in `reasoning_content`, or in the content
     before `</think>`; `lost_text` is what of that is neither. ChatError if a call has no name, or arguments
     that are no object."""
-    content, reasoning = _text_of(message, i), message.get("reasoning_content")
+    content, reasoning = text_of(message, i), message.get("reasoning_content")
     if reasoning is not None and not isinstance(reasoning, str):
         raise ChatError(f"message {i} has reasoning_content {_shown(reasoning)}; it must be text")
     if reasoning is None and "</think>" in content:
@@ -176,7 +176,7 @@ def lost_text(message: Mapping, i: int = 0) -> str:
     """What no chat shows of an assistant's message, as in the published templates: of content that holds
     reasoning, the text before its `<think>` and between its first and last `</think>`. Such a message is
     whole with reasoning_content, which may be ""."""
-    content = _text_of(message, i)
+    content = text_of(message, i)
     if message.get("reasoning_content") is not None or "</think>" not in content:
         return ""
     (before, _), (between, _) = _split(content)
@@ -253,7 +253,7 @@ def _json(value, what: str) -> str:
         raise ChatError(f"{what} that is no JSON: {error}") from None
 
 
-def _text_of(message: Mapping, i: int) -> str:
+def text_of(message: Mapping, i: int = 0) -> str:
     """Text content; of a list, its text parts and bare strings, joined. Null is empty."""
     content = message.get("content")
     if content is None or isinstance(content, str):
@@ -323,12 +323,12 @@ def _pieces(
             if after != "tool":
                 yield from _template("<|observation|>", **stop)
             yield from _template(f"{line}<tool_response>{line}")
-            yield _text(_text_of(message, i), part=(i, "result", 0))
+            yield _text(text_of(message, i), part=(i, "result", 0))
             yield from _template(f"{line}</tool_response>")
         else:
             yield from _template(f"<|{role}|>", **(stop if role == "user" else {}))
             yield from _template(line)
-            content = _text_of(message, i)
+            content = text_of(message, i)
             yield _text(content, part=(i, "text", 0))
             if role == "user" and layout.nothink and not enable_thinking:
                 if not content.endswith("/nothink"):
