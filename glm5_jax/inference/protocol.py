@@ -6,12 +6,11 @@ Text is laid out and encoded here, so that what goes on is token ids.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from typing import Any
 
 import jsonschema
 
+from glm5_jax.core.server import ApiError
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling
 from glm5_jax.text.chat import render_chat
@@ -27,30 +26,6 @@ ROUTING = ("session_id", "routing_key")
 _OFF, _ON = {"const": False}, {"const": True}
 _ROUTER = dict(no_stop_trim=_OFF, skip_special_tokens=_ON, return_hidden_states=_OFF)
 LOGGING = ("log_metrics", "no_logs")
-
-
-class ApiError(Exception):
-    """An answer that is an error, in OpenAI's form: status of HTTP, message, code, and the field it is about."""
-
-    def __init__(
-        self, message: str, status: int = 400, code: str | None = None, param: str | None = None
-    ):
-        super().__init__(message)
-        self.status, self.code, self.param = status, code, param
-
-    @property
-    def body(self) -> dict:
-        """The JSON of the answer."""
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else None)
-        return {
-            "error": {
-                "message": str(self),
-                "type": kind or "invalid_request_error",
-                "param": self.param,
-                "code": self.code,
-            }
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,22 +165,6 @@ UPDATE = _object(
     version={"type": "integer", "minimum": 0},
     policy={"enum": ["finish", "keep", "recompute"]},
 )
-
-
-def read_json(body: bytes) -> Any:
-    """The value of a body of UTF-8 JSON; ApiError."""
-    try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise ApiError(f"the body is no UTF-8: byte {error.start}") from None
-    except RecursionError:
-        raise ApiError("the body is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(f"the body is no JSON: {error}") from None
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is no number of JSON")
 
 
 class Reader:

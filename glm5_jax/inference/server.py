@@ -8,79 +8,65 @@ nothing but its own answer, and one that is gone cancels what it asked for.
 """
 
 import asyncio
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import hmac
-import json
-import logging
 import pathlib
-import signal
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from urllib.parse import urlsplit
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from aiohttp import web
 
+from glm5_jax.core.server import (
+    ApiError,
+    Handler,
+    HttpServer,
+    ListenConfig,
+    as_json,
+    encoded,
+    read_json,
+)
 from glm5_jax.inference import protocol, replies
 from glm5_jax.inference.engine import FINISH, Engine
 from glm5_jax.inference.gauges import Gauges
-from glm5_jax.inference.protocol import ApiError, Asked, Defaults, Reader
+from glm5_jax.inference.protocol import Asked, Defaults, Reader
 from glm5_jax.inference.request import FAILED, Handle, TooLong
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(ListenConfig):
     """How an engine is offered. Construction refuses values out of range (ValueError).
 
     Attributes:
-      host: where it listens; 127.0.0.1 is this machine alone, 0.0.0.0 every network it is in.
-      port: 0: any that is free.
       model: its name for clients.
       variant: of the chat's layout (`text.layouts.VARIANTS`).
-      api_key: that clients must bring; None: none.
-      max_body: bytes of a request.
       max_requests: choices that wait and run at once; more are refused with 429.
       deadline: seconds that a request may take; None: any.
-      grace: seconds that what runs has to end once the server is told to.
       defaults: of requests that say nothing.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     model: str = "glm-5"
     variant: str = "glm5"
-    api_key: str | None = None
-    max_body: int = 16 * 2**20
     max_requests: int = 1024
     deadline: float | None = None
-    grace: float = 60.0
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port is {self.port}; it must be from 0 to 65535")
-        if self.api_key == "":
-            raise ValueError("api_key is empty; give a key, or None for none")
-        for name in ("max_body", "max_requests", "grace"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        super().__post_init__()
+        if self.max_requests <= 0:
+            raise ValueError(f"max_requests is {self.max_requests}; it must be positive")
 
 
-class Server:
+class Server(HttpServer):
     """Serves one engine, whose only owner it is from then on.
 
     load(path) gives the weights of a folder, for `/update_weights`, or says in a ValueError why it does not; without
     it there are none.
     """
+
+    open_to_all = ("/", "/health")
 
     def __init__(
         self,
@@ -89,7 +75,8 @@ class Server:
         config: ServerConfig = ServerConfig(),
         load: Callable[[str], dict] | None = None,
     ):
-        self.config, self._tokenizer, self._load = config, tokenizer, load
+        super().__init__(config)
+        self._tokenizer, self._load = tokenizer, load
         self._worker = Worker(engine)
         self._reader = Reader(
             tokenizer,
@@ -99,14 +86,8 @@ class Server:
             defaults=config.defaults,
         )
         self._gauges = Gauges(engine)
-        self._active = 0
-        self._draining = False
-        self.port: int | None = None  # once it listens
 
-    def app(self) -> web.Application:
-        """The application; the engine begins and ends with it."""
-        app = web.Application(client_max_size=self.config.max_body, middlewares=[self._guard])
-        app.cleanup_ctx.append(self._engine)
+    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         post = {
             "/v1/chat/completions": self._chat,
             "/v1/completions": self._completion,
@@ -126,121 +107,17 @@ class Server:
             "/model_info": self._model_info,
             "/get_model_info": self._model_info,
         }
-        app.add_routes([web.post(path, handler) for path, handler in post.items()])
-        app.add_routes([web.get(path, handler) for path, handler in get.items()])
-        return app
+        return {"POST": post, "GET": get}
 
-    async def serve(self, ready: Callable[[int], None] | None = None) -> None:
-        """Listens until SIGTERM or SIGINT, then lets what runs end. ready: called with the port.
+    def refusal(self, error: Exception) -> ApiError | None:
+        if isinstance(error, WorkerStopped):
+            return ApiError("the engine has ended", 503, "unavailable")
+        return super().refusal(error)
 
-        OSError if it cannot listen there.
-        """
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, self.config.host, self.config.port)
-            await site.start()
-            self.port = runner.addresses[0][1]
-            if ready:
-                ready(self.port)
-            await stop.wait()
-            await self.drain()
-        finally:
-            await runner.cleanup()
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[str]:
-        """Listens in a thread of its own; its URL. OSError if it cannot listen there."""
-        loop, ended = asyncio.new_event_loop(), asyncio.Event()
-        ready = concurrent.futures.Future()
-
-        async def run():
-            runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
-            try:
-                await runner.setup()
-                await web.TCPSite(runner, self.config.host, self.config.port).start()
-                self.port = runner.addresses[0][1]
-                ready.set_result(f"http://{self.config.host}:{self.port}")
-                await ended.wait()
-            except OSError as error:
-                ready.set_exception(error)
-            finally:
-                await runner.cleanup()
-
-        thread = threading.Thread(target=loop.run_until_complete, args=(run(),), name="server")
-        thread.start()
-        try:
-            yield ready.result()
-        finally:
-            loop.call_soon_threadsafe(ended.set)
-            thread.join()
-            loop.close()
-
-    async def drain(self) -> None:
-        """Takes nothing more and waits, `grace` seconds at most, until all answers are out."""
-        self._draining = True
-        until = time.monotonic() + self.config.grace
-        while self._active and time.monotonic() < until:
-            await asyncio.sleep(0.05)
-        if self._active:
-            _log.warning("%d requests are cut off after %s s", self._active, self.config.grace)
-
-    async def _engine(self, app) -> AsyncIterator[None]:
+    async def opened(self, app) -> AsyncIterator[None]:
         self._worker.start()
         yield
         await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler):
-        """Who may ask, and every error in OpenAI's form."""
-        try:
-            self._admit(request)
-            return await handler(request)
-        except ApiError as error:
-            return _error(error)
-        except WorkerStopped:
-            return _error(ApiError("the engine has ended", 503, "unavailable"))
-        except web.HTTPRequestEntityTooLarge:
-            return _error(
-                ApiError(f"the body is longer than {self.config.max_body} bytes", 413, "too_large")
-            )
-        except web.HTTPNotFound:
-            there = "; ".join(f"{how} {', '.join(paths)}" for how, paths in _paths(request.app))
-            return _error(ApiError(f"there is no {request.path}; there are {there}", 404))
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            return _error(ApiError(error.reason, error.status))
-        except (ConnectionResetError, asyncio.CancelledError):
-            raise
-        except Exception:
-            _log.exception("%s %s", request.method, request.path)
-            return _error(ApiError("the server has failed; its log says why", 500, "internal"))
-
-    def _admit(self, request: web.Request) -> None:
-        origin, key = request.headers.get("Origin"), self.config.api_key
-        # A page of somebody else's in the user's browser must not reach a server on loopback, nor one whose name
-        # leads there.
-        if origin is not None and urlsplit(origin).netloc != request.host:
-            raise ApiError(f"pages of {origin} may not ask this server", 403, "origin")
-        name = urlsplit(f"//{request.host}").hostname
-        if key is None and self.config.host in _LOOPBACK and name not in _LOOPBACK:
-            raise ApiError(
-                f"this server on {self.config.host} is not {name}; ask it as {self.config.host}, or start it with an "
-                "api_key",
-                403,
-                "host",
-            )
-        if key is None or request.path in ("/", "/health"):
-            return
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = given.encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, key.encode()):
-            raise ApiError("the API key is missing or wrong", 401, "invalid_api_key")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._reader.chat, replies.Chats)
@@ -276,7 +153,7 @@ class Server:
             async for _ in waiting.news():
                 pass
             _check_failed(waiting.handles)
-            return _json(answer.whole())
+            return as_json(answer.whole())
         finally:
             self._active -= count
             waiting.leave()
@@ -289,7 +166,7 @@ class Server:
 
         async def send(objects):
             for one in objects:
-                await response.write(b"data: " + _encoded(one) + b"\n\n")
+                await response.write(b"data: " + encoded(one) + b"\n\n")
 
         await send(answer.first())
         async for indices in waiting.news():
@@ -306,7 +183,7 @@ class Server:
 
     def _read(self, read, body: bytes) -> Asked:
         engine = self._worker.engine
-        asked = read(protocol.read_json(body), engine.version)
+        asked = read(read_json(body), engine.version)
         for own in asked.requests:
             try:
                 engine.check(own)
@@ -318,17 +195,17 @@ class Server:
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._worker.call(lambda engine: engine.pause()))
-        return _json({"paused": True})
+        return as_json({"paused": True})
 
     async def _resume(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._worker.call(lambda engine: engine.resume()))
-        return _json({"paused": False})
+        return as_json({"paused": False})
 
     async def _update(self, request: web.Request) -> web.Response:
         """New weights from a folder that this machine sees."""
         if self._load is None:
             raise ApiError("this server takes no weights", 404, "not_found")
-        said = protocol.checked(protocol.read_json(await request.read()), protocol.UPDATE)
+        said = protocol.checked(read_json(await request.read()), protocol.UPDATE)
         policy = said.get("policy", FINISH)
         loop = asyncio.get_running_loop()
         try:
@@ -339,18 +216,18 @@ class Server:
             await asyncio.wrap_future(update)
         except ValueError as error:
             raise ApiError(str(error), param="path") from None
-        return _json({"success": True, "version": said["version"]})
+        return as_json({"success": True, "version": said["version"]})
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [self._description()]})
+        return as_json({"object": "list", "data": [self._description()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         if (name := request.match_info["name"]) != self.config.model:
             raise ApiError(f"the model {name!r} is not served", 404, "model_not_found", "model")
-        return _json(self._description())
+        return as_json(self._description())
 
     def _description(self) -> dict:
         return {
@@ -363,14 +240,14 @@ class Server:
 
     async def _health(self, request: web.Request) -> web.Response:
         state = "failed" if self._worker.failure else "draining" if self._draining else "ok"
-        return _json({"status": state}, 200 if state == "ok" else 503)
+        return as_json({"status": state}, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._gauges.text(), headers={"Content-Type": self._gauges.kind})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         engine = self._worker.engine
-        return _json(
+        return as_json(
             {
                 "model": self.config.model,
                 "served_model_name": self.config.model,  # where routers look for it
@@ -386,7 +263,7 @@ class Server:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         engine = self._worker.engine
-        return _json(
+        return as_json(
             {
                 "model_path": self.config.model,
                 "is_generation": True,
@@ -447,27 +324,6 @@ class _Waiting:
         self._event.set()
 
 
-def _paths(app: web.Application) -> list[tuple[str, list[str]]]:
-    """(method, paths) of all that is served."""
-    found = {"GET": [], "POST": []}
-    for route in app.router.routes():
-        if route.method in found:
-            found[route.method].append(route.resource.canonical)
-    return list(found.items())
-
-
 def _check_failed(handles) -> None:
     if any(handle.finish_reason == FAILED for handle in handles):
         raise ApiError("the engine has failed", 503, "unavailable")
-
-
-def _encoded(value) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-
-
-def _json(value, status: int = 200) -> web.Response:
-    return web.Response(body=_encoded(value), status=status, content_type="application/json")
-
-
-def _error(error: ApiError) -> web.Response:
-    return _json(error.body, error.status)
