@@ -186,7 +186,7 @@ class Reader:
     def chat(self, body: Mapping, version: int) -> Asked:
         """Of `/v1/chat/completions`; version: of the weights. ApiError."""
         said = self._checked(body, CHAT, version)
-        thinking, clear = self._thinking(said)
+        thinking, clear = thinking_of(said)
         _check_parts(said["messages"])
         tools = tuple(said.get("tools") or ()) or None
         if said.get("tool_choice") == "none":
@@ -275,20 +275,6 @@ class Reader:
             )
         return said
 
-    def _thinking(self, said: Mapping) -> tuple[bool, bool]:
-        """(enable_thinking, clear_thinking) of either spelling; ApiError if they contradict each other."""
-        own, template = (dict(said.get(n, {})) for n in ("thinking", "chat_template_kwargs"))
-        if "type" in own:
-            own["enable_thinking"] = own.pop("type") == "enabled"
-        for name in own.keys() & template.keys():
-            if own[name] != template[name]:
-                raise ApiError(
-                    f"thinking and chat_template_kwargs say different things of {name}",
-                    param="thinking",
-                )
-        both = {**own, **template}
-        return both.get("enable_thinking", True), both.get("clear_thinking", True)
-
     def _prompts(self, value, name: str) -> list[list[int]]:
         """The ids of a text, of texts, of ids or of lists of ids; ApiError."""
         if isinstance(value, str) or (value and isinstance(value[0], int)):
@@ -344,6 +330,21 @@ class Reader:
             usage=said.get("stream_options", {}).get("include_usage", False),
             token_ids=said.get("return_token_ids", False),
         )
+
+
+def thinking_of(said: Mapping) -> tuple[bool, bool]:
+    """(enable_thinking, clear_thinking) of either spelling; ApiError if they contradict each other."""
+    own, template = (dict(said.get(n, {})) for n in ("thinking", "chat_template_kwargs"))
+    if "type" in own:
+        own["enable_thinking"] = own.pop("type") == "enabled"
+    for name in own.keys() & template.keys():
+        if own[name] != template[name]:
+            raise ApiError(
+                f"thinking and chat_template_kwargs say different things of {name}",
+                param="thinking",
+            )
+    both = {**own, **template}
+    return both.get("enable_thinking", True), both.get("clear_thinking", True)
 
 
 def checked(body, schema: Mapping):

@@ -40,26 +40,27 @@ class Router:
 
     Attributes:
       loads: sessions in flight by rank, of the ranks that are there.
+      placed: their ranks; without one are those whose ranks were all lost.
     """
 
     def __init__(self, ranks: Iterable[str], config: RouterConfig = RouterConfig()):
         self._config = config
         self._ring: list[tuple[int, str]] = []
-        self._ranks: dict[str, str] = {}  # by session
+        self.placed: dict[str, str] = {}
         self.loads: dict[str, int] = {}
         for rank in ranks:
             self.add(rank)
 
     def rank_of(self, session: str) -> str:
         """The session's rank, from now on if it is new. NoRank."""
-        if session not in self._ranks:
-            self._ranks[session] = rank = self._next(session)
+        if session not in self.placed:
+            self.placed[session] = rank = self._next(session)
             self.loads[rank] += 1
-        return self._ranks[session]
+        return self.placed[session]
 
     def release(self, session: str) -> None:
         """The session has ended; one that is not there has ended before."""
-        rank = self._ranks.pop(session, None)
+        rank = self.placed.pop(session, None)
         if rank is not None:
             self.loads[rank] -= 1
 
@@ -69,9 +70,9 @@ class Router:
             raise ValueError(f"there is no rank {rank!r}; there are {sorted(self.loads)}")
         del self.loads[rank]
         self._ring = [point for point in self._ring if point[1] != rank]
-        moved = [session for session, own in self._ranks.items() if own == rank]
+        moved = [session for session, own in self.placed.items() if own == rank]
         for session in moved:
-            del self._ranks[session]
+            del self.placed[session]
         if self.loads:
             for session in moved:
                 self.rank_of(session)
@@ -88,7 +89,7 @@ class Router:
     def _next(self, session: str) -> str:
         if not self.loads:
             raise NoRank("all ranks are lost; add one")
-        room = math.ceil(self._config.bound * (len(self._ranks) + 1) / len(self.loads))
+        room = math.ceil(self._config.bound * (len(self.placed) + 1) / len(self.loads))
         first = bisect.bisect(self._ring, (_place(session), ""))
         for point in range(len(self._ring)):
             rank = self._ring[(first + point) % len(self._ring)][1]

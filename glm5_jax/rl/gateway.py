@@ -1,0 +1,443 @@
+"""The TITO gateway: agents chat in messages, engines read and write token ids, and what was sampled is kept (GLM-5 4.1.2).
+
+    gateway = Gateway(tokenizer, ["http://10.0.0.1:8000"], GatewayConfig(port=9000, journal="DIR"))
+    asyncio.run(gateway.serve())
+
+    POST   /sessions                              begins a rollout: {"id": ...}
+    POST   /sessions/ID/v1/chat/completions       OpenAI's API, for an agent that knows nothing of all this
+    GET    /sessions/ID                           what has been said so far, in numbers
+    POST   /sessions/ID/samples                   records of all branches
+    DELETE /sessions/ID                           ends it
+
+A reply is written to the journal before it is told, and what was not told left nothing behind: a gateway that is killed
+goes on with all its sessions, an agent that asks again is answered again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import pathlib
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp import web
+
+from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.protocol import CHAT, checked, thinking_of
+from glm5_jax.rl.router import NoRank, Router, RouterConfig
+from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError, Turn
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tool_calls import parse_reply
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# Of OpenAI's API what a session has a say in; `Gateway._sampling` says what they may be.
+_TAKEN = (
+    *("messages", "tools", "tool_choice", "parallel_tool_calls", "model", "stream", "n"),
+    *("max_tokens", "max_completion_tokens", "temperature", "top_p", "user", "metadata"),
+    *("thinking", "chat_template_kwargs"),
+)
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatewayConfig(ListenConfig):
+    """Construction refuses values out of range (ValueError).
+
+    Attributes:
+      temperature: of all samples, which the learner must know; requests that say another are refused.
+      max_tokens: of a reply that is not asked for with fewer.
+      seconds: that a reply may take, from one engine.
+      tries: engines that are asked for a reply, at most.
+      probe_seconds: between two looks whether a lost engine is there again.
+      max_sessions: at once; more are refused with 429.
+      journal: folder with what has been said, for the next gateway; None: none.
+      model: the name of what is served.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 65_536  # GLM-4.5 3.2; GLM-5's is not disclosed
+    seconds: float = 1800.0
+    tries: int = 3
+    probe_seconds: float = 5.0
+    max_sessions: int = 4096
+    journal: str | None = None
+    model: str = "glm-5"
+    session: SessionConfig = SessionConfig()
+    router: RouterConfig = RouterConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in (
+            "temperature",
+            "max_tokens",
+            "seconds",
+            "tries",
+            "probe_seconds",
+            "max_sessions",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+class Gateway(HttpServer):
+    """Sessions in front of engines.
+
+    ranks: URLs of engines, each followed by @N if it is the rank N of several that share its URL.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, ranks: Sequence[str], config: GatewayConfig = GatewayConfig()
+    ):
+        super().__init__(config)
+        if not ranks:
+            raise ValueError("there is no engine; give the URL of at least one")
+        for rank in ranks:
+            if urlsplit(rank).scheme not in ("http", "https"):
+                raise ValueError(
+                    f"{rank!r} is no URL of an engine; give one such as http://HOST:8000"
+                )
+        self._tokenizer, self._ranks = tokenizer, tuple(ranks)
+        self._router = Router(ranks, config.router)
+        self._sessions: dict[str, _Open] = {}
+        self._journal = None if config.journal is None else _Journal(pathlib.Path(config.journal))
+        if self._journal is not None:
+            for name, seed, turns in self._journal.read():
+                own = self._sessions[name] = _Open(Session(tokenizer, config.session), seed)
+                for turn in turns:
+                    own.session.add(turn)
+                self._router.rank_of(name)
+
+    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+        return {
+            "POST": {
+                "/sessions": self._begin,
+                "/sessions/{id}/v1/chat/completions": self._chat,
+                "/sessions/{id}/samples": self._samples,
+            },
+            "GET": {
+                "/sessions/{id}": self._describe,
+                "/health": self._health,
+                "/server_info": self._info,
+            },
+            "DELETE": {"/sessions/{id}": self._end},
+        }
+
+    def refusal(self, error: Exception) -> ApiError | None:
+        if isinstance(error, SessionError):
+            return ApiError(str(error), error.status)
+        if isinstance(error, NoRank):
+            return ApiError("no engine answers; ask again later", 502, "unavailable")
+        return super().refusal(error)
+
+    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector) as self._client:
+            probe = asyncio.create_task(self._probe())
+            yield
+            probe.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await probe
+
+    # -- sessions ------------------------------------------------------------------------------------------
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        said = checked(read_json(await request.read() or b"{}"), _BEGIN)
+        name = said.get("id") or secrets.token_hex(16)
+        if not _NAME.fullmatch(name):
+            raise ApiError(
+                f"id is {name[:200]!r}; use up to 128 letters, digits, dots, dashes and underscores",
+                param="id",
+            )
+        if name in self._sessions:
+            raise ApiError(f"there is a session {name!r} already; delete it first", 409, param="id")
+        if len(self._sessions) >= self.config.max_sessions:
+            raise ApiError(
+                f"{self.config.max_sessions} sessions are open, and no more can be; end one, or ask again later",
+                429,
+                "overloaded",
+            )
+        self._router.rank_of(name)
+        seed = said.get("seed", secrets.randbits(62))
+        if self._journal is not None:
+            self._journal.begin(name, seed)
+        self._sessions[name] = _Open(Session(self._tokenizer, self.config.session), seed)
+        return as_json({"id": name})
+
+    async def _describe(self, request: web.Request) -> web.Response:
+        name, own = self._found(request)
+        turns = own.session.turns
+        return as_json(
+            {
+                "id": name,
+                "rank": self._router.placed.get(name),
+                "turns": len(turns),
+                "kinds": [turn.kind for turn in turns],
+                "tokens": [len(turn.output) for turn in turns],
+                "finish_reasons": [turn.finish_reason for turn in turns],
+                "cached_tokens": own.cached,
+                "read_tokens": own.read,
+            }
+        )
+
+    async def _samples(self, request: web.Request) -> web.Response:
+        _, own = self._found(request)
+        return as_json({"records": [told(record) for record in own.session.records()]})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        name, own = self._found(request)
+        del self._sessions[name]
+        own.ended = True
+        self._router.release(name)
+        if self._journal is not None:
+            self._journal.end(name)
+        return as_json({"id": name, "deleted": True})
+
+    def _found(self, request: web.Request) -> tuple[str, "_Open"]:
+        name = request.match_info["id"]
+        if name not in self._sessions:
+            raise ApiError(f"there is no session {name!r}; it was never begun, or has ended", 404)
+        return name, self._sessions[name]
+
+    # -- replies -------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        if self._draining:
+            raise ApiError("the gateway is ending; ask another", 503, "unavailable")
+        name, own = self._found(request)
+        said = checked(read_json(await request.read()), CHAT)
+        sampling = self._sampling(said)
+        thinking, _ = thinking_of(said)
+        tools = said.get("tools") if said.get("tool_choice") != "none" else None
+        plan = own.session.plan(said["messages"], tools, enable_thinking=thinking)
+        sampling["sampling_seed"] = own.seed_of(plan)
+        self._active += 1
+        try:
+            reply = await self._generate(name, plan, sampling)
+            if own.ended:
+                raise ApiError(f"the session {name!r} was ended meanwhile", 404)
+            return as_json(self._take(name, own, plan, reply, tools, thinking))
+        finally:
+            own.left(plan)
+            self._active -= 1
+
+    def _sampling(self, said: Mapping) -> dict[str, Any]:
+        """For `/generate`. ApiError for what would not be trained on as it was sampled."""
+        config = self.config
+        if more := [field for field in said if field not in _TAKEN]:
+            raise ApiError(f"sessions take no {more[0]}; leave it out", param=more[0])
+        only = {"temperature": config.temperature, "top_p": 1, "n": 1, "stream": False}
+        for field, value in only.items():
+            if said.get(field, value) != value:
+                raise ApiError(
+                    f"{field} is {said[field]}; samples of this gateway have {value}, which is what is trained on: leave "
+                    "it out",
+                    param=field,
+                )
+        most = said.get("max_completion_tokens", said.get("max_tokens", config.max_tokens))
+        return {"temperature": config.temperature, "top_p": 1.0, "max_new_tokens": most}
+
+    async def _generate(self, name: str, plan: Plan, sampling: Mapping) -> dict:
+        """An engine's answer. One that does not answer, or has failed, is lost: the session goes on at another, with
+        the same seed. ApiError."""
+        why = ""
+        for _ in range(self.config.tries):
+            rank = self._router.rank_of(name)
+            url, _, number = rank.partition("@")
+            body = {"input_ids": plan.ids, "sampling_params": sampling, "return_logprob": True}
+            if number:
+                body["data_parallel_rank"] = int(number)
+            try:
+                async with asyncio.timeout(self.config.seconds):
+                    headers = {"X-SMG-Routing-Key": name}
+                    async with self._client.post(
+                        f"{url}/generate", json=body, headers=headers, timeout=_FOREVER
+                    ) as response:
+                        status, found = response.status, await response.json()
+            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+                status, found = 503, {}
+                why = f"{rank} does not answer: {type(error).__name__} {error}"
+            if status == 200 and found["meta_info"]["finish_reason"]["type"] != "abort":
+                return found
+            if status < 500 and status != 200:
+                message = found.get("error", {}).get("message", "no reason")
+                code = "context_length_exceeded" if "token" in message else None
+                raise ApiError(f"the engine refuses: {message}", 400, code)
+            why = why or f"{rank} has failed: {str(found)[:200]}"
+            _log.warning("session %s: %s", name, why)
+            if status != 200 and rank in self._router.loads:
+                self._router.lose(rank)
+        raise ApiError(
+            f"no engine has answered, of {self.config.tries} tries; {why}", 502, "unavailable"
+        )
+
+    def _take(self, name, own: "_Open", plan: Plan, found: Mapping, tools, thinking: bool) -> dict:
+        """Keeps a reply, and tells it."""
+        meta = found["meta_info"]
+        ids = found["output_ids"]
+        reason = meta["finish_reason"]["type"]
+        parsed = parse_reply(ids, tools, tokenizer=self._tokenizer, thinking=thinking)
+        message = parsed.message
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        turn = own.session.commit(plan, ids, logprobs, meta["weight_versions"], reason, message)
+        if self._journal is not None:
+            self._journal.add(name, turn)
+        own.cached += meta["cached_tokens"]
+        own.read += len(plan.ids)
+        calls = [
+            {
+                "id": f"call_{len(own.session.turns)}_{i}",
+                "type": "function",
+                "function": {
+                    "name": call["name"],
+                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
+                },
+            }
+            for i, call in enumerate(message.get("tool_calls", ()))
+        ]
+        message = message | ({"tool_calls": calls} if calls else {})
+        return {
+            "id": f"{name}-{len(own.session.turns) - 1}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self.config.model,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": message,
+                    "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+                    "logprobs": None,
+                }
+            ],
+            "usage": {
+                "prompt_tokens": len(plan.ids),
+                "completion_tokens": len(ids),
+                "total_tokens": len(plan.ids) + len(ids),
+                "prompt_tokens_details": {"cached_tokens": meta["cached_tokens"]},
+            },
+        }
+
+    # -- engines -------------------------------------------------------------------------------------------
+
+    async def _probe(self) -> None:
+        """Takes lost engines in again once they say that they are well."""
+        while True:
+            await asyncio.sleep(self.config.probe_seconds)
+            for rank in self._ranks:
+                if rank not in self._router.loads and await self._is_well(rank):
+                    _log.info("%s is there again", rank)
+                    self._router.add(rank)
+
+    async def _is_well(self, rank: str) -> bool:
+        limit = aiohttp.ClientTimeout(total=self.config.probe_seconds)
+        try:
+            url = f"{rank.partition('@')[0]}/health"
+            async with self._client.get(url, timeout=limit) as response:
+                return response.status == 200
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False
+
+    async def _health(self, request: web.Request) -> web.Response:
+        state = "draining" if self._draining else "ok" if self._router.loads else "no engine"
+        return as_json({"status": state}, 200 if state == "ok" else 503)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return as_json(
+            {"sessions": len(self._sessions), "active": self._active, "loads": self._router.loads}
+        )
+
+
+_FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
+_BEGIN = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "seed": {"type": "integer", "minimum": 0}},
+    "additionalProperties": False,
+}
+
+
+class _Open:
+    """A session that is open, and what is asked of it."""
+
+    def __init__(self, session: Session, seed: int):
+        self.session, self.seed, self.ended = session, seed, False
+        self.cached = self.read = 0  # tokens of prompts
+        self._asked: list[tuple[int, ...]] = []  # prompts that are being answered
+
+    def seed_of(self, plan: Plan) -> int:
+        """Of a reply: the same for who asks the same again after a failure, another for a second reply."""
+        again = sum(
+            turn.parent == plan.parent and turn.context == plan.context
+            for turn in self.session.turns
+        )
+        text = json.dumps([self.seed, plan.ids, again + self._asked.count(plan.ids)])
+        self._asked.append(plan.ids)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+    def left(self, plan: Plan) -> None:
+        """The request was answered, or is over."""
+        self._asked.remove(plan.ids)
+
+
+class _Journal:
+    """A file for each open session: its first line tells the seed, each further one a turn."""
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self):
+        """(id, seed, turns) of each session. A last line that was cut off was never answered."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            lines = path.read_bytes().split(b"\n")
+            if whole := lines[:-1]:
+                turns = [_turn(json.loads(line)) for line in whole[1:]]
+                if lines[-1]:
+                    path.write_bytes(b"\n".join(whole) + b"\n")
+                yield path.stem, json.loads(whole[0])["seed"], turns
+            else:
+                path.unlink()
+
+    def begin(self, name: str, seed: int) -> None:
+        self._append(name, {"seed": seed})
+
+    def add(self, name: str, turn: Turn) -> None:
+        self._append(name, dataclasses.asdict(turn))
+
+    def end(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def _append(self, name: str, value: Mapping) -> None:
+        with self._path(name).open("ab") as file:
+            file.write(json.dumps(value).encode() + b"\n")
+
+    def _path(self, name: str) -> pathlib.Path:
+        return self._folder / f"{name}.jsonl"
+
+
+def _turn(said: Mapping) -> Turn:
+    return Turn(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+
+
+def told(record: TokenRecord) -> dict:
+    """What `/samples` says of a record; `heard` is the way back."""
+    streams = {
+        "token_ids": record.token_ids.tolist(),
+        "loss_mask": record.loss_mask.astype(int).tolist(),
+        "rollout_logp": [None if x != x else x for x in record.rollout_logp.tolist()],
+        "weight_version": record.weight_version.tolist(),
+    }
+    return {**streams, "status": record.status}
+
+
+def heard(said: Mapping, **more: Any) -> TokenRecord:
+    """The record that `told` spoke of; more: other fields."""
+    logp = [float("nan") if x is None else x for x in said["rollout_logp"]]
+    return TokenRecord(**{**said, "rollout_logp": logp, **more})

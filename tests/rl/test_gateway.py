@@ -1,0 +1,316 @@
+"""The gateway before real engines: what agents are told was sampled as it is trained on, whatever fails in between."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import jax
+import numpy as np
+import openai
+import pytest
+from flax import nnx
+
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.gateway import Gateway, GatewayConfig, heard
+from glm5_jax.rl.router import RouterConfig
+from glm5_jax.rl.sessions import SessionConfig
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.model.small import one_layer
+
+TOKENIZER = Tokenizer.load("bytes")
+CFG = one_layer(vocab_size=292, max_position_embeddings=2048)
+OPTIONS = dict(page_size=8, num_pages=1000, max_batch=8, chunk=64, max_length=2048)
+QUESTION = {"role": "user", "content": "2*3?"}
+MORE = {"role": "user", "content": "And?"}
+
+
+@pytest.fixture(scope="module")
+def params():
+    return glm5.params_of(glm5.Glm5(CFG, rngs=nnx.Rngs(0)))
+
+
+@contextlib.contextmanager
+def engine(params, port=0, version=3):
+    model = glm5.Glm5(CFG, params=params)
+    made = Engine(model, TOKENIZER, version=version, **OPTIONS)
+    server = Server(made, TOKENIZER, ServerConfig(port=port, model="tiny"))
+    with server.running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def engines(params):
+    with engine(params) as one, engine(params) as two:
+        yield [one, two]
+
+
+@contextlib.contextmanager
+def gateway(ranks, **options):
+    options = dict(port=0, max_tokens=500, seconds=60.0, probe_seconds=0.1) | options
+    with Gateway(TOKENIZER, ranks, GatewayConfig(**options)).running() as url:
+        yield url
+
+
+def run(work, *urls):
+    """work(request) with request(method, path, body) -> (status, answer)."""
+
+    async def inner():
+        async with aiohttp.ClientSession() as client:
+
+            async def request(method, path, body=None):
+                async with client.request(method, path, json=body) as response:
+                    return response.status, await response.json()
+
+            return await asyncio.wait_for(work(request), 120)
+
+    return asyncio.run(inner())
+
+
+def chat(url, turns=3, name="s", seed=7, **fields):
+    """What a session says in so many turns, and its records."""
+
+    async def work(request):
+        assert await request("POST", f"{url}/sessions", {"id": name, "seed": seed}) == (
+            200,
+            {"id": name},
+        )
+        messages, replies = [QUESTION], []
+        for _ in range(turns):
+            replies.append(await say(request, url, name, messages, **fields))
+            messages += [replies[-1], MORE]
+        return replies, await records(request, url, name)
+
+    return run(work)
+
+
+async def say(request, url, name, messages, **fields):
+    status, told = await request(
+        "POST", f"{url}/sessions/{name}/v1/chat/completions", {"messages": messages, **fields}
+    )
+    assert status == 200, told
+    return told["choices"][0]["message"]
+
+
+async def records(request, url, name):
+    status, told = await request("POST", f"{url}/sessions/{name}/samples")
+    assert status == 200, told
+    return [heard(own, group_id="g") for own in told["records"]]
+
+
+def logps(params, record):
+    """float32[t]: of each token given those before it, by the forward that is trained."""
+    ids = record.token_ids[None]
+    logits = glm5.forward(params, ids, CFG).logits[0]
+    logp = jax.nn.log_softmax(logits)
+    return np.asarray(logp)[np.arange(ids.shape[1] - 1), ids[0, 1:]]
+
+
+def test_what_is_sampled_is_what_is_trained(engines, params):
+    with gateway(engines) as url:
+        replies, [record] = chat(url)
+    on = record.loss_mask == 1
+    assert len(replies) == 3 and record.status == "completed" and record.group_id == "g"
+    assert set(record.weight_version[on]) == {3}
+    np.testing.assert_allclose(record.rollout_logp[on], logps(params, record)[on[1:]], atol=1e-4)
+    # Between two replies stands what the layout has there, and nothing of it is trained on.
+    text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
+    assert text.count("And?") == 2 and text.startswith("[gMASK]<sop><|user|>2*3?<|assistant|>")
+
+
+def test_the_same_seed_samples_the_same_and_another_another(engines):
+    with gateway(engines) as url:
+        one, two, other = (
+            chat(url, 2, name, seed)[0] for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        )
+        assert one == two != other
+        # Asked again, as by an agent that lost the answer, the question is answered otherwise.
+        again = run(lambda request: say(request, url, "a", [QUESTION]))
+        assert again != one[0]
+        first, second = run(lambda request: records(request, url, "a"))
+        assert first.loss_mask.sum() > second.loss_mask.sum() > 0
+
+
+def test_an_engine_that_is_lost_costs_no_session_its_place(params):
+    with engine(params) as kept:
+        with gateway([kept]) as url:
+            undisturbed, _ = chat(url, 2)
+        with contextlib.ExitStack() as stack:
+            lost = stack.enter_context(engine(params))
+            stop = stack.pop_all()
+            with gateway([lost, kept], router=RouterConfig(points=1)) as url:
+
+                async def work(request):
+                    names = [f"s{i}" for i in range(20)]
+                    for name in names:
+                        await request("POST", f"{url}/sessions", {"id": name, "seed": 7})
+                    ranks = [
+                        (await request("GET", f"{url}/sessions/{n}"))[1]["rank"] for n in names
+                    ]
+                    name = names[ranks.index(lost)]
+                    messages = [QUESTION]
+                    first = await say(request, url, name, messages)
+                    await asyncio.get_running_loop().run_in_executor(None, stop.close)
+                    second = await say(request, url, name, [*messages, first, MORE])
+                    _, told = await request("GET", f"{url}/server_info")
+                    assert told["loads"] == {kept: 20}
+                    port = int(lost.rpartition(":")[2])
+                    with engine(params, port):
+                        for _ in range(100):
+                            _, told = await request("GET", f"{url}/server_info")
+                            if lost in told["loads"]:
+                                break
+                            await asyncio.sleep(0.05)
+                        assert told["loads"] == {kept: 20, lost: 0}
+                    return first, second
+
+                assert run(work) == tuple(undisturbed)
+
+
+def test_a_gateway_that_was_killed_goes_on_with_its_sessions(engines, tmp_path):
+    with gateway(engines) as url:
+        undisturbed, [whole] = chat(url, 3)
+    with gateway(engines, journal=str(tmp_path)) as url:
+        replies, _ = chat(url, 2)
+        run(lambda request: request("POST", f"{url}/sessions", {"id": "empty"}))
+    with (tmp_path / "s.jsonl").open("ab") as file:  # killed while it wrote what nobody was told
+        file.write(b'{"parent": 1, "ki')
+    (tmp_path / "torn.jsonl").write_bytes(b'{"se')
+
+    async def work(request):
+        messages = [QUESTION, replies[0], MORE, replies[1], MORE]
+        last = await say(request, url, "s", messages)
+        assert (await request("GET", f"{url}/sessions/empty"))[1]["turns"] == 0
+        assert (await request("GET", f"{url}/sessions/torn"))[0] == 404
+        [record] = await records(request, url, "s")
+        assert await request("DELETE", f"{url}/sessions/s") == (200, {"id": "s", "deleted": True})
+        return last, record
+
+    with gateway(engines, journal=str(tmp_path)) as url:
+        last, record = run(work)
+    assert [*replies, last] == undisturbed
+    np.testing.assert_array_equal(record.token_ids, whole.token_ids)
+    np.testing.assert_allclose(record.rollout_logp, whole.rollout_logp, atol=1e-5)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
+
+
+def test_many_sessions_at_once(engines, params):
+    async def one(request, url, i):
+        name, messages = f"s{i}", [{"role": "user", "content": f"Number {i}?"}]
+        await request("POST", f"{url}/sessions", {"id": name, "seed": i})
+        for _ in range(2):
+            path = f"{url}/sessions/{name}/v1/chat/completions"
+            status, told = await request("POST", path, {"messages": messages})
+            assert status == 200
+            if told["choices"][0]["finish_reason"] == "length":
+                break
+            messages += [told["choices"][0]["message"], MORE]
+        return await records(request, url, name)
+
+    async def work(request):
+        found = await asyncio.gather(*(one(request, url, i) for i in range(24)))
+        _, told = await request("GET", f"{url}/server_info")
+        assert sum(told["loads"].values()) == 24 and max(told["loads"].values()) <= 14
+        return found
+
+    with gateway(engines) as url:
+        found = run(work)
+    for i, [record] in enumerate(found):
+        assert f"Number {i}?" in TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
+        on = record.loss_mask == 1
+        np.testing.assert_allclose(
+            record.rollout_logp[on], logps(params, record)[on[1:]], atol=1e-4
+        )
+
+
+def test_an_agent_speaks_to_it_as_to_openai(engines):
+    tools = [{"type": "function", "function": {"name": "calculate"}}]
+    with gateway(engines) as url:
+        run(lambda request: request("POST", f"{url}/sessions", {"id": "s", "seed": 7}))
+        with openai.OpenAI(
+            base_url=f"{url}/sessions/s/v1", api_key="none", max_retries=0
+        ) as client:
+            told = client.chat.completions.create(
+                model="glm-5", messages=[QUESTION], tools=tools, temperature=1, max_tokens=9
+            )
+            assert told.choices[0].finish_reason in ("length", "stop")
+            assert told.usage.completion_tokens <= 9
+            with pytest.raises(
+                openai.BadRequestError, match="temperature is 0.5; samples of this gateway"
+            ):
+                client.chat.completions.create(model="glm-5", messages=[QUESTION], temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "method, path, body, status, words",
+    [
+        ("GET", "/sessions/none", None, 404, "never begun"),
+        ("POST", "/sessions", {"id": "s"}, 409, "already"),
+        ("POST", "/sessions", {"id": "../s"}, 400, "letters"),
+        ("POST", "/sessions", {"id": "t", "speed": 1}, 400, "speed: no such field"),
+        ("POST", "/sessions", {"id": "t"}, 429, "1 sessions are open"),
+        (
+            "POST",
+            "/sessions/s/v1/chat/completions",
+            {"messages": [QUESTION], "stop": "x"},
+            400,
+            "take no stop",
+        ),
+        (
+            "POST",
+            "/sessions/s/v1/chat/completions",
+            {"messages": [QUESTION], "stream": True},
+            400,
+            "stream is True",
+        ),
+        ("POST", "/sessions/s/v1/chat/completions", {"messages": []}, 400, "at least one"),
+        (
+            "POST",
+            "/sessions/s/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a" * 3000}]},
+            400,
+            "engine refuses",
+        ),
+        ("POST", "/sessions/s/v1/chat/completions", [], 400, "not of type 'object'"),
+        ("POST", "/nowhere", None, 404, "DELETE /sessions/"),
+    ],
+)
+def test_what_it_cannot_take_it_says(engines, method, path, body, status, words):
+    async def work(request):
+        await request("POST", f"{url}/sessions", {"id": "s"})
+        found, told = await request(method, url + path, body)
+        assert found == status and words in told["error"]["message"], told
+        assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
+
+    with gateway(engines, max_sessions=1 if status == 429 else 2) as url:
+        run(work)
+
+
+def test_a_reply_that_was_cut_off_cannot_be_followed(engines):
+    async def work(request):
+        await request("POST", f"{url}/sessions", {"id": "s", "seed": 7})
+        said = await say(request, url, "s", [QUESTION], max_tokens=3)
+        path, body = f"{url}/sessions/s/v1/chat/completions", {"messages": [QUESTION, said, MORE]}
+        status, told = await request("POST", path, body)
+        assert status == 409 and "raise max_tokens" in told["error"]["message"]
+
+    with gateway(engines, session=SessionConfig(max_turns=5)) as url:
+        run(work)
+
+
+def test_without_an_engine_nothing_is_kept():
+    async def work(request):
+        await request("POST", f"{url}/sessions", {"id": "s"})
+        path = f"{url}/sessions/s/v1/chat/completions"
+        status, told = await request("POST", path, {"messages": [QUESTION]})
+        assert status == 502 and "no engine" in told["error"]["message"]
+        assert (await request("GET", f"{url}/health"))[0] == 503
+        assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
+
+    with gateway(["http://127.0.0.1:9"]) as url:
+        run(work)
+    with pytest.raises(ValueError, match="'127.0.0.1:9' is no URL"):
+        Gateway(TOKENIZER, ["127.0.0.1:9"])
+    with pytest.raises(ValueError, match="tries is 0"):
+        GatewayConfig(tries=0)
