@@ -191,9 +191,11 @@ def addition() -> ReasoningConfig:
         credit=CreditConfig(pull="uniform"),
         train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=250),
         rollout=RolloutConfig(prompts=32, group=16, max_tokens=4, max_turns=1, thinking=False),
-        engine=EngineConfig(page_size=16, max_batch=512, chunk=16_384, max_length=32),
+        engine=EngineConfig(
+            page_size=16, max_batch=512, chunk=8192, max_length=32, short_prompt=16
+        ),
         evaluation=EvaluationConfig(tasks=100, temperature=0.0),
-        length=128,
+        length=32,
         rows=16,
         tasks=(
             Share(TaskConfig("addition", size=20_000, digits=2, fewer=1, held_out_fraction=0.2)),

@@ -76,6 +76,7 @@ class Engine:
         max_length: int | None = None,
         chunk: int = 512,
         step_tokens: int | None = None,
+        short_prompt: int = 32,
         num_draft: int = 0,
         batch_invariant: bool = False,
         index_cache: str | None = None,
@@ -89,14 +90,14 @@ class Engine:
         those of the model's config).
 
         page_size: tokens of a page. num_pages: of each group of devices that hold other sequences (default: for
-        max_batch sequences of max_length). max_batch: sequences decoded at once, in each group.
-        max_length: of a prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at
-        once; step_tokens: in a step, of all prompts (default: chunk). num_draft: tokens that the MTP layer drafts for
-        every decode, which are kept or not so that what is drawn has the same distribution (4 in paper table 2).
-        batch_invariant: every reply has the same bits whatever else is served; slower. index_cache, latent_cache:
-        "int8" or "fp8", in which the pages hold index keys and latents (`init_pages`); None: in the model's dtype.
-        max_bias: tokens in a request's logit_bias at most. seed: of the seeds of requests that bring none.
-        ValueError for what cannot be.
+        max_batch sequences of max_length). max_batch: sequences decoded at once, in each group. max_length: of a
+        prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at once; step_tokens: in
+        a step, of all prompts (default: chunk). short_prompt: prompts of so many tokens or less are read together, each
+        as if it had as many; fewer cost less, and one program more. num_draft: tokens that the MTP layer drafts for every
+        decode, kept or not so that what is drawn has the same distribution (4 in paper table 2). batch_invariant: every
+        reply has the same bits whatever else is served; slower. index_cache, latent_cache: "int8" or "fp8", in which
+        the pages hold index keys and latents (`init_pages`); None: in the model's dtype. max_bias: tokens in a request's
+        logit_bias at most. seed: of the seeds of requests that bring none. ValueError for what cannot be.
         """
         cfg = model.cfg
         max_length = max_length or cfg.max_position_embeddings
@@ -106,16 +107,16 @@ class Engine:
                 f"the model has {cfg.projections} projections and layers {sorted({*cfg.layer_kinds})}; an engine "
                 "serves full attention (MLA) alone, use model.generate"
             )
-        if page_size < 1:
-            raise ValueError(f"page_size is {page_size}; it must be positive")
+        if min(page_size, short_prompt) < 1:
+            sizes = f"page_size is {page_size}, short_prompt {short_prompt}"
+            raise ValueError(f"{sizes}; both must be positive")
         if num_draft and not cfg.num_nextn_predict_layers:
             raise ValueError(f"num_draft is {num_draft}, and the model has no MTP layer; use 0")
         limits = Limits(max_batch, chunk, step_tokens or chunk, batch_invariant, num_draft)
         max_pages = -(-max_length // page_size)
         num_pages = num_pages or max_batch * max_pages
-        pages = num_pages, page_size, max_batch, max_pages
-        kinds = index_cache, latent_cache
-        self._shape = Shape(*pages, chunk, max_bias, num_draft, batch_invariant, *kinds)
+        kinds = short_prompt, num_draft, batch_invariant, index_cache, latent_cache
+        self._shape = Shape(num_pages, page_size, max_batch, max_pages, chunk, max_bias, *kinds)
         self._cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [

@@ -22,6 +22,7 @@ class EngineConfig:
     max_length: int | None = None
     chunk: int = 512
     step_tokens: int | None = None
+    short_prompt: int = 32
     num_draft: int = 0
     batch_invariant: bool = False
     index_cache: str | None = None

@@ -17,7 +17,6 @@ from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Row, Sampling, cuts, rows
 from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
 from glm5_jax.inference.steps import (
-    LEAST_TOKENS,
     Device,
     Draws,
     Drew,
@@ -98,7 +97,7 @@ class Runner:
         # Short ones are read together, others one of each group at a time.
         for short, most in ((True, self._shape.prompts), (False, 1)):
             own = [
-                [one for one in work.prefills if (one.count <= LEAST_TOKENS) == short]
+                [one for one in work.prefills if (one.count <= self._shape.short_prompt) == short]
                 for work in works
             ]
             for first in range(0, max(map(len, own)), most):
@@ -153,7 +152,7 @@ class Runner:
         calls += [
             (functools.partial(self._idle_prefill, b, t), width, variant)
             for t in _sizes(shape.tokens, shape.chunk)
-            for b in _sizes(shape.rows_read, shape.prompts if t <= LEAST_TOKENS else 1)
+            for b in _sizes(shape.rows_read, shape.prompts if t <= shape.short_prompt else 1)
             for width in widths
             if width * shape.page_size >= t or width == widths[-1]
             for variant in variants

@@ -26,9 +26,6 @@ from glm5_jax.model.draft import verify
 from glm5_jax.model.glm5 import forward, forward_mtp
 from glm5_jax.model.plan import Plan
 
-# That a prefill has room for: each size is another program, and a smaller one saves little.
-LEAST_TOKENS = 32
-
 
 class Fresh(NamedTuple):
     """What the MTP layer has not read: `count` int32[x y] places behind each other, the last of which is that
@@ -99,7 +96,7 @@ class Variant(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Of what the device holds. num_pages and page_size: of each group; slots: of each group; max_pages: of a
-    sequence; max_bias: tokens whose logits a request may change; num_draft: tokens that a decode drafts; invariant: rows are computed one by one, in one
+    sequence; max_bias: tokens whose logits a request may change; short_prompt: tokens that a prefill has room for at least; num_draft: tokens that a decode drafts; invariant: rows are computed one by one, in one
     shape, so that a row's bits do not depend on the others. index_cache, latent_cache: as of `init_pages`."""
 
     num_pages: int
@@ -108,6 +105,7 @@ class Shape:
     max_pages: int
     chunk: int
     max_bias: int
+    short_prompt: int = 32
     num_draft: int = 0
     invariant: bool = False
     index_cache: str | None = None
@@ -120,7 +118,7 @@ class Shape:
     @property
     def prompts(self) -> int:
         """Short prompts that are read at once, at most."""
-        return 1 if self.invariant else max(1, min(self.slots, self.chunk // LEAST_TOKENS))
+        return 1 if self.invariant else max(1, min(self.slots, self.chunk // self.short_prompt))
 
     def rows_read(self, count: int) -> int:
         """The bucket of a prefill of so many sequences."""
@@ -132,7 +130,7 @@ class Shape:
 
     def tokens(self, count: int) -> int:
         """The bucket of a prefill of so many tokens."""
-        return self.chunk if self.invariant else bucket(count, self.chunk, LEAST_TOKENS)
+        return self.chunk if self.invariant else bucket(count, self.chunk, self.short_prompt)
 
 
 def bucket(count: int, most: int, least: int = 1, factor: int = 2) -> int:

@@ -12,7 +12,6 @@ from glm5_jax import presets
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.steps import LEAST_TOKENS
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -163,8 +162,8 @@ def test_work_is_sent_off_before_that_of_the_last_step_has_come_back():
 
 @pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_short_prompts_are_read_at_once(num_draft):
-    """Those of at most LEAST_TOKENS tokens, of which a chunk has room for four; a longer one by itself."""
-    options = dict(chunk=4 * LEAST_TOKENS, step_tokens=1000, max_batch=8, num_pages=80)
+    """Those of at most 16 tokens, of which a chunk has room for four; a longer one by itself."""
+    options = dict(short_prompt=16, chunk=64, step_tokens=1000, max_batch=8, num_pages=80)
     made, rows = engine(num_draft=num_draft, **options), []
     prefill = made._runner._steps.prefill
 
@@ -173,7 +172,7 @@ def test_short_prompts_are_read_at_once(num_draft):
         return prefill(params, device, reads, variant)
 
     made._runner._steps.prefill = counted
-    asked = np.random.default_rng(1).integers(0, CFG.vocab_size, (6, LEAST_TOKENS + 9)).tolist()
+    asked = np.random.default_rng(1).integers(0, CFG.vocab_size, (6, 25)).tolist()
     asked[:5] = [ids[: 3 * i + 1] for i, ids in enumerate(asked[:5])]
     got = made.generate(asked, GREEDY)
     assert rows == [4, 1, 1]
