@@ -7,7 +7,7 @@ kept in balance. Those that the policy solves often or nobody ever can be left o
 of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl (envs/difficulty.py).
 
 :addition  a policy of 0.13M parameters begins with random weights and learns to add a digit to a number of two from
-           rewards alone, on two CPU cores in about four minutes. A pull towards the uniform distribution keeps it
+           rewards alone, on two CPU cores in about five minutes. A pull towards the uniform distribution keeps it
            trying: without one it settles on the answer that is right most often.
 :tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of three
            and four values after SFT on five, and a choice of letters. Code and tools are beyond it: see :small.
@@ -184,7 +184,7 @@ def addition() -> ReasoningConfig:
         goes_on=False,
         optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),
         schedule=ScheduleConfig(
-            kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=500
+            kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=700
         ),
         step=dataclasses.replace(policy_alone(), remat="none"),
         policy=PolicyConfig(ref_kl=0.12),
