@@ -74,7 +74,8 @@ def test_dense(implementation, group):
     args = dense(m=75, k=768, n=72, group=group)
     got = runner(implementation)(*args)
     np.testing.assert_allclose(got, expected(*args), rtol=1e-5, atol=1e-4)
-    np.testing.assert_array_equal(got, runner("ref")(*args))
+    # Groups are added in the same order, and each sum may be fused with its product or not.
+    np.testing.assert_allclose(got, runner("ref")(*args), rtol=1e-6, atol=4e-6)
 
 
 @over_all_but_slow_on_hopper

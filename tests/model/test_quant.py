@@ -76,8 +76,10 @@ def test_gradients_are_those_at_the_dequantised_weights():
     (loss, _, got), (want_loss, _, want) = (
         f(p, cases.batch(), cases.RATES) for f, p in zip(take, params)
     )
-    assert loss == want_loss
-    same_bits(got, want)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
+    for path, own in flatten(want).items():  # of another program, whose sums may be fused otherwise
+        most = 1e-6 * float(np.abs(own).max())
+        np.testing.assert_allclose(flatten(got)[path], own, rtol=0, atol=most, err_msg=path)
     assert all(np.any(flatten(got)[path]) for path in EXPERTS)
 
 

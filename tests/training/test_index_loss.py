@@ -114,7 +114,7 @@ def test_neither_loss_reaches_the_other_s_weights(attention, target):
             assert np.any(gradient), path
         else:
             np.testing.assert_allclose(
-                gradient, without[path], rtol=1e-12, atol=1e-16, err_msg=path
+                gradient, without[path], rtol=1e-12, atol=1e-13, err_msg=path
             )
 
 
