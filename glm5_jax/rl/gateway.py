@@ -31,10 +31,10 @@ import aiohttp
 from aiohttp import web
 
 from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
-from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.protocol import CHAT, checked, thinking_of
 from glm5_jax.rl.router import NoRank, Router, RouterConfig
 from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError, Turn
+from glm5_jax.rl.trajectory import told
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
@@ -424,20 +424,3 @@ class _Journal:
 
 def _turn(said: Mapping) -> Turn:
     return Turn(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
-
-
-def told(record: TokenRecord) -> dict:
-    """What `/samples` says of a record; `heard` is the way back."""
-    streams = {
-        "token_ids": record.token_ids.tolist(),
-        "loss_mask": record.loss_mask.astype(int).tolist(),
-        "rollout_logp": [None if x != x else x for x in record.rollout_logp.tolist()],
-        "weight_version": record.weight_version.tolist(),
-    }
-    return {**streams, "status": record.status}
-
-
-def heard(said: Mapping, **more: Any) -> TokenRecord:
-    """The record that `told` spoke of; more: other fields."""
-    logp = [float("nan") if x is None else x for x in said["rollout_logp"]]
-    return TokenRecord(**{**said, "rollout_logp": logp, **more})

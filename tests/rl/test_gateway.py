@@ -13,9 +13,10 @@ from flax import nnx
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.gateway import Gateway, GatewayConfig, heard
+from glm5_jax.rl.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.router import RouterConfig
 from glm5_jax.rl.sessions import SessionConfig
+from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
