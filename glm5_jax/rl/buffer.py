@@ -1,8 +1,8 @@
-"""Groups of rollouts between the engines that sample them and the trainer, on disk too if they are to outlive a process.
+"""Groups of rollouts between the engines that sample them and the trainer.
 
-How many may begin, and when a batch is given out, `admission` says; what is left of a group, when it comes and when it is
-taken, `repair`. Of one that is dropped the task number is admitted again. Nothing here waits or touches a socket: the
-orchestrator tells what happened, and asks.
+How many may begin, and when a batch is given out, `admission` says; what is left of a group, when it comes and when it
+is taken, `repair`. Of one that is dropped the task number is admitted again. Nothing here waits or touches a socket:
+the orchestrator tells what happened, and asks.
 """
 
 import collections
@@ -18,6 +18,7 @@ from glm5_jax.rl.repair import FAILED, LOST, STALE, left_out, repaired, versions
 from glm5_jax.rl.trajectory import Trajectory
 
 _STATE = "state"  # the name of the journal's entry that is no group
+_KEPT = ("group", "batch_groups", "max_staleness")  # what a journal's batches were made by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +62,13 @@ class Taken:
 @dataclasses.dataclass
 class _Place:
     """A group, or the place of one that was dropped. version: of the engines when it was admitted; lineage: how often
-    steps had been lost by then. Once it has come: members; the versions that sampled each, None if it failed; how many
-    are accepted."""
+    steps had been lost by then. Once it has come: members, and the versions that sampled each, None if it failed."""
 
     admitted: Admitted
     version: int
     lineage: int
     members: tuple[Trajectory, ...] = ()
     versions: tuple[tuple[int, ...] | None, ...] = ()
-    accepted: int = 0
 
     def come(self, members: Sequence[Trajectory]) -> None:
         self.members, self.versions = tuple(members), tuple(versions(one) for one in members)
@@ -90,14 +89,13 @@ class Buffer:
         self.step = self.version = 0
         self._trained: collections.Counter[str] = collections.Counter()  # trajectories by task
         self._next = 0  # the next new place
+        self._begun: collections.Counter[str] = collections.Counter()  # new places by task
         self._running: dict[str, _Place] = {}
         self._waiting: dict[str, _Place] = {}  # with those that are taken
         self._taken: dict[int, tuple[str, ...]] = {}  # by step, not yet trained on
         self._owed: dict[int, _Place] = {}  # by place, whose task numbers are to be admitted again
         self._told: set[int] = set()  # of those
-        self._lost: list[
-            tuple[int, int]
-        ] = []  # versions above the one and up to the other, by lineage
+        self._lost: list[tuple[int, int]] = []  # by lineage, versions above the one up to the other
         self._counts: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
         self._journal = None
@@ -121,8 +119,13 @@ class Buffer:
         """By task, trajectories that were accepted, copies not counted: they are waiting, or were trained on."""
         found = self._trained.copy()
         for place in self._waiting.values():
-            found[place.admitted.task] += place.accepted
+            found[place.admitted.task] += self._why(place, self.step).count(None)
         return dict(found)
+
+    @property
+    def begun(self) -> dict[str, int]:
+        """By task, groups that were admitted to a place of their own: after a restart, its new numbers go on there."""
+        return dict(self._begun)
 
     def room(self) -> int:
         """How many groups may be admitted now."""
@@ -138,14 +141,17 @@ class Buffer:
         owed = min((o for o, p in self._owed.items() if _number(p) == (task, number)), default=None)
         if owed is None:
             order, tries = self._next, 0
-            self._next += 1
         else:
             order, tries = owed, self._owed[owed].admitted.tries + 1
         admitted = Admitted(order, f"{order}-{tries}", task, number, tries)
         place = _Place(admitted, self.version, len(self._lost))
         self._write(place)
-        self._owed.pop(order, None)
-        self._told.discard(order)
+        if owed is None:
+            self._next += 1
+            self._begun[task] += 1
+        else:
+            del self._owed[order]
+            self._told.discard(order)
         self._running[admitted.group_id] = place
         return admitted
 
@@ -228,7 +234,8 @@ class Buffer:
         """The trainer starts or goes on at this step, and the engines have this version.
 
         Batches of earlier steps were trained on; later ones are waiting again. What was sampled by weights newer than
-        the step, in groups that have come and in those under way, is never learnt from, whatever newer weights are named.
+        the step is never learnt from, in groups that have come and in those under way: not even once the trainer has
+        come to that step again, and made other weights of the same number.
         """
         if not 0 <= version <= step:
             raise ValueError(
@@ -236,7 +243,7 @@ class Buffer:
             )
         seen = [own[-1] for place in self._waiting.values() for own in place.versions if own]
         newest = max([self.version, self._updates, *seen])
-        gone = [name for own in sorted(self._taken) if own < step for name in self._learnt(own)]
+        gone = [order for own in sorted(self._taken) if own < step for order in self._learnt(own)]
         self._taken.clear()
         if newest > step:
             self._lost.append((step, newest))
@@ -267,7 +274,7 @@ class Buffer:
         """That the trainer may have done, as far as it was told; the step of its next batch."""
         return self.step + len(self._taken)
 
-    def _why(self, place: _Place, step: int, newest: float) -> list[str | None]:
+    def _why(self, place: _Place, step: int, newest: float = math.inf) -> list[str | None]:
         """Of each member, why it is left out of a step's batch. newest: version that there can be."""
         oldest, lost = step - self.config.max_staleness, self._lost[place.lineage :]
         return [left_out(own, oldest, newest, lost) for own in place.versions]
@@ -275,7 +282,6 @@ class Buffer:
     def _keep(self, place: _Place, step: int, newest: float = math.inf) -> bool:
         """Whether a group that has come can still be learnt from; if not, it is dropped."""
         why = self._why(place, step, newest)
-        place.accepted = why.count(None)
         if repaired(_valid(why), self.config.group) is not None:
             return True
         reason = max((FAILED, LOST, STALE), key=why.count)
@@ -324,9 +330,10 @@ class Buffer:
 
     def _learnt(self, step: int) -> list[int]:
         """The places of a batch that was trained on, which are outstanding no more."""
-        places = [self._waiting.pop(name) for name in self._taken.pop(step)]
+        names = self._taken.pop(step)
+        places = [self._waiting.pop(name) for name in names if name in self._waiting]
         for place in places:
-            self._trained[place.admitted.task] += place.accepted
+            self._trained[place.admitted.task] += self._why(place, step, step).count(None)
         return [place.admitted.order for place in places]
 
     def _check_step(self, step: int) -> None:
@@ -366,11 +373,11 @@ class Buffer:
         """gone: places whose entries are removed next; whoever is killed in between must not read them as groups."""
         if self._journal is not None:
             state: dict[str, Any] = {
-                "group": self.config.group,
-                "batch_groups": self.config.batch_groups,
+                **{name: getattr(self.config, name) for name in _KEPT},
                 "step": self.step,
                 "version": self.version,
                 "next": self._next,
+                "begun": self._begun,
                 "taken": list(self._taken.items()),
                 "lost": self._lost,
                 "trained": self._trained,
@@ -395,7 +402,7 @@ class Buffer:
                 "folder"
             )
         state = entries.pop(_STATE).head
-        for name in ("group", "batch_groups"):
+        for name in _KEPT:
             if state[name] != getattr(self.config, name):
                 raise ValueError(
                     f"the journal in {folder} is of {name}={state[name]}, not {getattr(self.config, name)}; take "
@@ -406,6 +413,9 @@ class Buffer:
         self._trained.update(state["trained"])
         self._counts["groups/torn"] = len(torn)
         self._next = max([state["next"], *(int(name) + 1 for name in [*entries, *torn])])
+        self._begun.update(state["begun"])
+        admitted = [entry.head["admitted"] for entry in entries.values()]
+        self._begun.update(own["task"] for own in admitted if own["order"] >= state["next"])
         gone = {f"{order:012d}" for order in state["gone"]}
         for name in gone:
             self._journal.remove(name)
@@ -416,8 +426,6 @@ class Buffer:
             step: tuple(name for name in names if name in self._waiting)
             for step, names in state["taken"]
         }
-        for place in list(self._waiting.values()):
-            self._keep(place, self.step)
 
     def _resume(self, entry: Entry) -> None:
         """A group that had come, or one that was under way or dropped, whose place is owed."""

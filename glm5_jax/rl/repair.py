@@ -1,9 +1,9 @@
 """Which members of a group are learnt from, and what is made of a group without the others (GLM-5 4.1.2).
 
 A member is left out if its environment failed, if it is stale, or if weights sampled it that were lost, as the trainer
-went back to an earlier checkpoint. With more than half of its members left, a group is padded with them in turn; else it
-is dropped. GLM-5 says that the oldest token counts; not which members are repeated, nor whether stale ones are made up
-for. An example with groups of 8, max_staleness = 4 and step = 10, whose oldest versions are 9, 9, 8, 8, 7, 6, 6, 5:
+went back to an earlier checkpoint. With more than half of its members left, a group is padded with them in turn; else
+it is dropped. GLM-5 says that the oldest token counts; not which members are repeated, nor whether stale ones are made
+up for. An example with groups of 8, max_staleness = 4 and step = 10, whose oldest versions are 9, 9, 8, 8, 7, 6, 6, 5:
 
     staleness 1, 1, 2, 2, 3, 4, 4, 5: the last is too old, 4 is not; say that the environment of the one before failed
     6 of 8 are left, more than half: members 0 1 2 3 4 5 0 1

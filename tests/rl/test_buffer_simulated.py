@@ -1,0 +1,77 @@
+"""The buffer's promises in virtual time, with heavy-tailed delays and everything that dies, over hundreds of groups."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from glm5_jax.rl.buffer import BufferConfig
+from tests.rl.simulated import Simulation, pace_of
+
+
+def check_nothing_is_lost_or_twice(run):
+    run.buffer.trained(run.step - 1)  # which may be under way
+    trained = [own for _, batch in run.batches for own in batch]
+    assert len({own.group_id for own in trained}) == len(trained)
+    assert len({own.number for own in trained}) == len(trained)
+    given_up = run.buffer.metrics()["groups/given_up"]
+    there = run.buffer.waiting + run.buffer.running + run.owed() + given_up
+    assert run.buffer.begun == {"t": len(trained) + there}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    group=st.integers(1, 5),
+    batch=st.integers(1, 6),
+    max_staleness=st.integers(0, 4),
+    every=st.integers(1, 3),
+    max_running=st.integers(1, 40),
+    pacing=st.booleans(),
+    fail=st.sampled_from([0.0, 0.1, 0.4]),
+    cancel=st.sampled_from([0.0, 0.1]),
+)
+def test_no_batch_is_too_old_and_all_come_whatever_the_delays(
+    seed, group, batch, max_staleness, every, max_running, pacing, fail, cancel
+):
+    staleness = max(max_staleness, every - 1)
+    config = BufferConfig(group, batch, staleness, max_running, pacing, max_tries=1000)
+    run = Simulation(config, seed, every=every, fail=fail, cancel=cancel).run(20)
+    assert [step for step, _ in run.batches] == list(range(20))
+    check_nothing_is_lost_or_twice(run)
+    if pacing:
+        assert run.buffer.metrics()["members/stale"] == 0
+
+
+@pytest.mark.parametrize("pacing", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_same_holds_when_trainer_and_hub_die(tmp_path, seed, pacing):
+    config = BufferConfig(3, 4, 2, 30, pacing, max_tries=1000)
+    more = {"fail": 0.1, "cancel": 0.05, "crash": 0.15, "kill": 0.1}
+    run = Simulation(config, seed, tmp_path, **more).run(40)
+    assert len(run.went_back) >= 3
+    check_nothing_is_lost_or_twice(run)
+
+
+def of_slow_and_fast(pacing, seed):
+    """Of the slowest tenth of the first 600 task numbers and of the fastest half: the shares that 100 updates on 8 groups
+    each had learnt from; and how many groups were dropped."""
+    run = Simulation(BufferConfig(4, 8, 2, 64, pacing), seed).run(100)
+    trained = {own.number for _, batch in run.batches for own in batch}
+    by_pace = sorted(range(600), key=pace_of)
+    slow, fast = by_pace[540:], by_pace[:300]
+    return [len(trained & {*own}) / len(own) for own in (slow, fast)], len(run.dropped)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slow_groups_are_left_out_without_pacing_alone(seed):
+    (slow, fast), dropped = of_slow_and_fast(False, seed)
+    assert slow < 0.95 and fast == 1 and dropped > 100
+    assert of_slow_and_fast(True, seed) == ([1, 1], 0)
+
+
+def test_bound_0_is_the_synchronous_trainer():
+    run = Simulation(BufferConfig(2, 4, 0, 64), 0).run(30)
+    assert run.buffer.metrics()["staleness/histogram"] == {0: 30 * 4 * 2}
+    assert all(
+        [own.number for own in batch] == list(range(4 * step, 4 * step + 4))
+        for step, batch in run.batches
+    )
