@@ -78,13 +78,15 @@ class Simulation:
         """Until the trainer has done so many. AssertionError if it can never do the next."""
         self._train()
         self._fill()
-        while self.step < updates:
+        for _ in range(100_000):
+            if self.step == updates:
+                return self
             assert self.events, f"nothing is under way at step {self.step}: {self.buffer.metrics()}"
             self.now, _, act, args = heapq.heappop(self.events)
             act(*args)
             self._fill()
             self.check_room()
-        return self
+        raise AssertionError(f"there are {updates} updates to do, and only {self.step} are done")
 
     def check_room(self):
         """That as many are outstanding as the rule says, whatever happened to the counters."""

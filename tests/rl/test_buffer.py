@@ -434,7 +434,7 @@ def test_a_batch_that_was_trained_on_and_nobody_said_so_does_not():
 
 
 def test_what_newer_weights_sampled_is_purged():
-    buffer = trained_to(5, group=2, batch_groups=1, max_staleness=4)
+    buffer = trained_to(5, group=2, batch_groups=1, max_staleness=4, max_tries=1)
     waits, lost, _, flies, lost_in_flight = fill(buffer)
     buffer.put(waits.group_id, group(waits, [[2, 3], [3]]))
     come(buffer, lost, version=5)
@@ -473,6 +473,47 @@ def test_a_later_step_of_the_same_number_makes_nothing_valid_that_was_lost():
     buffer.put(flies.group_id, group(flies, [[1, 3], [1, 4], [4]], [9.0, 1.0, 0.0]))
     [found] = buffer.take(4)
     assert found.number == 1 and found.baseline == (1.0, 0.0)
+
+
+def test_what_weights_sampled_that_nobody_had_heard_of_is_lost_with_them():
+    """The trainer gave them to the engines, and died before it said so."""
+    buffer = trained_to(3, group=3, batch_groups=1, max_staleness=2)
+    a, waits, flies = fill(buffer)
+    come(buffer, a, version=3)
+    buffer.take(3)
+    buffer.put(waits.group_id, group(waits, [[4], [3], [3]], [9.0, 1.0, 0.0]))
+    buffer.begin(3, 3)
+    buffer.put(flies.group_id, group(flies, [[4], [3], [3]], [9.0, 1.0, 0.5]))
+    buffer.take(3)
+    buffer.trained(3)
+    buffer.push(4)
+    assert [buffer.take(step)[0].baseline for step in (4, 5)] == [(1.0, 0.0), (1.0, 0.5)]
+
+
+def test_what_begins_after_it_went_back_may_have_the_numbers_of_lost_versions():
+    buffer = trained_to(3, group=1, batch_groups=1, max_staleness=1)
+    buffer.begin(1, 1)
+    for step in (1, 2, 3):
+        for own in fill(buffer, 2 * step):
+            assert come(buffer, own, version=step)
+        assert buffer.take(step)[0].staleness <= 1
+        buffer.trained(step)
+        buffer.push(step + 1)
+    assert buffer.metrics()["groups/lost"] == 0
+
+
+def test_a_group_under_way_is_due_by_the_weights_that_it_goes_on_with():
+    buffer = trained_to(3, group=1, batch_groups=1, max_staleness=1)
+    slow, fast = fill(buffer)
+    buffer.begin(2, 2)
+    come(buffer, fast, version=2)
+    assert numbers(buffer.take(2)) == [1]
+    buffer.trained(2)
+    buffer.push(3)
+    come(buffer, buffer.admit("t", 2), version=3)
+    assert buffer.take(3) is None
+    come(buffer, slow, version=2)
+    assert numbers(buffer.take(3)) == [0]
 
 
 def test_after_it_went_back_as_many_may_begin_as_before():

@@ -1,10 +1,13 @@
 """The buffer's promises in virtual time, with heavy-tailed delays and everything that dies, over hundreds of groups."""
 
+import gc
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.rl.buffer import BufferConfig
-from tests.rl.simulated import Simulation, pace_of
+from glm5_jax.rl.buffer import Buffer, BufferConfig
+from tests.rl.simulated import Simulation, group, pace_of
 
 
 def check_nothing_is_lost_or_twice(run):
@@ -75,3 +78,28 @@ def test_bound_0_is_the_synchronous_trainer():
         [own.number for own in batch] == list(range(4 * step, 4 * step + 4))
         for step, batch in run.batches
     )
+
+
+def test_what_was_trained_on_is_forgotten():
+    """Memory is that of what is outstanding: the same after 10,000 groups as after 1,000."""
+    buffer = Buffer(BufferConfig(group=1, batch_groups=8, max_staleness=2))
+    tracemalloc.start()
+    try:
+        sizes = []
+        for step in range(1250):
+            while buffer.room():
+                own = buffer.admit("t", step)
+                failed = own.order % 10 == 0 and own.tries == 0
+                buffer.put(own.group_id, group(own, [[step]], [None if failed else 1.0]))
+                if failed:
+                    buffer.admit(*buffer.again()[0])
+                    buffer.cancel(f"{own.order}-1", again=False)
+            assert len(buffer.take(step)) == 8
+            buffer.trained(step)
+            buffer.push(step + 1)
+            if step in (124, 1249):
+                gc.collect()
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[1] < sizes[0] + 20_000
