@@ -1,7 +1,7 @@
 """Entries on disk that outlive the process that wrote them: each a file that is whole or not there.
 
-An entry is a head, which is JSON, and trajectories, whose token streams are kept as bytes: numbers as text would take
-many times as long, and a group of long rollouts has millions. A digest in front tells whole files from torn ones.
+An entry is a head, which is JSON, and trajectories, whose token streams are kept as bytes: numbers as text would take ten
+times as long, and a group of long rollouts has millions. A digest in front tells whole files from torn ones.
 """
 
 import dataclasses

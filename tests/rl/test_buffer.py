@@ -161,6 +161,7 @@ def test_bound_0_has_the_same_batches_in_whatever_order_groups_come():
             due = [admitted[i] for i in order]
             while due:
                 own = due.pop(0)
+                assert own.tries < 3
                 # Of number 1 the first group fails, of number 6 the first two.
                 failed = own.tries < {1: 1, 6: 2}.get(own.number, 0)
                 come(buffer, own, step, [None, None] if failed else None)
