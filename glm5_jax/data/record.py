@@ -77,7 +77,7 @@ class TokenRecord:
                 raise ValueError(f"{name} has {len(stream)} entries, token_ids has {len(self)}")
         if not len(self) or self.token_ids.min() < 0:
             raise ValueError("token_ids must hold at least one token and no negative id")
-        if not np.isin(self.loss_mask, (0, 1)).all():
+        if not ((self.loss_mask == 0) | (self.loss_mask == 1)).all():
             raise ValueError("loss_mask must hold only 0 and 1; put weights into ce_weight")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is 1, but nothing precedes token 0 to predict it from")
@@ -140,6 +140,13 @@ def plain_record(token_ids: Sequence[int]) -> TokenRecord:
 
 def _stream(name: str, value: object, dtype: type) -> np.ndarray:
     array = np.asarray(value)
+    if (
+        array.dtype == dtype
+        and array.base is None
+        and not array.flags.writeable
+        and array.ndim == 1
+    ):
+        return array  # another record's, which nobody can write to
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}; it must be [t]")
     if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":

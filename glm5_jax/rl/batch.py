@@ -36,20 +36,30 @@ def lay_out(
     count = multiple
     while count < len(rows):
         count *= 2
-    batch = {name: np.zeros((count, length), STREAMS[name]) for name in streams}
-    batch |= {name: np.zeros((count, length), np.int32) for name in ("segment_ids", "positions")}
+    placed, places, segments, positions = [], [], [], []
     for i, own in enumerate(rows):
-        at = 0
+        at = i * length
         for segment, record in enumerate(own, 1):
-            here = slice(at, at + len(record))
-            for name in streams:
-                values = getattr(record, name)
-                if values is not None:
-                    # A number that is not there has no weight.
-                    batch[name][i, here] = (
-                        np.nan_to_num(values) if values.dtype.kind == "f" else values
-                    )
-            batch["segment_ids"][i, here] = segment
-            batch["positions"][i, here] = np.arange(len(record))
+            position = np.arange(len(record))
+            placed.append(record)
+            places.append(at + position)
+            segments.append(np.full(len(record), segment))
+            positions.append(position)
             at += len(record)
+
+    def spread(parts, dtype):
+        flat = np.zeros(count * length, dtype)
+        if parts:
+            flat[np.concatenate(places)] = np.concatenate(parts)
+        if flat.dtype.kind == "f":
+            flat = np.nan_to_num(flat)  # a number that is not there has no weight
+        return flat.reshape(count, length)
+
+    batch = {}
+    for name in streams:
+        own = (getattr(record, name) for record in placed)
+        filled = [np.zeros(len(r)) if v is None else v for r, v in zip(placed, own)]
+        batch[name] = spread(filled, STREAMS[name])
+    batch["segment_ids"] = spread(segments, np.int32)
+    batch["positions"] = spread(positions, np.int32)
     return batch, rows

@@ -48,7 +48,7 @@ def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]
 
     Attempts without one, failures of the environment, are left out; of their group the others remain.
     """
-    found = []
+    found, given = [], []
     for group in groups:
         values = [reward.value for reward in group.rewards]
         if config.drop_flat and len({value for value in values if value is not None}) < 2:
@@ -57,16 +57,12 @@ def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]
             group.records, group.rewards, advantages(values, config.baseline), strict=True
         ):
             if reward.value is not None:
+                found.append(record)
                 rewards = {"value": reward.value, **reward.parts}
-                found.append(
-                    dataclasses.replace(
-                        record,
-                        advantage=np.where(record.loss_mask, advantage, 0),
-                        rewards=rewards,
-                    )
-                )
-    found = _weighted(found, "rl_weight", config)
-    return _weighted(found, "ref_kl_weight", config) if config.pull != "none" else found
+                advantage = np.where(record.loss_mask, advantage, 0)
+                given.append({"advantage": advantage, "rewards": rewards})
+    names = ("rl_weight",) if config.pull == "none" else ("rl_weight", "ref_kl_weight")
+    return _weighted(found, names, config, given)
 
 
 def distilled(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:
@@ -78,19 +74,24 @@ def distilled(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord
         for record, attempt in zip(group.records, group.attempts, strict=True)
         if attempt.finish_reason != "failed"
     ]
-    return _weighted(found, "ref_kl_weight", config)
+    return _weighted(found, ("ref_kl_weight",), config, [{}] * len(found))
 
 
-def _weighted(records: Sequence[TokenRecord], name: str, config: CreditConfig) -> list[TokenRecord]:
-    """With a stream of weights on what was sampled: all of a rollout's, in however many records, together 1."""
+def _weighted(
+    records: Sequence[TokenRecord],
+    names: Sequence[str],
+    config: CreditConfig,
+    given: Sequence[dict],
+) -> list[TokenRecord]:
+    """With streams of weights on what was sampled: all of a rollout's, in however many records, together 1. given: other
+    fields of each."""
     lengths: dict[str, float] = defaultdict(float)
     for record in records:
         lengths[record.rollout_id] += record.loss_mask.sum()
     if config.normalisation == "token":
         lengths = dict.fromkeys(lengths, 1.0)
-    return [
-        dataclasses.replace(
-            record, **{name: record.loss_mask / max(lengths[record.rollout_id], 1.0)}
-        )
-        for record in records
-    ]
+    found = []
+    for record, fields in zip(records, given, strict=True):
+        weight = record.loss_mask / max(lengths[record.rollout_id], 1.0)
+        found.append(dataclasses.replace(record, **fields, **dict.fromkeys(names, weight)))
+    return found
