@@ -155,7 +155,9 @@ def digits_right(task: Task, attempt: Attempt) -> Reward:
 
 def get_config(variant: str = "addition") -> ReasoningConfig:
     """The variant's experiment; ValueError lists the variants."""
-    return choose(variant, {"addition": addition, "tiny": tiny, "small": small, "glm5": glm5})
+    return choose(
+        variant, {"addition": addition, "tiny": tiny, "tools": tools, "small": small, "glm5": glm5}
+    )
 
 
 def addition() -> ReasoningConfig:
@@ -223,6 +225,20 @@ def tiny() -> ReasoningConfig:
             Share(TaskConfig("chain", size=20_000, steps=4), 0.45),
             Share(TaskConfig("choices", size=2000), 0.1),
         ),
+    )
+
+
+def tools() -> ReasoningConfig:
+    """Rate, batch and lengths are ours. A second call is left for who did not copy the numbers rightly in the first."""
+    base = tiny()
+    return dataclasses.replace(
+        base,
+        name="rl_reasoning:tools",
+        schedule=ScheduleConfig(kind="linear", peak=5e-4, end=5e-5, warmup_steps=3, total_steps=30),
+        rollout=RolloutConfig(prompts=6, group=16, max_tokens=64, max_turns=3),
+        engine=EngineConfig(page_size=64, max_batch=96, chunk=1024, max_length=512),
+        length=512,
+        tasks=(Share(TaskConfig("products", size=20_000, digits=2)),),
     )
 
 

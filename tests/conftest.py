@@ -4,6 +4,7 @@ The XLA flags are for compile speed alone. `GLM5_JAX_TEST_XLA_FLAGS=` (empty) ru
 flags of real runs, and the `plain_env` fixture starts a child process that way.
 """
 
+import importlib.metadata
 import os
 import pathlib
 import sys
@@ -12,10 +13,10 @@ import tempfile
 import hypothesis
 import pytest
 
-FAST_COMPILE = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
-)
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+    # Later ones do not know it, and end a process that says it.
+    FAST_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
 def _cache_folder() -> str:

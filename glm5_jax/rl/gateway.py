@@ -16,7 +16,6 @@ goes on with all its sessions, an agent that asks again is answered again.
 import asyncio
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import pathlib
@@ -111,7 +110,7 @@ class Gateway(HttpServer):
         self._journal = None if config.journal is None else _Journal(pathlib.Path(config.journal))
         if self._journal is not None:
             for name, seed, turns in self._journal.read():
-                own = self._sessions[name] = _Open(Session(tokenizer, config.session), seed)
+                own = self._sessions[name] = _Open(Session(tokenizer, config.session, seed))
                 for turn in turns:
                     own.session.add(turn)
                 self._router.rank_of(name)
@@ -169,7 +168,7 @@ class Gateway(HttpServer):
         seed = said.get("seed", secrets.randbits(62))
         if self._journal is not None:
             self._journal.begin(name, seed)
-        self._sessions[name] = _Open(Session(self._tokenizer, self.config.session), seed)
+        self._sessions[name] = _Open(Session(self._tokenizer, self.config.session, seed))
         return as_json({"id": name})
 
     async def _describe(self, request: web.Request) -> web.Response:
@@ -366,20 +365,16 @@ _BEGIN = {
 class _Open:
     """A session that is open, and what is asked of it."""
 
-    def __init__(self, session: Session, seed: int):
-        self.session, self.seed, self.ended = session, seed, False
+    def __init__(self, session: Session):
+        self.session, self.ended = session, False
         self.cached = self.read = 0  # tokens of prompts
         self._asked: list[tuple[int, ...]] = []  # prompts that are being answered
 
     def seed_of(self, plan: Plan) -> int:
-        """Of a reply: the same for who asks the same again after a failure, another for a second reply."""
-        again = sum(
-            turn.parent == plan.parent and turn.context == plan.context
-            for turn in self.session.turns
-        )
-        text = json.dumps([self.seed, plan.ids, again + self._asked.count(plan.ids)])
+        """Of a reply that is asked for now."""
+        seed = self.session.seed_of(plan, self._asked.count(plan.ids))
         self._asked.append(plan.ids)
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+        return seed
 
     def left(self, plan: Plan) -> None:
         """The request was answered, or is over."""

@@ -17,8 +17,8 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import LENGTH, STOP, Completion
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError, seed_of
 from glm5_jax.rl.types import Attempt, Message, Reward, Task
-from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import ToolCall, parse_reply
 
@@ -89,23 +89,27 @@ class Rollouts:
     def sample(
         self,
         tasks: Sequence[Task],
-        seed: int | Sequence[int],
+        seed: int,
         *,
+        first: int = 0,
         group: int | None = None,
         name: str = "",
     ) -> list[Group]:
-        """The attempts at each task, as many as group (default: the config's), drawn by seed. name: what the ids of
-        groups begin with."""
+        """The attempts at each task, as many as group (default: the config's), drawn by seed. first: how many tasks came
+        before these, which draw otherwise; name: what the ids of groups begin with."""
         size = group or self._config.group
-        more = self._config, self._tokenizer
-        prompts = [_rendered(task, [], 0, *more) for task in tasks]
-        courses = [
-            [_Course(task, ids, *more) for _ in range(size)] for task, ids in zip(tasks, prompts)
-        ]
-        seeds = np.random.SeedSequence(seed).generate_state(len(tasks) * size, np.uint64)
-        under_way = [course for own in courses for course in own]
-        for course, own in zip(under_way, seeds.tolist()):
-            course.seed = own >> 1
+        under_way, courses = [], []
+        for i, task in enumerate(tasks):
+            own = [
+                _Course(task, seed_of(seed, first + i, 0, j), self._config, self._tokenizer)
+                for j in range(size)
+            ]
+            # All attempts begin alike.
+            plan = own[0].planned()
+            for course in own:
+                course.plan = plan
+            courses.append(own)
+            under_way += own
         for turn in range(self._config.max_turns):
             if not under_way:
                 break
@@ -124,14 +128,13 @@ class Rollouts:
     def _reply(self, under_way: list["_Course"]) -> None:
         prompts, samplings, asked = [], [], []
         for course in under_way:
-            room = self._engine.max_length - len(course.ids)
+            room = self._engine.max_length - len(course.plan.ids)
             if room < 1:
                 course.cut_off()
                 continue
             most = min(room, self._config.max_tokens)
-            # A draw depends on its place too: later turns may have the same seed.
-            samplings.append(Sampling(most, self._temperature, seed=course.seed))
-            prompts.append(course.ids)
+            samplings.append(Sampling(most, self._temperature, seed=course.seed()))
+            prompts.append(course.plan.ids)
             asked.append(course)
         for course, reply in zip(asked, self._engine.generate(prompts, samplings)):
             course.take(reply)
@@ -167,7 +170,10 @@ def check_task(
     """ValueError if a task cannot be attempted: tools without anybody who answers, a prompt without room."""
     if task.tools and tools is None:
         raise ValueError(f"task {task.id!r} offers tools, and nobody answers them")
-    count = len(_rendered(task, [], 0, config, tokenizer))
+    try:
+        count = len(_Course(task, 0, config, tokenizer).planned().ids)
+    except SessionError as error:
+        raise ValueError(f"task {task.id!r}: {error}") from None
     if count >= max_length:
         raise ValueError(
             f"task {task.id!r} has a prompt of {count} tokens; at most {max_length - 1} leave room for a reply, or raise "
@@ -176,35 +182,47 @@ def check_task(
 
 
 class _Course:
-    """An attempt under way. ids: so far, to begin with the prompt; seed: of its draws; finish_reason: None while calls
-    are to be answered or a reply is to come."""
+    """An attempt under way. plan: what is read for the next reply; finish_reason: None while calls are to be answered or
+    a reply is to come."""
 
-    def __init__(self, task: Task, ids: list[int], config: RolloutConfig, tokenizer: Tokenizer):
-        self.task, self.ids, self._config, self._tokenizer = task, ids, config, tokenizer
+    plan: Plan
+
+    def __init__(self, task: Task, seed: int, config: RolloutConfig, tokenizer: Tokenizer):
+        self.task, self._tokenizer = task, tokenizer
+        self._thinks = config.thinking if task.thinking is None else task.thinking
+        own = SessionConfig(config.variant, config.max_turns)
+        self._session = Session(tokenizer, own, seed)
         self.messages: list[Message] = []
         self.calls: tuple[ToolCall, ...] = ()
-        self.seed = 0
         self.finish_reason: str | None = None
         self.error = ""
-        self._sampled: list[tuple[int, Completion]] = []  # where each reply begins
-        self._spans: list[tuple[int, int, str]] = []
+
+    def planned(self) -> Plan:
+        """What is read for a reply to all messages."""
+        said = [*self.task.messages, *self.messages]
+        return self._session.plan(said, self.task.tools, enable_thinking=self._thinks)
+
+    def seed(self) -> int:
+        """Of the next reply."""
+        return self._session.seed_of(self.plan)
 
     def take(self, reply: Completion) -> None:
         """A reply: the end, or calls."""
-        self._sampled.append((len(self.ids), reply))
-        self.ids = self.ids + reply.ids
+        if reply.finish_reason not in (STOP, LENGTH):
+            self.fail(RuntimeError(f"the reply was {reply.finish_reason}"))
+            return
         found = parse_reply(
             reply.ids,
             self.task.tools or None,
             tokenizer=self._tokenizer,
-            thinking=_thinks(self.task, self._config),
+            thinking=self._thinks,
         )
+        sampled = reply.ids, reply.logprobs, reply.versions
+        self._session.commit(self.plan, *sampled, reply.finish_reason, found.message)
         self.messages.append(found.message)
         self.calls = found.tool_calls if self.task.tools else ()
         if reply.finish_reason == LENGTH:
             self.cut_off()
-        elif reply.finish_reason != STOP:
-            self.fail(RuntimeError(f"the reply was {reply.finish_reason}"))
         elif problems := [call.problem for call in self.calls if call.problem]:
             # As GLM-4.5 has it: a call that cannot be read ends the attempt.
             self.finish_reason, self.error = "stop", problems[0]
@@ -212,16 +230,11 @@ class _Course:
             self.finish_reason = "stop"
 
     def go_on(self, answers: Sequence[str], most: int) -> None:
-        """What the tools answered, and the prompt for the next reply; cut off if that leaves no room below most."""
-        first = len(self.task.messages) + len(self.messages)
+        """What the tools answered, and the plan for the next reply; cut off if that leaves no room below most."""
         self.messages += [{"role": "tool", "content": answer} for answer in answers]
-        # The marker of the next turn is what the reply stopped with.
-        new = _rendered(self.task, self.messages, first, self._config, self._tokenizer)[1:]
-        if len(self.ids) + len(new) >= most:
+        self.plan = self.planned()
+        if len(self.plan.ids) >= most:
             self.cut_off()
-            return
-        self._spans.append((len(self.ids), len(self.ids) + len(new), "result"))
-        self.ids = self.ids + new
         self.calls = ()
 
     def cut_off(self) -> None:
@@ -234,48 +247,16 @@ class _Course:
         self.error = f"{type(error).__name__}: {error}"
 
     def attempt(self) -> Attempt:
-        sampled = sum(len(reply.ids) for _, reply in self._sampled)
+        sampled = sum(len(turn.output) for turn in self._session.turns)
         return Attempt(tuple(self.messages), self.finish_reason, self.error, sampled)
 
     def record(self, group_id: str, rollout_id: str) -> TokenRecord:
-        t = len(self.ids)
-        logp, version = np.full(t, np.nan, np.float32), np.full(t, -1, np.int32)
-        for first, reply in self._sampled:
-            here = slice(first, first + len(reply.ids))
-            logp[here], version[here] = reply.logprobs, reply.versions
         status = {"stop": "completed", "length": "truncated", "failed": "failed"}
-        return TokenRecord(
-            self.ids,
-            ~np.isnan(logp),
-            rollout_logp=logp,
-            weight_version=version,
-            group_id=group_id,
-            rollout_id=rollout_id,
-            task_id=self.task.id,
-            status=status[self.finish_reason],
-            fail_reason=self.error,
-            spans=tuple(self._spans),
-        )
-
-
-def _rendered(
-    task: Task,
-    messages: Sequence[Message],
-    first: int,
-    config: RolloutConfig,
-    tokenizer: Tokenizer,
-) -> list[int]:
-    """The ids of a task's messages and these behind them, from the one numbered first on, as a prompt."""
-    return render_chat(
-        [*task.messages, *messages],
-        tokenizer,
-        tools=task.tools or None,
-        enable_thinking=_thinks(task, config),
-        clear_thinking=False,
-        variant=config.variant,
-        first=first,
-    ).ids
-
-
-def _thinks(task: Task, config: RolloutConfig) -> bool:
-    return config.thinking if task.thinking is None else task.thinking
+        ids = {"group_id": group_id, "rollout_id": rollout_id, "task_id": self.task.id}
+        more = ids | {"status": status[self.finish_reason], "fail_reason": self.error}
+        if self._session.turns:
+            [record] = self._session.records(**more)
+            return record
+        none = np.zeros(len(self.plan.ids))
+        streams = {"rollout_logp": none + np.nan, "weight_version": none.astype(int) - 1}
+        return TokenRecord(self.plan.ids, none, **streams, **more)

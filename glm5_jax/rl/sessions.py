@@ -7,6 +7,7 @@ socket (`gateway`); a request is understood first (`Session.plan`) and changes t
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -112,10 +113,14 @@ class Session:
 
     Attributes:
       turns: in the order of their answers.
+      seed: of all of them.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: SessionConfig = SessionConfig()):
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(
+        self, tokenizer: Tokenizer, config: SessionConfig = SessionConfig(), seed: int = 0
+    ):
+        """seed: of all replies."""
+        self._tokenizer, self._config, self.seed = tokenizer, config, seed
         self._stops = {tokenizer.special_ids[n] for n in STOP_TOKENS if n in tokenizer.special_ids}
         self._opens = tokenizer.special_ids["<|assistant|>"]
         self.turns: list[Turn] = []
@@ -182,6 +187,14 @@ class Session:
         ids = (*before[: len(before) - drop], *context)
         return Plan(parent, kind, offered, said[known:], drop, tuple(context), ids)
 
+    def seed_of(self, plan: Plan, asked: int = 0) -> int:
+        """Of the reply to a plan: the same for who asks the same again after a failure, another for a second reply.
+        asked: how many have the same plan and are being answered."""
+        again = sum(
+            turn.parent == plan.parent and turn.context == plan.context for turn in self.turns
+        )
+        return seed_of(self.seed, again + asked, *plan.ids)
+
     def commit(
         self,
         plan: Plan,
@@ -232,16 +245,9 @@ class Session:
                     trained.add(piece.turn)
                 first += count
             cut = self.turns[leaf].finish_reason == "length"
-            found.append(
-                TokenRecord(
-                    ids,
-                    ~np.isnan(logp),
-                    rollout_logp=logp,
-                    weight_version=version,
-                    status="truncated" if cut else "completed",
-                    **more,
-                )
-            )
+            fields = {"status": "truncated" if cut else "completed", **more}
+            streams = {"rollout_logp": logp, "weight_version": version}
+            found.append(TokenRecord(ids, ~np.isnan(logp), **streams, **fields))
         return found
 
     def _deepest(self, said: tuple[Message, ...], tools: str) -> tuple[int, int]:
@@ -327,3 +333,9 @@ def alike(said: Message, known: Message) -> bool:
         return False
     told = said["reasoning_content"]
     return told is None or told == (known["reasoning_content"] or "")
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed of its own for these numbers, the same in every process."""
+    text = json.dumps(numbers).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 2

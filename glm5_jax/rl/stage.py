@@ -289,8 +289,9 @@ class Attempts:
         config, number = self._config, self._made
         self._made += 1
         began = time.perf_counter()
-        tasks = self._world.tasks.draw(config.rollout.prompts)
-        groups = self.rollouts.sample(tasks, (config.seed, number), name=f"{number}-")
+        count = config.rollout.prompts
+        tasks = self._world.tasks.draw(count)
+        groups = self.rollouts.sample(tasks, config.seed, first=number * count, name=f"{number}-")
         sampled = time.perf_counter()
         wait_for(judge(groups, self._world, config.judged_at_once))
         self.metrics = told(groups) | {

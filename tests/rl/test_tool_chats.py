@@ -92,6 +92,12 @@ async def likes_long_ones(task, attempt):
     return Reward(float(attempt.sampled))
 
 
+def goes_on(turn, ids):
+    """Whether a prompt begins with a turn."""
+    before = [*turn[0], *turn[1].ids]
+    return list(ids[: len(before)]) == before
+
+
 @functools.cache
 def sampled():
     """(groups, for each attempt in their order what the engine was asked and what it replied)."""
@@ -104,12 +110,15 @@ def sampled():
         chunk=64,
         batch_invariant=True,
     )
-    generate, seen = engine.generate, {}
+    generate, chats_seen = engine.generate, []
 
     def watched(prompts, samplings):
         replies = generate(prompts, samplings)
-        for ids, own, reply in zip(prompts, samplings, replies, strict=True):
-            seen.setdefault(own.seed, []).append((list(ids), reply))
+        for ids, reply in zip(prompts, replies, strict=True):
+            begun = [own for own in chats_seen if goes_on(own[-1], ids)]
+            if not begun:
+                chats_seen.append([])
+            (begun or chats_seen[-1:])[0].append((list(ids), reply))
         return replies
 
     engine.generate = watched
@@ -121,7 +130,7 @@ def sampled():
     config = RolloutConfig(group=GROUP, max_tokens=24, max_turns=4)
     groups = Rollouts(engine, TOKENIZER, config, 0.9, answers).sample(tasks, 0)
     wait_for(judge(groups, World(None, {}, likes_long_ones), 8))
-    return groups, list(seen.values())
+    return groups, chats_seen
 
 
 def test_what_was_sampled_is_learnt_byte_for_byte():
