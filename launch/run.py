@@ -58,7 +58,7 @@ class Command(NamedTuple):
 
 def parse(argv: list[str]) -> Command:
     """Reads the program's arguments; ValueError or flags.Error say in their first line what to do."""
-    spec = _spec(argv)
+    spec = spec_of(argv)
     module, config = load(spec)
     twin = editable(config)
     for arg in argv[1:]:
@@ -154,7 +154,8 @@ def load(spec: str) -> tuple[ModuleType, object]:
     return module, module.get_config(variant) if variant else module.get_config()
 
 
-def _spec(argv: list[str]) -> str:
+def spec_of(argv: list[str]) -> str:
+    """What --experiment is, FILE.py:VARIANT; ValueError if it is missing."""
     for i, arg in enumerate(argv):
         name, _, value = arg.partition("=")
         if name in ("--experiment", "-experiment"):

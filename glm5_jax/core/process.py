@@ -1,8 +1,8 @@
 """Child processes; only sandboxes and launch scripts start others.
 
 A `Worker` is a process that answers calls over its pipes, one JSON line each way; `serve` is its end of
-them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it. On Linux the
-worker dies with its caller, however that ends and whatever it is computing.
+them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it. A `Program` runs by
+itself and writes a log. On Linux both die with whoever started them, however that ends and whatever they are computing.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 _STDERR_KEPT = 4000  # bytes, for the message of a worker that died
@@ -132,6 +132,69 @@ class Worker:
         return ChildProcessError(f"{self._name} ended without an answer; it wrote:\n{text}")
 
 
+class Program:
+    """A command that runs by itself, in a process group of its own, until it ends or is killed.
+
+    log: file that its output and errors are added to. env: its environment (None: this process's). cores: of those that this
+    process may use, the ones that it may (none: all). A command that there is not ends with code 127 and says so in the log. OSError.
+
+    Attributes:
+      pid: of the command itself.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log: str | os.PathLike,
+        env: Mapping[str, str] | None = None,
+        cwd=None,
+        cores: Sequence[int] = (),
+    ):
+        # Nothing is written to it. That it closes is how the kernel knows that this process is gone.
+        stdin, self._alive = os.pipe()
+        # This file, run as a script, arms that and turns into the command.
+        shim = [sys.executable, "-I", "-S", __file__, ",".join(map(str, cores)), *argv]
+        try:
+            with open(log, "ab") as output:
+                self._process = subprocess.Popen(
+                    shim,
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    cwd=cwd,
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(self._alive)
+            raise
+        finally:
+            os.close(stdin)
+        self.pid = self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal that killed it. What it left in its group is killed."""
+        if self._process.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                self.kill()
+        return self._process.returncode
+
+    def terminate(self) -> None:
+        """Asks it to end, by SIGTERM to itself alone: what it started is its own to end."""
+        if self.exit_code() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills it and all of its group."""
+        if self._process.returncode is None:
+            # Before it is waited for: until then its number cannot belong to another group.
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+            os.close(self._alive)
+
+
 def serve(*functions: Callable[..., Any]) -> None:
     """Answers the calls that come in on standard input, by function name, until it closes.
 
@@ -178,3 +241,21 @@ def _nobody_writes_to(stream: int) -> bool:
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
+def _become(cores: str, argv: list[str]) -> None:
+    """Turns this process, whose standard input is a `Program`'s, into its command."""
+    _die_with_caller(True)
+    if cores:
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a command inherits
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        print(f"{argv[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        sys.exit(127)  # as shells do
+
+
+if __name__ == "__main__":
+    _become(sys.argv[1], sys.argv[2:])

@@ -7,7 +7,9 @@ import dataclasses
 import hmac
 import json
 import logging
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -71,6 +73,7 @@ class ListenConfig:
       api_key: that clients must bring; None: none.
       max_body: bytes of a request.
       grace: seconds that what runs has to end once the server is told to.
+      ready_file: where it says its port once it listens, for whoever started it (`tell_port`); None: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +81,7 @@ class ListenConfig:
     api_key: str | None = None
     max_body: int = 16 * 2**20
     grace: float = 60.0
+    ready_file: str | None = None
 
     def __post_init__(self):
         if not 0 <= self.port < 65536:
@@ -87,6 +91,36 @@ class ListenConfig:
         for name in ("max_body", "grace"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+def tell_port(ready_file: str, port: int) -> None:
+    """Writes {"port": port} into a file, whole or not at all; `read_port` is the other end."""
+    unfinished = f"{ready_file}.{os.getpid()}"
+    with open(unfinished, "w") as file:
+        json.dump({"port": port}, file)
+    os.replace(unfinished, ready_file)
+
+
+def read_port(ready_file: str | os.PathLike) -> int | None:
+    """What `tell_port` wrote; None: nothing yet. ValueError if something else is in the file."""
+    try:
+        with open(ready_file) as file:
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    try:
+        return int(json.loads(text)["port"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f'{ready_file} has {text[:100]!r}; a server writes {{"port": N}}'
+        ) from None
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine that nothing listens at just now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
 
 
 class HttpServer:
@@ -139,6 +173,8 @@ class HttpServer:
             site = web.TCPSite(runner, self.config.host, self.config.port)
             await site.start()
             self.port = runner.addresses[0][1]
+            if self.config.ready_file is not None:
+                tell_port(self.config.ready_file, self.port)
             if ready:
                 ready(self.port)
             await stop.wait()

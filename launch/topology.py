@@ -1,0 +1,140 @@
+"""The roles of an experiment, from the command line: what local.py and on_ray.py start, slurm.py and gke.py write down.
+
+An experiment that is several programs has `roles(config, command)`: its roles (core/placement.py), where command are the flags
+that give launch/run.py this experiment, with what was set on the command line, and this workdir. Any other is a role of
+training alone, in as many processes as it has hosts.
+"""
+
+import contextlib
+import pathlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from absl import flags
+
+from glm5_jax.core.placement import Placement, Role, ordered
+from glm5_jax.core.roles import Event, RoleError, Roles
+from launch import run
+
+
+class Topology(NamedTuple):
+    """A name for schedulers, the roles in the order of their start, the folder of the run."""
+
+    name: str
+    roles: tuple[Role, ...]
+    workdir: pathlib.Path
+
+
+def define() -> flags.FlagValues:
+    """The flags that all launchers have, besides those of the experiment and --workdir."""
+    values = flags.FlagValues()
+    flags.DEFINE_integer("hosts", 1, "processes that train", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("devices", None, "accelerators of each", 0, flag_values=values)
+    flags.DEFINE_string("tpu_topology", "", "of the slice of TPUs that trains", flag_values=values)
+    return values
+
+
+def read(argv: list[str], values: flags.FlagValues, devices: int = 0) -> Topology:
+    """The topology of a launcher's arguments; devices: that all its hosts have, if --devices does not say. ValueError, flags.Error."""
+    rest = values(argv, known_only=True)
+    command = run.parse(rest)
+    if command.distributed:
+        raise ValueError("--distributed is set for each process here; leave it out")
+    words = (*rest[1:], f"--workdir={command.workdir}")
+    listed = getattr(command.module, "roles", None)
+    if listed:
+        for name in ("hosts", "devices", "tpu_topology"):
+            if values[name].present:
+                raise ValueError(
+                    f"--{name} is for one stage of training; {command.module.__name__} lists its roles itself"
+                )
+        roles = ordered(listed(command.config, words))
+    elif hasattr(command.module, "run"):
+        raise ValueError(
+            f"{command.module.__name__} is one program for one host; start it with launch.run"
+        )
+    else:
+        own = devices // values.hosts if values.devices is None else values.devices
+        roles = (_training(words, values.hosts, own, values.tpu_topology),)
+    variant = run.spec_of(argv).partition(":")[2]
+    name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
+    return Topology(name.strip("-"), roles, command.workdir)
+
+
+def _training(command: Sequence[str], hosts: int, devices: int, tpu_topology: str) -> Role:
+    argv = ["{python}", "-m", "launch.run", *command]
+    if hosts > 1:
+        argv.append("--distributed={distributed}")
+    return Role(
+        "train", argv, hosts=hosts, devices=devices, tpu_topology=tpu_topology, main=True, grace=300
+    )
+
+
+def asked(argv: list[str], doc: str, values: flags.FlagValues, answer: Callable[[], int]) -> int:
+    """The exit code of `answer`, or 2 with one line about a mistake of the user."""
+    if {"-h", "--help"} & set(argv[1:]):
+        print(doc)
+        return 0
+    try:
+        return answer()
+    except (ValueError, OSError, flags.Error) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def start(
+    argv: list[str],
+    doc: str,
+    placement: Callable[[flags.FlagValues], contextlib.AbstractContextManager[Placement]],
+    devices: int = 0,
+    define: Callable[[], flags.FlagValues] = define,
+) -> int:
+    """Starts the roles on a placement and waits for their end; the exit code."""
+    values = define()
+
+    def answer() -> int:
+        topology = read(argv, values, devices)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        folder = topology.workdir / "roles"
+        try:
+            with (
+                placement(values) as there,
+                Roles(topology.roles, there, folder, tell=_show) as own,
+            ):
+                own.wait()
+        except RoleError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from there")
+            return 130
+        return 0
+
+    return asked(argv, doc, values, answer)
+
+
+def _show(event: Event) -> None:
+    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+    life = f" (life {event.life})" if event.life > 1 and event.what == "started" else ""
+    print(
+        f"{clock} {event.role}-{event.index} {event.what}{life} {event.detail}".rstrip(), flush=True
+    )
+
+
+def fixed_ports(roles: Sequence[Role], scheduler: str) -> None:
+    """ValueError if a role would have to tell its port, which nobody is there to hear."""
+    for role in roles:
+        if role.port == 0 and {"port", "ready"} & set(role.words):
+            raise ValueError(
+                f"role {role.name} listens at any port that is free; {scheduler} must know it: set its port"
+            )
+
+
+def words_of(role: Role, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What stands for the words of argv that name other roles, from the addresses of their replicas."""
+    named = [word for word in role.words if "." in word]
+    return {word: ",".join(addresses[word.partition(".")[0]]) for word in named}
