@@ -95,7 +95,8 @@ class Role:
       health: None: a server is well while it runs.
       after: roles that must be ready before it starts, besides those that argv names.
       main: the run has ended when all its main roles have ended with code 0. Others that end, with any code, have died.
-      start_seconds: until it must be ready: healthy if it is a server, else started.
+      start_seconds: until a server must be ready, that is healthy.
+      settle_seconds: that what is no server must run to be ready.
       grace: seconds from SIGTERM to SIGKILL.
     """
 
@@ -113,6 +114,7 @@ class Role:
     after: Sequence[str] = ()
     main: bool = False
     start_seconds: float = 300.0  # slime's first wait for an engine
+    settle_seconds: float = 1.0  # supervisord's startsecs
     grace: float = 60.0  # as core.server.ListenConfig's
     restarts: Restarts = Restarts()
 
@@ -125,7 +127,8 @@ class Role:
             raise ValueError(
                 f"role {self.name}: argv is {self.argv!r}; give the words of a command"
             )
-        _check_positive(self, f"role {self.name}:", "count", "hosts", "start_seconds", "grace")
+        seconds = ("start_seconds", "settle_seconds", "grace")
+        _check_positive(self, f"role {self.name}:", "count", "hosts", *seconds)
         for name in ("cpus", "devices", "memory"):
             if getattr(self, name) < 0:
                 raise ValueError(

@@ -55,7 +55,9 @@ class Event:
 def read_events(folder: str | os.PathLike) -> list[Event]:
     """All events of a folder of `Roles`, those of earlier runs too."""
     path = pathlib.Path(folder) / _EVENTS
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = (
+        path.read_text().split("\n")[:-1] if path.exists() else []
+    )  # not one that is being written
     return [Event(**json.loads(line)) for line in lines]
 
 
@@ -248,16 +250,18 @@ class _Replica:
 
     def _one_life(self) -> _End | None:
         """Starts the replica and watches it to its end; None: it was told to stop, or has finished."""
-        gently = False
+        gently = lost = False
         try:
             given = self._roles.addresses(self.role)
             self._start(given)
             end = self._watch(given)
             gently = end is None or not end.counts
         except (PlaceError, OSError) as error:
-            end = _End(str(error))
+            end, lost = _End(str(error)), isinstance(error, PlaceError)
         finally:
             self._end(gently)
+        if lost:  # a new one is claimed
+            self._release()
         return end
 
     def _outcome(self, end: _End | None) -> tuple[str, str]:
@@ -309,11 +313,11 @@ class _Replica:
                     return _End(_described(code), fatal=again)
             now = time.monotonic()
             if not ready:
-                if self._is_ready():
+                if self._is_ready(now - began):
                     ready, heard, next_look = True, now, now + (health.interval if health else 0)
                     self.is_up = True
                     self._say("ready", self.url or "")
-                elif now - began > role.start_seconds:
+                elif role.serves and now - began > role.start_seconds:
                     return _End(f"was not ready within {role.start_seconds:g} s")
             elif role.serves and health and now >= next_look:
                 if self._is_healthy():
@@ -325,9 +329,9 @@ class _Replica:
                 return _End("an address that it was given has changed", counts=False)
         return None
 
-    def _is_ready(self) -> bool:
+    def _is_ready(self, age: float) -> bool:
         if not self.role.serves:
-            return True
+            return age >= self.role.settle_seconds
         first = self._places[0]
         port = first.port() if "ready" in self.role.words else self._port
         if port is None:
@@ -343,7 +347,7 @@ class _Replica:
         return answers((url or self.url) + health.path, health.timeout)
 
     def _end(self, gently: bool) -> None:
-        """Ends all processes. Places that are gone are forgotten, so that others are claimed."""
+        """Ends all processes."""
         try:
             if gently:
                 for place in self._places:

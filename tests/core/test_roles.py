@@ -1,0 +1,374 @@
+"""Roles start in order, come back when they die, end the run when they cannot, and leave nothing behind."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from glm5_jax.core.placement import Health, PlaceError, Restarts, Role
+from glm5_jax.core.roles import RoleError, Roles, read_events
+from launch.local import LocalPlacement, Machine
+from tests.core.test_process import ROOT, ends, is_running
+
+SMALL = str(pathlib.Path(__file__).parent / "small_role.py")
+SECONDS = 60.0  # for what takes one; a machine under load may take long to start Python
+SOON = Restarts(delay=0.05, longest_delay=0.05)
+
+
+def small(name: str, *words: str, **more) -> Role:
+    """A role of small_role.py; what it is given is in `given`."""
+    more = {"restarts": SOON, "grace": 20.0, "start_seconds": SECONDS} | more
+    return Role(name, ["{python}", SMALL, "{port}", "{ready}", *words], **more)
+
+
+def shell(name: str, script: str, **more) -> Role:
+    """A role that runs a script and serves nothing."""
+    more = {"restarts": SOON, "grace": 20.0, "settle_seconds": 0.05} | more
+    return Role(name, ["sh", "-c", script], **more)
+
+
+def broken(name: str, script: str, **more) -> Role:
+    """One whose script ends before it is ready."""
+    return shell(name, script, settle_seconds=600.0, **more)
+
+
+def roles(folder, *own: Role, **more) -> Roles:
+    machine = Machine("cpu", [], sorted(os.sched_getaffinity(0)))
+    return Roles(own, LocalPlacement(machine), folder, look=0.02, **more)
+
+
+def until(met, what: str):
+    """What `met` returns, once that is true."""
+    deadline = time.monotonic() + SECONDS
+    while not (found := met()):
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def asked(url: str) -> dict:
+    with urllib.request.urlopen(f"{url}/given", timeout=SECONDS) as answer:
+        return json.load(answer)
+
+
+def restarted(running: Roles, name: str, pid: int | None) -> int:
+    """The pid of a role's only replica once it is another and ready."""
+
+    def again():
+        last = [e for e in read_events(running.folder) if e.role == name][-1]
+        return last.what == "ready" and last.pid != pid and last.pid
+
+    return until(again, f"{name} is back")
+
+
+def told(folder, *names: str) -> list[str]:
+    """NAME what, in the order of events."""
+    events = read_events(folder)
+    return [f"{e.role} {e.what}" for e in events if not names or e.role in names]
+
+
+def test_a_role_starts_when_those_it_needs_are_healthy_and_is_told_their_addresses(tmp_path):
+    own = [small("b", "{a.urls}", "{index}"), small("a", "late=0.3", count=2)]
+    with roles(tmp_path, *own) as running:
+        assert asked(running.url("b"))["given"] == [",".join(running.urls("a")), "0"]
+        assert len({*running.urls("a"), running.url("b")}) == 3
+        assert all(
+            asked(url)["pid"] == running.pids("a", i)[0] for i, url in enumerate(running.urls("a"))
+        )
+    events = told(tmp_path)
+    assert events.index("b started") > max(i for i, e in enumerate(events) if e == "a ready")
+    assert events[-3:] == ["b stopped", "a stopped", "a stopped"]
+
+
+def test_what_is_not_ready_in_time_ends_the_run_with_the_end_of_its_log(tmp_path):
+    own = small(
+        "a", "late=1000", "say=the last words", start_seconds=2.0, restarts=Restarts(limit=0)
+    )
+    with pytest.raises(RoleError) as failed:
+        roles(tmp_path, own).start()
+    log = tmp_path / "a-0.log"
+    assert str(failed.value) == f"a-0 was not ready within 2 s; {log} ends:\nthe last words"
+    assert told(tmp_path) == ["a started", "a died", "a failed"]
+    assert ends(read_events(tmp_path)[0].pid)
+
+
+def test_a_role_that_is_killed_comes_back_at_the_same_address(tmp_path):
+    with roles(tmp_path, small("a", "say=a life")) as running:
+        url, pid = running.url("a"), running.pids("a")[0]
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        back = restarted(running, "a", pid)
+        assert time.monotonic() - began < 30
+        assert running.url("a") == url and asked(url)["pid"] == back == running.pids("a")[0]
+        running.check()
+    assert told(tmp_path) == [
+        f"a {w}" for w in ("started", "ready", "died", "started", "ready", "stopped")
+    ]
+    assert (tmp_path / "a-0.log").read_text() == "a life\na life\n", (
+        "what the first one said is kept"
+    )
+
+
+def test_a_role_that_dies_too_often_ends_the_run(tmp_path):
+    with roles(
+        tmp_path, small("a", "say=so be it", restarts=dataclasses.replace(SOON, limit=2))
+    ) as running:
+        pid = None
+        for _ in range(3):
+            pid = restarted(running, "a", pid)
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RoleError) as failed:
+            running.wait(SECONDS)
+        message = "a-0 died 3 times within 600 s; the last time it was killed by SIGKILL; "
+        assert (
+            str(failed.value)
+            == message + f"{tmp_path / 'a-0.log'} ends:\nso be it\nso be it\nso be it"
+        )
+        with pytest.raises(RoleError):
+            running.check()
+    assert told(tmp_path)[-2:] == ["a died", "a failed"]
+
+
+def test_deaths_outside_the_window_are_forgotten_and_delays_grow_within_it(tmp_path):
+    script = "echo x >>lives; test $(wc -l <lives) -lt 5 && kill -9 $$; exit 0"
+    spaced = Restarts(limit=1, window=0.2, delay=0.4, longest_delay=0.4)
+    own = shell("a", f"cd {tmp_path}; {script}", main=True, restarts=spaced)
+    with roles(tmp_path, own) as running:
+        assert running.wait(SECONDS)
+    (tmp_path / "lives").unlink()
+    growing = Restarts(limit=4, delay=0.1, longest_delay=0.3)
+    with roles(tmp_path / "2", dataclasses.replace(own, restarts=growing)) as running:
+        assert running.wait(SECONDS)
+    events = read_events(tmp_path / "2")
+    pauses = [b.time - a.time for a, b in zip(events, events[1:]) if a.what == "died"]
+    assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.3, 0.3))] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo it is wrong; exit 3", "ended with code 3"),
+        ("echo it is wrong", "ended with code 0"),
+    ],
+)
+def test_what_ends_before_it_was_ever_ready_is_not_tried_again(tmp_path, script, why):
+    with pytest.raises(RoleError, match=f"a-0 {why}; .*a-0.log ends:\nit is wrong"):
+        roles(tmp_path, broken("a", script)).start()
+    assert told(tmp_path) == ["a started", "a died", "a failed"]
+
+
+def test_a_command_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(
+        RoleError, match="code 127; .*\nno-such-program cannot be started: No such file"
+    ):
+        roles(tmp_path, Role("a", ["no-such-program"], settle_seconds=600.0)).start()
+
+
+def test_an_empty_log_is_said_to_be_empty(tmp_path):
+    with pytest.raises(RoleError, match="a-0.log is empty"):
+        roles(tmp_path, broken("a", "exit 7")).start()
+
+
+def test_the_others_are_stopped_when_one_cannot_start(tmp_path):
+    with pytest.raises(RoleError):
+        roles(tmp_path, small("a"), broken("b", "exit 7", after=["a"])).start()
+    assert told(tmp_path, "a") == ["a started", "a ready", "a stopped"]
+    assert ends(read_events(tmp_path)[0].pid)
+
+
+def test_the_run_ends_with_its_main_roles_not_with_others(tmp_path):
+    own = [small("service"), shell("train", "sleep 0.2", main=True, count=2, after=["service"])]
+    with roles(tmp_path, *own) as running:
+        assert running.wait(SECONDS)
+    assert told(tmp_path, "train")[-2:] == ["train finished"] * 2
+    assert told(tmp_path, "service")[-1] == "service stopped"
+
+
+def test_waiting_has_a_time_limit(tmp_path):
+    with roles(tmp_path, shell("train", "sleep 600", main=True)) as running:
+        assert running.wait(0.1) is False
+
+
+def test_a_main_role_that_is_killed_goes_on_but_a_mistake_is_not_repeated(tmp_path):
+    life = "echo x >>lives; case $(wc -l <lives) in 1) sleep 0.2; kill -9 $$;; *) exit CODE;; esac"
+    for code, folder in ((0, tmp_path / "0"), (2, tmp_path / "2")):
+        folder.mkdir()
+        script = f"cd {folder}; {life}".replace("CODE", str(code))
+        with roles(folder, shell("train", script, main=True)) as running:
+            if code == 0:
+                assert running.wait(SECONDS)
+            else:
+                with pytest.raises(RoleError, match="ended with code 2"):
+                    running.wait(SECONDS)
+        assert [e for e in told(folder) if "started" in e] == ["train started"] * 2
+
+
+def test_a_role_that_hangs_is_killed_and_started_again(tmp_path):
+    health = Health(interval=0.05, timeout=0.2, silence=1.0)
+    with roles(tmp_path, small("a", health=health)) as running:
+        pid = running.pids("a")[0]
+        os.kill(pid, signal.SIGSTOP)
+        restarted(running, "a", pid)
+        assert ends(pid)
+    assert "has not answered for 1 s" in [e.detail for e in read_events(tmp_path)]
+
+
+def test_a_role_that_is_unwell_for_a_while_stays(tmp_path):
+    sick = tmp_path / "sick"
+    health = Health(interval=0.05, timeout=5.0, silence=600.0)
+    with roles(tmp_path, small("a", f"sick={sick}", health=health)) as running:
+        sick.touch()
+        assert not running.wait(0.5)
+        sick.unlink()
+        assert not running.wait(0.2)
+    assert told(tmp_path) == ["a started", "a ready", "a stopped"]
+
+
+def test_processes_of_one_program_live_and_die_together(tmp_path):
+    script = "echo {distributed} >>given-{index}.$$; echo $$; sleep 600"
+    own = shell("train", f"cd {tmp_path}; {script}", hosts=2, main=True)
+    with roles(tmp_path, own) as running:
+        first = running.pids("train")
+        assert len(first) == 2
+        os.kill(first[1], signal.SIGKILL)
+        second = until(
+            lambda: {*running.pids("train")}.isdisjoint(first) and running.pids("train"), "back"
+        )
+        until(lambda: len([*tmp_path.glob("given-0.*")]) == 4, "both are written")
+        assert ends(first[0])
+    for pids in (first, second):
+        words = [(tmp_path / f"given-0.{pid}").read_text().strip().split(",") for pid in pids]
+        assert [w[1:] for w in words] == [["2", "0"], ["2", "1"]]
+        assert words[0][0] == words[1][0] and words[0][0].startswith("127.0.0.1:")
+    assert (tmp_path / "train-0.0.log").exists() and (tmp_path / "train-0.1.log").exists()
+
+
+def test_who_was_told_an_address_that_changed_is_started_again_with_the_new_one(tmp_path):
+    mover = Role("a", ["{python}", SMALL, "0", "{ready}"], restarts=SOON)
+    with roles(tmp_path, mover, small("b", "{a.url}", restarts=Restarts(limit=0))) as running:
+        url, pid = running.url("a"), running.pids("a")[0]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: running.url("a") != url, "a is elsewhere")
+        until(lambda: told(tmp_path, "b").count("b ready") == 2, "b is back")
+        assert asked(running.url("b"))["given"] == [running.url("a")]
+        running.check()
+    assert told(tmp_path, "b") == [
+        f"b {w}" for w in ("started", "ready", "moved", "started", "ready", "stopped")
+    ]
+
+
+class Losing(LocalPlacement):
+    """Loses its first place, and what runs there, when `lost` is set."""
+
+    def __init__(self):
+        super().__init__(Machine("cpu", [], [0]))
+        self.claims, self.lost = [], False
+
+    def claim(self, role, index, process, stem):
+        place = super().claim(role, index, process, stem)
+        self.claims.append(place)
+        ended = place.exit_code
+
+        def exit_code():
+            if self.lost and place is self.claims[0]:
+                raise PlaceError("its machine is gone")
+            return ended()
+
+        place.exit_code = exit_code
+        return place
+
+
+def test_a_place_that_is_lost_is_replaced_by_another(tmp_path):
+    placement = Losing()
+    with Roles([small("a")], placement, tmp_path, look=0.02) as running:
+        placement.lost = True
+        until(lambda: told(tmp_path).count("a ready") == 2, "a is back")
+        assert asked(running.url("a"))["pid"] == running.pids("a")[0]
+    assert len(placement.claims) == 2
+    assert [e.detail for e in read_events(tmp_path) if e.what == "died"] == ["its machine is gone"]
+
+
+def test_stopping_kills_what_a_role_started_and_what_does_not_listen(tmp_path):
+    pids = tmp_path / "pids"
+    own = [
+        small("a", f"child={pids}"),
+        shell("b", "trap '' TERM; while :; do sleep 1; done", grace=0.3),
+    ]
+    with roles(tmp_path, *own) as running:
+        child, b = int(pids.read_text()), running.pids("b")[0]
+        assert is_running(child)
+    assert ends(child) and ends(b)
+
+
+def test_what_a_role_started_dies_with_it(tmp_path):
+    pids = tmp_path / "pids"
+    with roles(tmp_path, small("a", f"child={pids}")) as running:
+        child, pid = int(pids.read_text()), running.pids("a")[0]
+        os.kill(pid, signal.SIGKILL)
+        restarted(running, "a", pid)
+        assert ends(child)
+
+
+PARENT = """
+import sys
+from tests.core.test_roles import roles, small
+with roles(sys.argv[1], small("a", f"child={sys.argv[1]}/pids"), small("b", "{a.url}")) as running:
+    print(*running.pids("a"), *running.pids("b"), flush=True)
+    running.wait()
+"""
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        pids.append(int((tmp_path / "pids").read_text()))
+        assert len(pids) == 3 and all(map(is_running, pids))
+        parent.kill()
+    assert all(map(ends, pids))
+
+
+def test_events_are_told_as_they_are_written(tmp_path):
+    seen = []
+    with roles(tmp_path, small("a"), tell=seen.append) as running:
+        os.kill(running.pids("a")[0], signal.SIGKILL)
+        until(lambda: len(seen) == 5, "it is back")
+    assert seen == read_events(tmp_path)
+    assert [(e.what, e.life) for e in seen] == [
+        *(("started", 1), ("ready", 1), ("died", 1)),
+        *(("started", 2), ("ready", 2), ("stopped", 2)),
+    ]
+    assert (
+        sorted(e.time for e in seen) == [e.time for e in seen]
+        and abs(time.time() - seen[0].time) < 600
+    )
+    assert seen[0].pid == seen[2].pid != seen[3].pid
+    assert [e.detail for e in seen[1:3]] == [seen[4].detail, "was killed by SIGKILL"]
+
+
+def test_a_port_that_is_asked_for_is_kept_to(tmp_path):
+    from glm5_jax.core.server import free_port
+
+    port = free_port()
+    own = Role(
+        "a",
+        ["{python}", SMALL, "{port}", str(tmp_path / "ready")],
+        port=port,
+        start_seconds=SECONDS,
+    )
+    with roles(tmp_path, own) as running:
+        assert running.url("a") == f"http://127.0.0.1:{port}"
+        assert asked(running.url("a"))["pid"] == running.pids("a")[0]
+
+
+def test_a_ready_file_with_something_else_is_an_error_at_once(tmp_path):
+    own = Role("a", ["sh", "-c", "echo 8000 >{ready}; sleep 600"])
+    with pytest.raises(ValueError, match='a-0.ready has .8000.*; a server writes {"port": N}'):
+        roles(tmp_path, own).start()
