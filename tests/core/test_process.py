@@ -1,15 +1,17 @@
-"""Workers answer, and a worker that hangs, dies or floods is killed with all that it started."""
+"""Workers answer, and a worker that hangs, dies or floods is killed with all that it started; programs run by themselves."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-from glm5_jax.core.process import Worker, WorkerError
+from glm5_jax.core.process import Program, Worker, WorkerError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVER = """
@@ -177,3 +179,103 @@ def test_a_reply_has_a_size_limit(worker):
     assert worker.call("flood", SECONDS, size=9000) == "x" * 9000
     with pytest.raises(ChildProcessError, match="more than 10000 bytes"):
         worker.call("flood", SECONDS, size=20_000)
+
+
+def code_of(program: Program) -> int:
+    """That it ends with."""
+    deadline = time.monotonic() + SECONDS
+    while (code := program.exit_code()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return code
+
+
+def shell(tmp_path, script: str, **more) -> Program:
+    return Program(["sh", "-c", script], log=tmp_path / "log", **more)
+
+
+def test_a_program_writes_its_log_and_ends_with_its_code(tmp_path):
+    for code in (0, 3):
+        assert (
+            code_of(shell(tmp_path, f"echo {code}; echo to $A >&2; exit {code}", env={"A": "b"}))
+            == code
+        )
+    assert (tmp_path / "log").read_text() == "0\nto b\n3\nto b\n"
+
+
+def test_the_pid_of_a_program_is_that_of_its_command(tmp_path):
+    program = shell(tmp_path, "echo $$; exec sleep 600")
+    while not (tmp_path / "log").read_text().endswith("\n"):
+        time.sleep(0.01)
+    assert int((tmp_path / "log").read_text()) == program.pid
+    assert program.exit_code() is None
+    program.terminate()
+    assert code_of(program) == -signal.SIGTERM
+    program.terminate()
+    program.kill()
+
+
+def test_what_a_program_leaves_behind_dies_with_it(tmp_path):
+    program = shell(tmp_path, "sleep 600 & echo $!")
+    assert code_of(program) == 0
+    assert ends(int((tmp_path / "log").read_text()))
+
+
+def test_a_program_outlives_the_thread_that_started_it(tmp_path):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(shell(tmp_path, "sleep 600")))
+    thread.start()
+    thread.join()
+    time.sleep(0.3)
+    assert started[0].exit_code() is None
+    started[0].kill()
+    assert started[0].exit_code() == -signal.SIGKILL
+
+
+def test_signals_that_python_ignores_are_not_ignored_by_a_program(tmp_path):
+    assert code_of(shell(tmp_path, "kill -PIPE $$; echo survived")) == -signal.SIGPIPE
+
+
+def test_a_program_may_use_the_cores_it_was_given(tmp_path):
+    code = "import os; print(*os.sched_getaffinity(0))"
+    for cores in ([max(os.sched_getaffinity(0))], []):
+        (tmp_path / "log").unlink(missing_ok=True)
+        assert (
+            code_of(Program([sys.executable, "-c", code], log=tmp_path / "log", cores=cores)) == 0
+        )
+        found = {int(core) for core in (tmp_path / "log").read_text().split()}
+        assert found == {*(cores or os.sched_getaffinity(0))}
+
+
+def test_a_program_that_is_not_there_says_so(tmp_path):
+    assert code_of(Program(["/no/such/program"], log=tmp_path / "log")) == 127
+    assert "/no/such/program cannot be started: No such file" in (tmp_path / "log").read_text()
+
+
+# Holds the interpreter's lock, as a computation does, with a child that does nothing.
+BUSY = """
+import os, signal, subprocess
+child = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), child.pid, flush=True)
+signal.alarm(600)
+sum(range(10**15))
+"""
+
+
+def test_a_program_dies_with_a_caller_that_is_killed_whatever_it_computes(tmp_path):
+    code = f"""
+import sys
+from glm5_jax.core.process import Program
+Program([sys.executable, "-c", {BUSY!r}], log={str(tmp_path / "log")!r})
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE) as caller:
+        log = tmp_path / "log"
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert caller.poll() is None
+            time.sleep(0.01)
+        pids = [int(word) for word in log.read_text().split()]
+        assert len(pids) == 2 and all(map(is_running, pids))
+        caller.kill()
+    assert all(map(ends, pids))
