@@ -38,13 +38,15 @@ def define() -> flags.FlagValues:
     return values
 
 
-def read(argv: list[str], values: flags.FlagValues, devices: int = 0) -> Topology:
+def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) -> Topology:
     """The topology of a launcher's arguments; devices: that all its hosts have, if --devices does not say. ValueError, flags.Error."""
     rest = values(argv, known_only=True)
     command = run.parse(rest)
     if command.distributed:
         raise ValueError("--distributed is set for each process here; leave it out")
-    words = (*rest[1:], f"--workdir={command.workdir}")
+    words = tuple(rest[1:])
+    if not any(re.match("--?workdir(=|$)", word) for word in words):
+        words += (f"--workdir={command.workdir}",)
     listed = getattr(command.module, "roles", None)
     if listed:
         for name in ("hosts", "devices", "tpu_topology"):
@@ -52,13 +54,16 @@ def read(argv: list[str], values: flags.FlagValues, devices: int = 0) -> Topolog
                 raise ValueError(
                     f"--{name} is for one stage of training; {command.module.__name__} lists its roles itself"
                 )
-        roles = ordered(listed(command.config, words))
+        roles = ordered(tuple(listed(command.config, words)))
     elif hasattr(command.module, "run"):
         raise ValueError(
             f"{command.module.__name__} is one program for one host; start it with launch.run"
         )
     else:
-        own = devices // values.hosts if values.devices is None else values.devices
+        own = values.devices
+        if own is None and devices is None:
+            raise ValueError("--devices is not given; say how many accelerators each host has")
+        own = devices // values.hosts if own is None else own
         roles = (_training(words, values.hosts, own, values.tpu_topology),)
     variant = run.spec_of(argv).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
@@ -74,7 +79,7 @@ def _training(command: Sequence[str], hosts: int, devices: int, tpu_topology: st
     )
 
 
-def asked(argv: list[str], doc: str, values: flags.FlagValues, answer: Callable[[], int]) -> int:
+def asked(argv: list[str], doc: str, answer: Callable[[], int]) -> int:
     """The exit code of `answer`, or 2 with one line about a mistake of the user."""
     if {"-h", "--help"} & set(argv[1:]):
         print(doc)
@@ -90,7 +95,7 @@ def start(
     argv: list[str],
     doc: str,
     placement: Callable[[flags.FlagValues], contextlib.AbstractContextManager[Placement]],
-    devices: int = 0,
+    devices: int | None = None,
     define: Callable[[], flags.FlagValues] = define,
 ) -> int:
     """Starts the roles on a placement and waits for their end; the exit code."""
@@ -114,7 +119,7 @@ def start(
             return 130
         return 0
 
-    return asked(argv, doc, values, answer)
+    return asked(argv, doc, answer)
 
 
 def _show(event: Event) -> None:
@@ -125,7 +130,7 @@ def _show(event: Event) -> None:
     )
 
 
-def fixed_ports(roles: Sequence[Role], scheduler: str) -> None:
+def check_ports(roles: Sequence[Role], scheduler: str) -> None:
     """ValueError if a role would have to tell its port, which nobody is there to hear."""
     for role in roles:
         if role.port == 0 and {"port", "ready"} & set(role.words):

@@ -1,6 +1,6 @@
 """A role that is small and real: a server that tells what it was given, and fails in the way it is asked to.
 
-    python small_role.py PORT READY [OPTION...]
+    python small_role.py HOST PORT READY [OPTION...]
 
 fixed as it is by `core.server.ListenConfig`. Options: `say=TEXT` prints, `late=SECONDS` is healthy only then, `sick=FILE` is not while
 the file is there, `child=FILE` starts a sleeping program and writes its pid, `deaf` does not end at SIGTERM, and all others are
@@ -38,14 +38,14 @@ class Small(HttpServer):
 
 
 def main() -> None:
-    port, ready, *given = sys.argv[1:]
+    host, port, ready, *given = sys.argv[1:]
     options = dict(word.split("=", 1) for word in given if "=" in word)
     print(options.get("say", "started"), flush=True)
     if "child" in options:
         child = subprocess.Popen(["sleep", "600"])
         with open(options["child"], "a") as file:
             file.write(f"{child.pid}\n")
-    server = Small(ListenConfig(port=int(port), ready_file=ready, grace=1), options, given)
+    server = Small(ListenConfig(host, int(port), ready_file=ready, grace=1), options, given)
     asyncio.run(server.serve(lambda _: "deaf" in given and signal.pthread_sigmask(0, [15])))
 
 

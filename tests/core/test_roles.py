@@ -25,7 +25,7 @@ SOON = Restarts(delay=0.05, longest_delay=0.05)
 def small(name: str, *words: str, **more) -> Role:
     """A role of small_role.py; what it is given is in `given`."""
     more = {"restarts": SOON, "grace": 20.0, "start_seconds": SECONDS} | more
-    return Role(name, ["{python}", SMALL, "{port}", "{ready}", *words], **more)
+    return Role(name, ["{python}", SMALL, "{host}", "{port}", "{ready}", *words], **more)
 
 
 def shell(name: str, script: str, **more) -> Role:
@@ -251,7 +251,7 @@ def test_processes_of_one_program_live_and_die_together(tmp_path):
 
 
 def test_who_was_told_an_address_that_changed_is_started_again_with_the_new_one(tmp_path):
-    mover = Role("a", ["{python}", SMALL, "0", "{ready}"], restarts=SOON)
+    mover = Role("a", ["{python}", SMALL, "{host}", "0", "{ready}"], restarts=SOON)
     with roles(tmp_path, mover, small("b", "{a.url}", restarts=Restarts(limit=0))) as running:
         url, pid = running.url("a"), running.pids("a")[0]
         os.kill(pid, signal.SIGKILL)
@@ -359,7 +359,7 @@ def test_a_port_that_is_asked_for_is_kept_to(tmp_path):
     port = free_port()
     own = Role(
         "a",
-        ["{python}", SMALL, "{port}", str(tmp_path / "ready")],
+        ["{python}", SMALL, "{host}", "{port}", str(tmp_path / "ready")],
         port=port,
         start_seconds=SECONDS,
     )

@@ -1,0 +1,78 @@
+"""An experiment of several programs, each small and real: two engines, a gateway, a hub, and what trains.
+
+What trains asks the hub's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times.
+"""
+
+import dataclasses
+import pathlib
+
+from glm5_jax.core.placement import Restarts, Role
+
+SMALL = str(pathlib.Path(__file__).parents[1] / "core" / "small_role.py")
+TRAIN = """
+import os, pathlib, signal, sys, time, urllib.request
+url, seconds, deaths, lives = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
+with open(lives, "a") as file:
+    file.write("life\\n")
+print(urllib.request.urlopen(url + "/given").read().decode())
+time.sleep(seconds)
+if lives.read_text().count("\\n") <= deaths:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Ports: 0 is any; the engines have two. seconds, deaths: of what trains. broken: a word that its argv ends with."""
+
+    engine_port: int = 0
+    gateway_port: int = 0
+    hub_port: int = 0
+    engine_devices: int = 0
+    train_hosts: int = 1
+    train_devices: int = 0
+    tpu_topology: str = ""
+    limit: int = 3
+    seconds: float = 0.1
+    deaths: int = 0
+    lives: str = "lives"
+    broken: str = ""
+
+
+def get_config(variant: str = "tiny") -> System:
+    if variant not in ("tiny", "pod"):
+        raise ValueError(f"unknown variant {variant!r}; use one of tiny, pod")
+    if variant == "tiny":
+        return System()
+    return System(7000, 8000, 9000, 4, 2, 4, "2x2x2", lives="/run/lives")
+
+
+def roles(config: System, command) -> list[Role]:
+    """What trains comes last, though it is listed first."""
+
+    def server(name: str, port: int, *words: str, **more) -> Role:
+        argv = ["{python}", SMALL, "{host}", "{port}", "{ready}", *words]
+        return Role(name, argv, port=port, grace=20, restarts=limits, **more)
+
+    limits = Restarts(limit=config.limit, delay=0.05, longest_delay=0.05)
+    own = [str(config.seconds), str(config.deaths), config.lives, *filter(None, [config.broken])]
+    words = ["{python}", "-c", TRAIN, "{hub.url}", *own]
+    words += ["{distributed}"] if config.train_hosts > 1 else []
+    hosts, devices = config.train_hosts, config.train_devices
+    engines = dict(count=2, devices=config.engine_devices, memory=64, tpu_topology="2x2x1")
+    return [
+        Role(
+            "train",
+            words,
+            hosts=hosts,
+            devices=devices,
+            tpu_topology=config.tpu_topology,
+            main=True,
+            restarts=limits,
+            settle_seconds=0.05,
+            env={"WANDB_MODE": "off line"},
+        ),
+        server("hub", config.hub_port, "{gateway.url}", *command),
+        server("gateway", config.gateway_port, "{engine.urls}", 'cost=$5 `a` "b" it\'s'),
+        server("engine", config.engine_port, "number={index}", cpus=0, **engines),
+    ]

@@ -1,0 +1,222 @@
+"""Roles on this machine: what each sees of it, and the command that starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from glm5_jax.core.placement import Role
+from glm5_jax.core.roles import read_events
+from launch import local
+from launch.local import LocalPlacement, Machine, this_machine, visibility
+from tests.contracts.source_tree import ROOT
+from tests.core.test_process import ends, is_running
+
+SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
+CORES = sorted(os.sched_getaffinity(0))
+
+
+def seen(placement: LocalPlacement, roles: list[Role], variable: str, tmp_path) -> dict[str, str]:
+    """A variable of the environment of each process, by its role and numbers."""
+    placement.check(roles)
+    found = {}
+    for role in roles:
+        for index in range(role.count):
+            for process in range(role.hosts):
+                place = placement.claim(role, index, process, tmp_path / "place")
+                place.start(["sh", "-c", f'echo "${variable}"'])
+                while place.exit_code() is None:
+                    time.sleep(0.01)
+                found[f"{role.name}-{index}.{process}"] = place.tail(1)
+    return found
+
+
+def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_path):
+    roles = [
+        Role("engine", ["true"], count=2, devices=2),
+        Role("train", ["true"], hosts=2, devices=1),
+        Role("hub", ["true"]),
+    ]
+    machine = Machine("cuda", ["1", "2", "3", "4", "6", "7"], CORES)
+    found = seen(LocalPlacement(machine), roles, "CUDA_VISIBLE_DEVICES", tmp_path)
+    assert found == {
+        "engine-0.0": "1,2",
+        "engine-1.0": "3,4",
+        "train-0.0": "6",
+        "train-0.1": "7",
+        "hub-0.0": "",
+    }
+    platforms = seen(LocalPlacement(machine), roles, "JAX_PLATFORMS", tmp_path)
+    assert platforms["hub-0.0"] == "cpu"
+    assert platforms["train-0.0"] == os.environ["JAX_PLATFORMS"], "as it was"
+
+
+def test_cores_are_dealt_out_to_those_that_ask(tmp_path):
+    placement = LocalPlacement(Machine("cpu", [], CORES[:1]))
+    roles = [Role("pinned", ["true"], cpus=1), Role("free", ["true"])]
+    placement.check(roles)
+    for role, cores in zip(roles, (CORES[:1], CORES)):
+        place = placement.claim(role, 0, 0, tmp_path / role.name)
+        place.start([sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"])
+        while place.exit_code() is None:
+            time.sleep(0.01)
+        assert place.tail(1) == str(cores)
+
+
+def test_a_cpu_plays_as_many_devices_as_a_role_asks_for(tmp_path):
+    placement = LocalPlacement(Machine("cpu", [], CORES))
+    role = Role("train", ["true"], devices=3)
+    placement.check([role])
+    place = placement.claim(role, 0, 0, tmp_path / "train")
+    place.start([sys.executable, "-c", "import jax; print(jax.device_count())"])
+    while place.exit_code() is None:
+        time.sleep(0.05)
+    assert place.tail(1) == "3"
+
+
+def test_a_tpu_host_is_cut_into_parts_of_chips():
+    assert visibility("tpu", ["2", "3"]) == {
+        "TPU_VISIBLE_CHIPS": "2,3",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,2,1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    assert visibility("tpu", [])["JAX_PLATFORMS"] == "cpu"
+
+
+def test_the_machine_is_found_without_jax(tmp_path):
+    def found(names, **environment):
+        for name in names:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        machine = this_machine(environment, str(tmp_path))
+        assert machine.cores == CORES
+        return machine.platform, list(machine.devices)
+
+    assert found(["null"]) == ("cpu", [])
+    assert found(["vfio/vfio", "vfio/0", "vfio/1"]) == ("tpu", ["0", "1"])
+    assert found(["accel0", "accel10", "accel2"]) == ("tpu", ["0", "2", "10"])
+    assert found([], TPU_VISIBLE_CHIPS="2") == ("tpu", ["2"])
+    assert found([], JAX_PLATFORMS="cpu") == ("cpu", [])
+    assert found(["nvidiactl", "nvidia0", "nvidia1"]) == ("cuda", ["0", "1"])
+    assert found([], CUDA_VISIBLE_DEVICES="GPU-a,GPU-b") == ("cuda", ["GPU-a", "GPU-b"])
+    assert found([], CUDA_VISIBLE_DEVICES="") == ("cuda", [])
+    assert found([], JAX_PLATFORMS="tpu,cpu") == ("tpu", ["0", "2", "10"])
+
+
+@pytest.mark.parametrize(
+    ("machine", "role", "message"),
+    [
+        (
+            Machine("cuda", ["0", "1"], CORES),
+            Role("engine", ["true"], count=3, devices=1),
+            "the roles ask for 3 devices (engine 3), this machine has 2; ask for fewer",
+        ),
+        (
+            Machine("cpu", [], [0, 1]),
+            Role("engine", ["true"], hosts=3, cpus=1),
+            "the roles ask for 3 cpus (engine 3), this machine has 2",
+        ),
+        (
+            Machine("tpu", ["0", "1", "2", "3"], CORES),
+            Role("engine", ["true"], devices=3),
+            "role engine asks for 3 chips; a process of a TPU host has 1, 2, 4 or 8",
+        ),
+    ],
+)
+def test_more_than_there_is_is_refused(machine, role, message):
+    with pytest.raises(ValueError) as refused:
+        LocalPlacement(machine).check([role])
+    assert message in str(refused.value)
+
+
+def launched(tmp_path, *flags: str, **more) -> subprocess.Popen:
+    argv = [sys.executable, "-m", "launch.local", SYSTEM, f"--workdir={tmp_path}/run", *flags]
+    argv.append(f"--experiment.lives={tmp_path}/lives")
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, **more)
+
+
+def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
+    with launched(tmp_path, "--experiment.deaths=1", "--experiment.seconds=0.3") as command:
+        out, err = command.communicate(timeout=300)
+    assert (command.returncode, err) == (0, "")
+    lines = [line.split(" ", 1)[1] for line in out.splitlines()]
+    assert "train-0 died was killed by SIGKILL" in lines and "train-0 started (life 2)" in lines
+    assert lines[lines.index("train-0 finished") :][1:] == [
+        *("hub-0 stopped", "gateway-0 stopped"),
+        *sorted(lines[-2:]),
+    ]
+    hub = next(line for line in lines if line.startswith("hub-0 ready http://127.0.0.1:"))
+    log = (tmp_path / "run" / "roles" / "train-0.log").read_text()
+    flags = [SYSTEM, f"--workdir={tmp_path}/run", "--experiment.deaths=1"]
+    assert all(f'"{word}"' in log for word in flags) and "--distributed" not in log
+    assert hub and (tmp_path / "lives").read_text() == "life\n" * 2
+
+
+def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
+    with launched(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as command:
+        _, err = command.communicate(timeout=300)
+    assert command.returncode == 1
+    log = tmp_path / "run" / "roles" / "train-0.log"
+    first, second, *_ = err.splitlines()
+    assert (
+        first
+        == f"error: train-0 died 2 times within 600 s; the last time it was killed by SIGKILL; {log} ends:"
+    )
+    assert second.startswith('{"pid":')
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_all_in_order(tmp_path, number):
+    with launched(tmp_path, "--experiment.seconds=600") as command:
+        for line in command.stdout:
+            if "train-0 ready" in line:
+                break
+        pids = {event.pid for event in read_events(tmp_path / "run" / "roles")}
+        assert len(pids) == 5 and all(map(is_running, pids))
+        command.send_signal(number)
+        out, err = command.communicate(timeout=300)
+    assert (command.returncode, err) == (130, "")
+    stopped = [line.split()[1] for line in out.splitlines() if line.endswith("stopped")]
+    assert stopped[:3] == ["train-0", "hub-0", "gateway-0"]
+    assert out.endswith("stopped; the same command goes on from there\n")
+    assert all(map(ends, pids))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
+        ([SYSTEM.replace("tiny", "huge")], "unknown variant 'huge'; use one of tiny, pod"),
+        ([SYSTEM, "--experiment.colour=red"], "--experiment.colour"),
+        ([SYSTEM, "--colour=red"], "Unknown command line flag 'colour'"),
+        (
+            [SYSTEM, "--hosts=2"],
+            "--hosts is for one stage of training; small_system lists its roles",
+        ),
+        ([SYSTEM, "--devices=2"], "--devices is for one stage of training"),
+        (
+            [SYSTEM, "--distributed=auto"],
+            "--distributed is set for each process here; leave it out",
+        ),
+        (["--experiment=experiments/pretrain.py:tiny", "--hosts=0"], "--hosts=0"),
+        (
+            ["--experiment=experiments/serve.py:tiny"],
+            "serve is one program for one host; start it with launch.run",
+        ),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert local.main(["local", *flags]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_help_is_printed(capsys):
+    assert local.main(["local", "--help"]) == 0
+    assert "python -m launch.local --experiment=" in capsys.readouterr().out
