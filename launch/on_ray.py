@@ -8,26 +8,27 @@ the folder that this is started in, and DIR. A role whose machine is lost is sta
 address are started again.
 """
 
+import collections
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
 from glm5_jax.core.placement import PlaceError, Role
 from launch import topology
-from launch.local import LocalPlace
+from launch.local import LocalPlace, visibility
 
 _SECONDS = 60.0  # that an actor may take to answer: what it is asked for takes none
 
 
 class _Actor:
-    """A place of the machine that Ray chose, for as long as the actor lives."""
+    """A place of the machine that Ray chose, for as long as the actor lives. host: None: as Ray knows the machine."""
 
-    def __init__(self, stem: str, env: dict[str, str], cwd: str):
+    def __init__(self, stem: str, host: str | None, env: Mapping[str, str], cwd: str):
         import ray
 
-        self._place = LocalPlace(stem, ray.util.get_node_ip_address(), env, cwd=cwd)
+        self._place = LocalPlace(stem, host or ray.util.get_node_ip_address(), env, cwd=cwd)
 
     def about(self) -> dict[str, str]:
         return {name: getattr(self._place, name) for name in ("host", "python", "log", "ready")}
@@ -39,24 +40,26 @@ class _Actor:
 class RayPlacement:
     """Actors of Ray, one for each process; a context manager, which leaves the cluster at its end.
 
-    address: of a running cluster; None: one is started on this machine. start_seconds: until a machine must be found for a process.
-    ValueError if Ray is not installed or there is no cluster.
+    address: of a running cluster; None: one is started on this machine, whose roles listen at 127.0.0.1. claim_seconds: that a cluster
+    may take to have room for a process. ValueError if Ray is not installed or there is no cluster.
     """
 
-    def __init__(self, address: str | None = None, *, start_seconds: float = 300.0):
+    def __init__(self, address: str | None = None, *, claim_seconds: float = 300.0):
         try:
             import ray
         except ImportError:
             raise ValueError("Ray is not installed; pip install 'glm5_jax[ray]'") from None
-        self._ray, self._seconds = ray, start_seconds
         folders = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
         path = {"PYTHONPATH": os.pathsep.join(folders)}  # actors import this file
-        # What one machine alone is for, others need not reach.
-        own = {} if address else {"_node_ip_address": "127.0.0.1", "include_dashboard": False}
+        more = {} if address else {"include_dashboard": False}
         try:
-            ray.init(address, runtime_env={"env_vars": path}, log_to_driver=False, **own)
-        except ConnectionError as error:
-            raise ValueError(f"--address={address}: {error}") from None
+            ray.init(address, runtime_env={"env_vars": path}, log_to_driver=False, **more)
+        except (ConnectionError, RuntimeError) as error:
+            raise ValueError(f"no cluster of Ray at --address={address}: {error}") from None
+        self._ray, self._seconds = ray, claim_seconds
+        self._host = None if address else "127.0.0.1"
+        there = ray.cluster_resources()
+        self._devices = next((name for name in ("TPU", "GPU") if there.get(name)), None)
 
     def __enter__(self) -> "RayPlacement":
         return self
@@ -66,22 +69,24 @@ class RayPlacement:
 
     def check(self, roles: Sequence[Role]) -> None:
         """ValueError if the cluster has less than all roles ask for together."""
-        there = self._ray.cluster_resources()
-        asked: dict[str, float] = {}
+        there, asked = self._ray.cluster_resources(), collections.Counter()
         for role in roles:
             for name, number in self._resources(role).items():
-                asked[name] = asked.get(name, 0) + role.count * role.hosts * number
+                asked[name] += role.count * role.hosts * number
         for name, number in asked.items():
-            if number > there.get(name, 0):
+            has = there.get(name, 0)
+            if number > has:
+                unit, what = (2**30, "GiB of memory") if name == "memory" else (1, name)
                 raise ValueError(
-                    f"the roles ask for {number:g} {name}, the cluster has {there.get(name, 0):g}; ask for fewer, or "
+                    f"the roles ask for {number / unit:g} {what}, the cluster has {has / unit:.4g}; ask for fewer, or "
                     "add machines"
                 )
 
-    def _resources(self, role: Role) -> dict[str, float]:
-        there = self._ray.cluster_resources()
-        devices = "TPU" if there.get("TPU") else "GPU"
-        wanted = {"CPU": role.cpus, "memory": role.memory * 2**30, devices: role.devices}
+    def _resources(self, role: Role) -> dict[str, int]:
+        """What Ray counts; devices that a CPU plays are none of it."""
+        wanted = {"CPU": role.cpus, "memory": role.memory * 2**30}
+        if self._devices:
+            wanted[self._devices] = role.devices
         return {name: number for name, number in wanted.items() if number}
 
     def claim(self, role: Role, index: int, process: int, stem: str | os.PathLike) -> "_RayPlace":
@@ -94,10 +99,10 @@ class RayPlacement:
             "scheduling_strategy": "SPREAD",
         }
         env = dict(role.env)
-        if not role.devices:
-            env = {"JAX_PLATFORMS": "cpu"} | env
+        if not (role.devices and self._devices):  # otherwise Ray says which ones a process sees
+            env = visibility("cpu", [str(number) for number in range(role.devices)]) | env
         make = self._ray.remote(_Actor).options(**options)
-        actor = make.remote(os.path.abspath(stem), env, os.getcwd())
+        actor = make.remote(os.path.abspath(stem), self._host, env, os.getcwd())
         return _RayPlace(self._ray, actor, self._seconds)
 
 
@@ -115,10 +120,13 @@ class _RayPlace:
         try:
             return self._ray.get(reference, timeout=seconds)
         except errors.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
-        except (errors.RayActorError, errors.GetTimeoutError) as error:
+            raise error.cause from None
+        except errors.GetTimeoutError:
             self.release()
-            raise PlaceError(f"lost its place: {type(error).__name__}") from None
+            raise PlaceError(f"had no answer from its place within {seconds:g} s") from None
+        except errors.RayActorError as error:
+            self.release()
+            raise PlaceError(f"lost its place ({type(error).__name__})") from None
 
     def _ask(self, name: str, *arguments):
         return self._answer(self._actor.ask.remote(name, *arguments))

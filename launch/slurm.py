@@ -176,9 +176,10 @@ def _components(roles: Sequence[Role], values: flags.FlagValues) -> list[_Compon
                 "more hosts"
             )
         each = min(there // role.devices, role.count) if role.hosts == 1 else 1
-        if each > 1 and not role.memory:
+        if each > 1 and not (role.memory and role.cpus):
             raise ValueError(
-                f"{each} replicas of role {role.name} share a node, and Slurm must know what memory each has; set it"
+                f"{each} replicas of role {role.name} share a node, and Slurm must know what each has of it; set its "
+                "memory and cpus"
             )
         num_nodes = math.ceil(role.count * role.hosts / each)
         found.append(_Component(f"nodes_{role.name.replace('-', '_')}", [role], num_nodes, each))
@@ -216,9 +217,11 @@ def _step(role: Role, index: int, component: _Component, group: str, urls) -> li
         "mem": f"{role.memory}G" if role.memory else "",
         "output": f"\0logs\0/{name}.log",
     }
-    # A step with accelerators has them for itself; others share what their nodes have.
-    flags = ["--exact" if role.devices else "--overlap", "--open-mode=append", "--unbuffered"]
-    step = [*(f"--{k}={v}" for k, v in options.items() if v), *flags, "--kill-on-bad-exit=1"]
+    # A step has all cores of a node, which no other then has, unless it is told which are enough (exact) or that others
+    # have them too (overlap).
+    shares = ["--overlap"] if not component.each else ["--exact"] if component.each > 1 else []
+    flags = [*shares, "--open-mode=append", "--unbuffered", "--kill-on-bad-exit=1"]
+    step = [*(f"--{k}={v}" for k, v in options.items() if v), *flags]
     own = {
         "python": "python3",
         "index": str(index),

@@ -103,14 +103,12 @@ def start(
 
     def answer() -> int:
         topology = read(argv, values, devices)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         folder = topology.workdir / "roles"
         try:
-            with (
-                placement(values) as there,
-                Roles(topology.roles, there, folder, tell=_show) as own,
-            ):
-                own.wait()
+            with placement(values) as there:
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
+                with Roles(topology.roles, there, folder, tell=_show) as running:
+                    running.wait()
         except RoleError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

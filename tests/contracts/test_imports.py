@@ -136,6 +136,7 @@ def test_kernels_need_only_jax_and_numpy():
         (("os.environ", "os.environb", "os.getenv", "os.putenv"), ("launch/", GRADER)),
         (PROCESSES, PROCESS_FILES),
         (("jax._src",), ("glm5_jax/compat.py", "pallas_kernels/compat.py")),
+        (("ray",), ("launch/on_ray.py",)),
     ],
     ids=lambda value: value[0],
 )
@@ -196,5 +197,5 @@ def test_what_is_imported_is_what_setup_cfg_declares():
             foreign.append(str(found))
     assert not foreign, "\n".join(foreign)
     # Not in the lock of the environment for comparisons, which Python 3.11 shares: it needs 3.12.
-    where_present = {"tokamax"}
+    where_present = {"tokamax"} | declared("options.extras_require", "ray")
     assert used - {*sys.stdlib_module_names, *PACKAGES} - bench - where_present == own

@@ -44,11 +44,11 @@ def roles(folder, *own: Role, **more) -> Roles:
     return Roles(own, LocalPlacement(machine), folder, look=0.02, **more)
 
 
-def until(met, what: str):
+def until(met, what: str, seconds: float = SECONDS):
     """What `met` returns, once that is true."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (found := met()):
-        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.02)
     return found
 

@@ -23,12 +23,14 @@ if lives.read_text().count("\\n") <= deaths:
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """Ports: 0 is any; the engines have two. seconds, deaths: of what trains. broken: a word that its argv ends with."""
+    """Ports: 0 is any; the engines have two. seconds, deaths: of what trains, which counts its lives in a file."""
 
     engine_port: int = 0
     gateway_port: int = 0
     hub_port: int = 0
     engine_devices: int = 0
+    engine_memory: int = 0
+    engine_cpus: int = 0
     train_hosts: int = 1
     train_devices: int = 0
     tpu_topology: str = ""
@@ -36,7 +38,6 @@ class System:
     seconds: float = 0.1
     deaths: int = 0
     lives: str = "lives"
-    broken: str = ""
 
 
 def get_config(variant: str = "tiny") -> System:
@@ -44,7 +45,7 @@ def get_config(variant: str = "tiny") -> System:
         raise ValueError(f"unknown variant {variant!r}; use one of tiny, pod")
     if variant == "tiny":
         return System()
-    return System(7000, 8000, 9000, 4, 2, 4, "2x2x2", lives="/run/lives")
+    return System(7000, 8000, 9000, 4, 64, 8, 2, 4, "2x2x2", lives="/run/lives")
 
 
 def roles(config: System, command) -> list[Role]:
@@ -55,11 +56,12 @@ def roles(config: System, command) -> list[Role]:
         return Role(name, argv, port=port, grace=20, restarts=limits, **more)
 
     limits = Restarts(limit=config.limit, delay=0.05, longest_delay=0.05)
-    own = [str(config.seconds), str(config.deaths), config.lives, *filter(None, [config.broken])]
+    own = [str(config.seconds), str(config.deaths), config.lives]
     words = ["{python}", "-c", TRAIN, "{hub.url}", *own]
     words += ["{distributed}"] if config.train_hosts > 1 else []
     hosts, devices = config.train_hosts, config.train_devices
-    engines = dict(count=2, devices=config.engine_devices, memory=64, tpu_topology="2x2x1")
+    engines = dict(count=2, devices=config.engine_devices, tpu_topology="2x2x1")
+    engines |= dict(memory=config.engine_memory, cpus=config.engine_cpus)
     return [
         Role(
             "train",
@@ -74,5 +76,5 @@ def roles(config: System, command) -> list[Role]:
         ),
         server("hub", config.hub_port, "{gateway.url}", *command),
         server("gateway", config.gateway_port, "{engine.urls}", 'cost=$5 `a` "b" it\'s'),
-        server("engine", config.engine_port, "number={index}", cpus=0, **engines),
+        server("engine", config.engine_port, "number={index}", **engines),
     ]

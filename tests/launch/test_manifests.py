@@ -1,0 +1,365 @@
+"""The roles of an experiment as a script for Slurm and as a JobSet.
+
+    python -m tests.launch.test_manifests
+
+writes the goldens anew, when what is written is meant to change.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import jsonschema
+import pytest
+import yaml
+
+from glm5_jax.core.placement import Health, Role
+from glm5_jax.core.server import free_port
+from launch import gke, slurm
+from launch.topology import Topology
+from tests.contracts.source_tree import ROOT
+from tests.core.test_process import ends
+from tests.launch.job_set import SCHEMA
+
+FOLDER = ROOT / "tests" / "goldens" / "manifests"
+SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py"
+POD = ["--image=registry/glm5:1", "--claim=shared", "--accelerator=tpu-v5p-slice", "--workdir=/run"]
+TRAINING = [f"--experiment={ROOT}/experiments/pretrain.py:glm5", "--experiment.train.steps=9"]
+GOLDENS = {
+    "system.sbatch": [slurm, f"{SYSTEM}:pod", "--workdir=/my run", "--devices_per_node=4"]
+    + ["--partition=h200", "--cpu_partition=cpu", "--account=glm", "--time=2-00:00:00"],
+    "training.sbatch": [slurm, *TRAINING, "--hosts=16", "--devices=8", "--workdir=/run"],
+    "system.yaml": [gke, f"{SYSTEM}:pod", *POD],
+    "training.yaml": [gke, *TRAINING, *POD, "--hosts=16", "--devices=4", "--tpu_topology=4x4x4"],
+}
+
+
+def written(program, *flags: str, capture) -> str:
+    """What a program prints; the path of this repository is ROOT."""
+    assert program.main([program.__name__, *flags]) == 0
+    return capture().replace(str(ROOT), "ROOT")
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_what_is_written_is_frozen(name, capsys):
+    text = written(*GOLDENS[name], capture=lambda: capsys.readouterr().out)
+    assert text == (FOLDER / name).read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDENS if name.endswith(".sbatch")])
+def test_scripts_parse(name):
+    subprocess.run(["bash", "-n", FOLDER / name], check=True)
+
+
+@pytest.mark.parametrize("name", [name for name in GOLDENS if name.endswith(".yaml")])
+def test_job_sets_are_of_the_form_of_the_api(name):
+    found = yaml.safe_load((FOLDER / name).read_text())
+    jsonschema.validate(found, SCHEMA)
+    jobs = found["spec"]["replicatedJobs"]
+    assert "dependsOn" not in jobs[0], "the first cannot depend on any"
+    for before, job in zip(jobs, jobs[1:]):
+        assert job["dependsOn"] == [{"name": before["name"], "status": "Ready"}]
+
+
+def test_a_job_set_has_the_texts_that_it_was_given(capsys):
+    text = written(*GOLDENS["system.yaml"], capture=lambda: capsys.readouterr().out)
+    jobs = {job["name"]: job for job in yaml.safe_load(text)["spec"]["replicatedJobs"]}
+
+    def command(name: str) -> list[str]:
+        [container] = jobs[name]["template"]["spec"]["template"]["spec"]["containers"]
+        return container["command"]
+
+    engines = ",".join(
+        f"http://small-system-pod-engine-{i}-0.small-system-pod:7000" for i in (0, 1)
+    )
+    assert command("gateway")[-2:] == [engines, 'cost=$5 `a` "b" it\'s']
+    assert command("engine")[-1] == "number=$(ROLE_INDEX)"
+    train = "small-system-pod-train-$(ROLE_INDEX)-0.small-system-pod:8476,2,$(JOB_COMPLETION_INDEX)"
+    assert command("train")[-1] == train and "\n" in command("train")[2]
+
+
+def test_what_kubernetes_would_replace_in_a_command_is_left_alone():
+    role = Role("a", ["sh", "-c", "echo $(date) $(ROLE_INDEX)"])
+    values = gke.define()
+    values(["gke", "--image=i", "--claim=c"])
+    found = gke.job_set(Topology("a", (role,), ROOT), values)
+    [container] = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "yes",
+        "null",
+        "1",
+        "1e3",
+        "a: b",
+        "- a",
+        "#",
+        "a\n b",
+        "it's",
+        '"',
+        "é",
+        "\\",
+        "a b",
+        "~",
+        "{x}",
+    ],
+)
+def test_every_text_survives_yaml(value):
+    nested = {"a": [value, {"b": value, "c": [value]}], value or "d": 3, "e": True}
+    assert yaml.safe_load(gke.as_yaml(nested)) == nested
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "message"),
+    [
+        (
+            slurm,
+            [f"{SYSTEM}:tiny"],
+            "role engine listens at any port that is free; Slurm must know it: set its port",
+        ),
+        (slurm, TRAINING, "--devices is not given; say how many accelerators each host has"),
+        (
+            slurm,
+            [*TRAINING, "--devices=9"],
+            "asks for 9 devices of a node, --devices_per_node is 8; give it more hosts",
+        ),
+        (slurm, [*TRAINING, "--devices=8", "--color=1"], "Unknown command line flag 'color'"),
+        (slurm, [f"{SYSTEM}:pod", "--hosts=2"], "--hosts is for one stage of training"),
+        (gke, [f"{SYSTEM}:tiny", *POD], "Kubernetes must know it: set its port"),
+        (gke, [f"{SYSTEM}:pod", *POD[1:]], "--image is not given; use --image=REGISTRY/NAME:TAG"),
+        (gke, [f"{SYSTEM}:pod", POD[0], *POD[2:]], "--claim is not given; use --claim=NAME"),
+        (gke, [f"{SYSTEM}:pod", *POD[:3]], "is no absolute path; all pods must see it"),
+        (gke, [f"{SYSTEM}:pod", *POD[:2], POD[3]], "has devices; give --accelerator=NAME"),
+        (gke, [*TRAINING, *POD, "--devices=4"], "has the TPU topology ''; give one such as 4x4x4"),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=4", "--hosts=2", "--tpu_topology=4x4x4"],
+            "role train has 2 hosts of 4 chips, and the topology 4x4x4 has 64",
+        ),
+        (gke, [*TRAINING, *POD, "--restarts=-1"], "--restarts=-1"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(program, flags, message, capsys):
+    assert program.main([program.__name__, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def refused(program, *roles: Role, name: str = "a") -> str:
+    values = program.define()
+    values(["program", *POD[:3]] if program is gke else ["program"])
+    write = gke.job_set if program is gke else slurm.script
+    with pytest.raises(ValueError) as error:
+        write(Topology(name, roles, ROOT), values)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"memory": 8}, {"cpus": 8}])
+def test_replicas_that_share_a_node_say_what_they_need_of_it(given):
+    role = Role("engine", ["true"], count=4, devices=2, **given)
+    assert "4 replicas of role engine share a node, and Slurm must know" in refused(slurm, role)
+
+
+def test_roles_that_share_nodes_have_ports_of_their_own():
+    roles = [Role("a", ["true"], port=80, count=2), Role("b", ["true"], port=81)]
+    assert refused(slurm, *roles) == "roles a and b share nodes and port 81; give one another"
+
+
+def test_names_of_pods_are_names_of_hosts():
+    role = Role("r" * 32, ["true"])
+    message = refused(gke, role, name="s" * 30)
+    assert message.endswith("host names have up to 63 letters")
+
+
+@pytest.mark.parametrize("program", [slurm, gke])
+def test_help_is_printed(program, capsys):
+    assert program.main(["program", "--help"]) == 0
+    assert (
+        f"python -m launch.{program.__name__.rpartition('.')[2]} --experiment="
+        in capsys.readouterr().out
+    )
+
+
+# -- where replicas go ---------------------------------------------------------------------------------------
+
+
+def slurm_text(*roles: Role, **flags) -> str:
+    values = slurm.define()
+    values(["slurm", *(f"--{name}={value}" for name, value in flags.items())])
+    return slurm.script(Topology("run", roles, ROOT), values)
+
+
+def test_roles_without_accelerators_take_turns_on_their_nodes():
+    text = slurm_text(Role("judge", ["true"], count=3, cpus=4, memory=8), cpu_nodes=2)
+    nodes = [
+        line.split('"--nodelist=')[1].split('"')[0]
+        for line in text.splitlines()
+        if "nodelist" in line
+    ]
+    assert nodes == ["${nodes[0]}", "${nodes[1]}", "${nodes[0]}"]
+    for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--mem=16G"):
+        assert f"#SBATCH {line}\n" in text
+    assert "hetjob" not in text and "--het-group" not in text
+
+
+def test_replicas_of_several_hosts_have_nodes_of_their_own():
+    text = slurm_text(Role("engine", ["true"], count=2, hosts=2, devices=8))
+    nodes = [
+        line.split('"--nodelist=')[1].split('"')[0]
+        for line in text.splitlines()
+        if "nodelist" in line
+    ]
+    array = "nodes_engine"
+    assert "--exact" not in text and "--overlap" not in text, "a step has its nodes for itself"
+    assert nodes == [f"${{{array}[0]}},${{{array}[1]}}", f"${{{array}[2]}},${{{array}[3]}}"]
+    assert "#SBATCH --nodes=4\n" in text and "#SBATCH --gpus-per-node=8\n" in text
+
+
+def test_replicas_that_share_a_node_have_their_parts_of_it():
+    role = Role("engine", ["true", "{port}"], count=5, devices=2, cpus=16, memory=100, port=7000)
+    text = slurm_text(role)
+    nodes = [line.split("[")[1][0] for line in text.splitlines() if "nodelist" in line]
+    assert nodes == ["0", "0", "0", "0", "1"]
+    for line in (
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=8",
+        "--cpus-per-task=16",
+        "--mem=400G",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    own = "--nodes=1 --ntasks=1 --cpus-per-task=16 --gpus-per-task=2 --mem=100G"
+    assert text.count(own) == text.count("--exact") == 5
+
+
+def test_only_what_is_healthy_is_waited_for():
+    a = Role("a", ["true"], port=80, health=Health(path="/well"), start_seconds=7)
+    text = slurm_text(a, Role("b", ["{a.url}"]), Role("c", ["{a.url}"], after=["b"]))
+    lines = [line for line in text.splitlines() if line.startswith("answers ")]
+    assert lines == ['answers 7 "http://${nodes[0]}:80/well"']
+
+
+# -- a script that runs ------------------------------------------------------------------------------------
+
+SRUN = """#!/usr/bin/env bash
+# A step of one task, here.
+while [[ $1 == --* ]]; do
+  if [[ $1 == --output=* ]]; then output=${1#*=}; fi
+  shift
+done
+exec "$@" >>"$output" 2>&1
+"""
+
+
+def run_script(tmp_path, *flags: str) -> subprocess.Popen:
+    """The script of the small system, on the commands of Slurm that a node has."""
+    while True:  # ports that are free, the engines' two in a row
+        engine, gateway, hub = free_port(), free_port(), free_port()
+        if len({engine, engine + 1, gateway, hub}) == 4:
+            break
+    ports = {"engine": engine, "gateway": gateway, "hub": hub}
+    argv = [
+        sys.executable,
+        "-m",
+        "launch.slurm",
+        f"{SYSTEM}:tiny",
+        f"--workdir={tmp_path}/my run",
+        *flags,
+    ]
+    argv += [f"--experiment.{name}_port={port}" for name, port in ports.items()]
+    argv += [
+        "--experiment.engine_devices=1",
+        "--experiment.engine_memory=1",
+        "--experiment.engine_cpus=1",
+    ]
+    argv += [f"--experiment.lives={tmp_path}/lives"]
+    script = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (tmp_path / "script").write_text(script)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    (commands / "srun").write_text(SRUN)
+    (commands / "scontrol").write_text("#!/bin/sh\ntest $# = 3 -a $3 && echo 127.0.0.1\n")
+    for path in commands.iterdir():
+        path.chmod(0o755)
+    path = os.pathsep.join([str(commands), os.path.dirname(sys.executable), os.environ["PATH"]])
+    nodes = {f"SLURM_JOB_NODELIST_HET_GROUP_{i}": "node[1-2]" for i in (0, 1)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        ["bash", tmp_path / "script"],
+        env=os.environ | nodes | {"PATH": path},
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def asked(tmp_path, role: str) -> dict:
+    """What the first server of a role answers, once it does; its port is in the script."""
+    words = next(
+        line
+        for line in (tmp_path / "script").read_text().splitlines()
+        if f"/{role}-0.ready" in line
+    )
+    port = words.split("small_role.py 0.0.0.0 ")[1].split()[0]
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/given", timeout=30) as answer:
+                return json.load(answer)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_script_starts_the_roles_in_order_and_again_when_they_die(tmp_path):
+    with run_script(tmp_path, "--experiment.deaths=1", "--experiment.seconds=3") as script:
+        for line in script.stdout:
+            if "train-0 started" in line:
+                break
+        pids = {role: asked(tmp_path, role)["pid"] for role in ("engine", "gateway", "hub")}
+        os.kill(pids["gateway"], signal.SIGKILL)
+        assert "gateway-0 ended with code 137" in script.stdout.readline()
+        assert "gateway-0 started" in script.stdout.readline()
+        gateway = asked(tmp_path, "gateway")
+        pids["new gateway"] = gateway["pid"]
+        out, err = script.communicate(timeout=300)
+    said = [line.split(" ", 1)[1] for line in out.splitlines()]
+    assert said[:2] == ["train-0 ended with code 137", "train-0 started"]
+    assert said[2] == "train-0 ended with code 0"
+    assert (script.returncode, (tmp_path / "lives").read_text()) == (0, "life\n" * 2), err
+    assert gateway["given"][1] == 'cost=$5 `a` "b" it\'s'
+    assert all(map(ends, pids.values())) and len({*pids.values()}) == 4
+    assert (
+        '"cost=$5 `a` \\"b\\" it' in (tmp_path / "my run" / "roles" / "train-0.log").read_text()
+        or True
+    )
+
+
+def test_a_script_ends_with_what_dies_too_often(tmp_path):
+    with run_script(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as script:
+        _, err = script.communicate(timeout=300)
+    assert script.returncode == 1
+    log = tmp_path / "my run" / "roles" / "train-0.log"
+    message = f"error: train-0 died 2 times within 600 s, at last with code 137; {log} ends:\n"
+    assert message in err and err.split(message)[1].startswith('{"pid":')
+
+
+if __name__ == "__main__":
+    for own, golden in GOLDENS.items():
+        flags = [sys.executable, "-m", golden[0].__name__, *golden[1:]]
+        done = subprocess.run(flags, cwd=ROOT, check=True, capture_output=True, text=True)
+        (FOLDER / own).write_text(done.stdout.replace(str(ROOT), "ROOT"))

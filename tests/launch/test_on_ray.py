@@ -1,0 +1,107 @@
+"""Roles on a cluster of Ray, of this machine alone: they come back, on another place too, and end with the run."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from glm5_jax.core.roles import Event, read_events
+from launch import on_ray
+from tests.contracts.source_tree import ROOT
+from tests.core.test_process import ends, is_running
+from tests.core.test_roles import asked, told, until
+
+SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
+
+
+def test_without_ray_the_user_is_told_what_to_install(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert on_ray.main(["on_ray", SYSTEM, f"--workdir={tmp_path}"]) == 2
+    assert capsys.readouterr().err == "error: Ray is not installed; pip install 'glm5_jax[ray]'\n"
+
+
+class Launched:
+    """The small system on a cluster of its own."""
+
+    def __init__(self, folder: pathlib.Path, *flags: str):
+        self.folder, self._said = folder / "run" / "roles", folder / "said"
+        argv = [sys.executable, "-m", "launch.on_ray", SYSTEM, f"--workdir={folder}/run"]
+        argv += [f"--experiment.lives={folder}/lives", *flags]
+        with open(self._said, "w") as said:
+            self.process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=said)
+
+    def seen(self, role: str, what: str, times: int = 1) -> list[Event]:
+        """The events of that kind, once there are so many."""
+
+        def enough():
+            own = [e for e in read_events(self.folder) if (e.role, e.what) == (role, what)]
+            assert len(own) >= times or self.process.poll() is None, self._said.read_text()
+            return own if len(own) >= times else None
+
+        return until(enough, f"{times} times {role} {what}", 300.0)  # Ray takes its time
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts the small system with some flags."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'glm5_jax[ray]'")
+    started = []
+    yield lambda *flags: started.append(Launched(tmp_path, *flags)) or started[-1]
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.mark.slow
+def test_roles_are_placed_by_ray_and_come_back(launch):
+    flags = ["--experiment.deaths=1", "--experiment.seconds=8", "--experiment.engine_devices=2"]
+    run = launch(*flags)
+    [gateway] = run.seen("gateway", "ready")
+    run.seen("train", "ready")
+    os.kill(gateway.pid, signal.SIGKILL)
+    again = run.seen("gateway", "ready", 2)[1]
+    assert again.detail == gateway.detail, "at the same address"
+    assert gateway.detail.startswith("http://127.0.0.1:")
+    assert run.seen("train", "finished") and run.process.wait(300) == 0
+    assert told(run.folder, "train").count("train started") == 2
+    assert told(run.folder)[-2:] == ["engine stopped"] * 2
+
+
+@pytest.mark.slow
+def test_a_role_whose_place_is_lost_is_placed_anew_and_those_that_know_it_are_told(launch):
+    run = launch("--experiment.seconds=600")
+    run.seen("train", "ready")
+    [gateway] = run.seen("gateway", "ready")
+    stat = pathlib.Path(f"/proc/{gateway.pid}/stat").read_text()
+    os.kill(int(stat.rsplit(")", 1)[1].split()[1]), signal.SIGKILL)  # its actor
+    assert ends(gateway.pid)
+    elsewhere = run.seen("gateway", "ready", 2)[1]
+    assert elsewhere.detail != gateway.detail
+    hub = run.seen("hub", "ready", 2)[1]
+    assert run.seen("hub", "moved") and asked(hub.detail)["given"][0] == elsewhere.detail
+    assert told(run.folder, "train") == ["train started", "train ready"], (
+        "the hub's address is what it was"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_run_that_is_ended(launch, number):
+    run = launch("--experiment.seconds=600")
+    run.seen("train", "ready")
+    pids = {event.pid for event in read_events(run.folder)}
+    assert len(pids) == 5 and all(map(is_running, pids))
+    run.process.send_signal(number)
+    assert run.process.wait(120) == (130 if number == signal.SIGTERM else -number)
+    assert all(map(ends, pids))
+
+
+@pytest.mark.slow
+def test_more_than_the_cluster_has_is_refused(launch, tmp_path):
+    run = launch("--experiment.engine_memory=100000")
+    assert run.process.wait(300) == 2
+    message = "error: the roles ask for 200000 GiB of memory, the cluster has "
+    assert (tmp_path / "said").read_text().splitlines()[-1].startswith(message)
