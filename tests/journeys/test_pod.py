@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,3 +107,41 @@ def test_a_signal_to_one_process_stops_all_and_nothing_is_lost(tmp_path):
     assert "going on from step" in finish(start(broken, 2, **shape))
     assert losses(broken) == losses(whole)
     assert any((broken / "hosts" / "1").iterdir())
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(tmp_path):
+    shape = {"mesh.fsdp": 2, "mesh.expert": 2}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    finish(start(whole, 2, **shape))
+    flags = [*command(broken, **shape)[1:], "--hosts=2", f"--devices={DEVICES // 2}"]
+    launched = subprocess.Popen(
+        [sys.executable, "-m", "launch.local", *flags],
+        cwd=ROOT,
+        env=os.environ | UNCACHED,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while launched.poll() is None and not list(broken.glob("checkpoints/[0-9]")):
+        time.sleep(0.01)
+    first, second = (Path(f"/proc/{pid}") for pid in processes_of(broken))
+    os.kill(int(second.name), signal.SIGKILL)
+    out = launched.communicate(timeout=600)[0]
+    assert launched.returncode == 0, out
+    assert "train-0 died was killed by SIGKILL" in out and "train-0 started (life 2)" in out
+    assert not first.exists()
+    assert "going on from step" in (broken / "roles" / "train-0.0.log").read_text()
+    assert losses(broken) == losses(whole)
+
+
+def processes_of(workdir) -> list[int]:
+    """Of the run in a folder, in the order of their numbers."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_text().split("\0")
+        except OSError:
+            continue
+        if f"--workdir={workdir}" in words and words[-2].startswith("--distributed="):
+            found[int(words[-2].rpartition(",")[2])] = int(folder.name)
+    return [found[number] for number in sorted(found)]
