@@ -9,7 +9,8 @@ exit code 2, before anything is trained; a run that had to stop says why and exi
 
 On a pod start the same command on every host, with a workdir that all of them see and
 --distributed=auto (TPU pods, Slurm, MPI and Kubernetes are recognised), or elsewhere
---distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST.
+--distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST. launch/local.py, on_ray.py, slurm.py and gke.py
+do that, and start again what dies.
 """
 
 import dataclasses

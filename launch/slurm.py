@@ -5,7 +5,7 @@
 
 Roles with accelerators have nodes of their own, each role a component of a heterogeneous job; those without share --cpu_nodes
 nodes (default 1) of --cpu_partition. Each replica is a step (srun), which the script starts when the roles that it needs answer,
-and starts again when it dies. The job ends with its main roles, or when a role has died too often. All nodes see DIR, which
+and starts again when it dies (one that hangs is not noticed). The job ends with its main roles, or when a role has died too often. All nodes see DIR, which
 gets the logs in DIR/roles, and have the environment that sbatch is called in. An experiment that lists no roles of its own is
 one of training, on --hosts nodes with --devices accelerators each. An error of the user is one line and exit code 2.
 """

@@ -151,7 +151,8 @@ class Program:
         cwd=None,
         cores: Sequence[int] = (),
     ):
-        # Nothing is written to it. That it closes is how the kernel knows that this process is gone.
+        # Nothing is written to it. That it closes is how the kernel knows that this process is gone, with all that it
+        # forked and that did not become another program.
         stdin, self._alive = os.pipe()
         # This file, run as a script, arms that and turns into the command.
         shim = [sys.executable, "-I", "-S", __file__, ",".join(map(str, cores)), *argv]
