@@ -371,7 +371,7 @@ class _Open:
         self._asked: list[tuple[int, ...]] = []  # prompts that are being answered
 
     def seed_of(self, plan: Plan) -> int:
-        """Of a reply that is asked for now."""
+        """Of the reply that is asked for."""
         seed = self.session.seed_of(plan, self._asked.count(plan.ids))
         self._asked.append(plan.ids)
         return seed
