@@ -28,8 +28,6 @@ from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
     FAILED,
-    LENGTH,
-    STOP,
     Completion,
     Handle,
     Request,
@@ -40,9 +38,10 @@ from glm5_jax.inference.runner import Carried, Computation, Part, Runner, check_
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Decode, Limits, Prefill, Scheduler, Sequence as Running
 from glm5_jax.inference.steps import Drew, Shape
+from glm5_jax.inference.stops import Stops
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
-from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
+from glm5_jax.text.tokenizer import Tokenizer
 
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
 DEPTH = 1  # steps under way while the next is prepared
@@ -142,9 +141,9 @@ class Engine:
         handle, sampling = Handle(request, listener), request.sampling
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
         sequence = Running(handle, list(request.ids), limit, seed, self.version)
-        group = self._choose(sequence)
-        detokenizer = Detokenizer(self._tokenizer, errors="replace") if sampling.stop else None
-        self._live[sequence] = _Live(group, detokenizer)
+        group = self._choose(sequence) if request.group is None else request.group
+        stops = Stops(sampling, limit - len(request.ids), self._ends, self._tokenizer)
+        self._live[sequence] = _Live(group, stops)
         self._watch(sequence)
         self._schedulers[group].add(sequence)
         self.counts.num_requests += 1
@@ -160,6 +159,10 @@ class Engine:
         if (most := self._shape.max_bias) < len(sampling.logit_bias):
             raise ValueError(
                 f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
+            )
+        if request.group is not None and request.group >= self.num_groups:
+            raise ValueError(
+                f"data-parallel group {request.group} is not there; there are {self.num_groups}, numbered from 0"
             )
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_ids")
@@ -350,6 +353,11 @@ class Engine:
         return {**dataclasses.asdict(self._shape), "max_length": self.max_length}
 
     @property
+    def num_groups(self) -> int:
+        """Groups of devices that hold other sequences, each with pages and prefixes of its own: data-parallel ranks."""
+        return len(self._schedulers)
+
+    @property
     def num_free_pages(self) -> int:
         """Pages, of all groups, that nothing uses; those of prefixes that could be had count as used."""
         return sum(scheduler.pool.num_free for scheduler in self._schedulers)
@@ -426,36 +434,21 @@ class Engine:
         if isinstance(work, Decode) and self._shape.num_draft:
             self.counts.accepted[count - 1] += 1
         self._schedulers[live.group].came_back(work, tokens)
-        told, stopped_by, reason = [], None, None
+        told, end = [], None
         for i, (token, logprob) in enumerate(zip(tokens, logprobs)):
             top = ()
             if sampling.top_logprobs:
                 ids, values = (a[row, i].tolist() for a in (drawn.top_ids, drawn.top_logprobs))
                 top = tuple(zip(ids, values))[: sampling.top_logprobs]
             told.append(Token(token, logprob, version, top))
-            live.count += 1
-            stopped_by = self._stopped_by(token, sampling, live)
-            if stopped_by is not None:
-                reason = STOP
-            elif sequence.num_prompt + live.count >= sequence.limit:
-                reason = LENGTH
-            if reason:
+            end = live.stops.feed(token)
+            if end:
                 break
         self.counts.new_tokens += len(told)
-        if reason:
-            self._end(sequence, reason, stopped_by, told)
+        if end:
+            self._end(sequence, *end, told)
         else:
             handle.tell(told, None)
-
-    def _stopped_by(self, token: int, sampling: Sampling, live: "_Live") -> int | str | None:
-        if token in sampling.stop_ids or (token in self._ends and not sampling.ignore_eos):
-            return token
-        if live.detokenizer is None:
-            return None
-        before = max(0, len(live.text) - max(map(len, sampling.stop)) + 1)
-        live.text += live.detokenizer.feed([token])
-        found = [(at, text) for text in sampling.stop if (at := live.text.find(text, before)) >= 0]
-        return min(found)[1] if found else None
 
     def _end(
         self,
@@ -491,10 +484,7 @@ class Parcel(NamedTuple):
 
 @dataclasses.dataclass
 class _Live:
-    """What the engine keeps beside a sequence: its group, how many tokens it was told, and, with stop texts, its text
-    so far."""
+    """What the engine keeps beside a sequence: its group, and what ends it."""
 
     group: int | None  # None on the way from another engine
-    detokenizer: Detokenizer | None
-    text: str = ""
-    count: int = 0
+    stops: Stops

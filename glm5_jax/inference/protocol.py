@@ -62,6 +62,7 @@ class Asked:
 
 _NUMBER, _TEXT, _FLAG = {"type": "number"}, {"type": "string"}, {"type": "boolean"}
 _COUNT = {"type": "integer", "minimum": 1}
+_RANK = {"type": "integer", "minimum": 0}  # as sglang-router --dp-aware adds it
 # Long lists of ids are read faster than a schema is: `_prompts` looks at what is in them.
 _PROMPT = {"type": ["string", "array"]}
 _TEXTS = {"type": "array", "items": _TEXT, "maxItems": 16}
@@ -103,6 +104,7 @@ _COMMON = dict(
     presence_penalty={"const": 0},
     return_token_ids=_FLAG,
     weight_version={"type": "integer"},
+    data_parallel_rank=_RANK,
     **{name: {} for name in (*IGNORED, *ROUTING)},
     **_ROUTER,
 )
@@ -151,6 +153,7 @@ GENERATE = _object(
     stream=_FLAG,
     rid=_TEXT,
     weight_version={"type": "integer"},
+    data_parallel_rank=_RANK,
     model=_TEXT,
     return_text_in_logprobs=_OFF,
     return_hidden_states=_OFF,
@@ -311,7 +314,8 @@ class Reader:
             raise ApiError(str(error)) from None
 
     def _asked(self, prompts, said: Mapping, sampling: Sampling) -> Asked:
-        n, requests = said.get("n", 1), []
+        n, requests, rank = said.get("n", 1), [], said.get("data_parallel_rank")
+        group = None if rank is None else int(rank)  # 1.0 is an integer of JSON
         try:
             for ids in prompts:
                 for choice in range(n):
@@ -320,7 +324,7 @@ class Reader:
                         # Choices of one seed would be the same text.
                         seed = (sampling.seed + choice) % 2**63
                         own = dataclasses.replace(sampling, seed=seed)
-                    requests.append(Request(ids, own, self._deadline))
+                    requests.append(Request(ids, own, self._deadline, group))
         except ValueError as error:
             raise ApiError(str(error)) from None
         return Asked(

@@ -45,11 +45,14 @@ class Request:
       ids: the prompt.
       sampling: how tokens are drawn, and what ends them.
       deadline: seconds from its submission after which it ends with what it has; None: no limit.
+      group: of the engine's `num_groups`, the one that serves it, for a caller who knows where its beginning is; None:
+        the engine chooses.
     """
 
     ids: tuple[int, ...]
     sampling: Sampling = Sampling()
     deadline: float | None = None
+    group: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "ids", tuple(map(int, self.ids)))
@@ -57,6 +60,8 @@ class Request:
             raise ValueError("the prompt is empty; give at least one token")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline is {self.deadline} s; it must be positive")
+        if self.group is not None and self.group < 0:
+            raise ValueError(f"group is {self.group}; groups are numbered from 0")
 
 
 class Token(NamedTuple):

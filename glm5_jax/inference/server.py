@@ -251,6 +251,7 @@ class Server(HttpServer):
             {
                 "model": self.config.model,
                 "served_model_name": self.config.model,  # where routers look for it
+                "dp_size": engine.num_groups,  # where routers look for ranks
                 "variant": self.config.variant,
                 "weight_version": engine.version,
                 "paused": engine.paused,

@@ -131,6 +131,24 @@ def test_generate_reads_sglang_s_schema():
     assert READER.generate({"text": "To be"}, 0).requests[0].ids == tuple(TOKENIZER.encode("To be"))
 
 
+def test_a_data_parallel_rank_is_the_group_of_all_that_is_asked():
+    """In every kind of body, as sglang-router adds it to them when it is told to know ranks."""
+    ids = {"input_ids": [[1, 2], [3]], "sampling_params": {"n": 2}}
+    for asked in (
+        READER.generate({**ids, "data_parallel_rank": 3}, 0),
+        READER.completion({"prompt": "x", "n": 2, "data_parallel_rank": 3.0}, 0),
+        chat(n=2, data_parallel_rank=3),
+    ):
+        assert [repr(own.group) for own in asked.requests] == ["3"] * len(asked.requests)
+    assert (
+        READER.generate({"input_ids": [1], "data_parallel_rank": None}, 0).requests[0].group is None
+    )
+    for wrong in (-1, 1.5, "3", True):
+        with pytest.raises(ApiError, match="data_parallel_rank") as caught:
+            READER.generate({"input_ids": [1], "data_parallel_rank": wrong}, 0)
+        assert caught.value.status == 400
+
+
 def test_what_sglang_router_adds_changes_nothing():
     """As sglang-router 0.3.2 sends them on."""
     body = dict(no_stop_trim=False, skip_special_tokens=True, return_hidden_states=False)

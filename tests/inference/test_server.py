@@ -171,7 +171,7 @@ def test_what_the_server_says_of_itself(client, healthy):
     assert get(healthy, "/health") == (200, '{"status":"ok"}')
     info = json.loads(get(healthy, "/server_info")[1])
     assert info["max_length"] == LENGTH and info["weight_version"] == 0 and not info["paused"]
-    assert info["served_model_name"] == "tiny"
+    assert info["served_model_name"] == "tiny" and info["dp_size"] == 1
     assert json.loads(get(healthy, "/model_info")[1])["max_context_length"] == LENGTH
     before = metrics(healthy)
     post(healthy, "/v1/completions", {"prompt": "x", "max_tokens": 3, "temperature": 0})
@@ -198,6 +198,12 @@ def metrics(server):
         ("/v1/completions", {"prompt": [5] * 64}, 400, "64 tokens; with a reply at most 64"),
         ("/v1/completions", {"prompt": [10**9]}, 400, "token id 1000000000"),
         ("/generate", {}, 400, "either text or input_ids"),
+        (
+            "/generate",
+            {"input_ids": [5], "data_parallel_rank": 1},
+            400,
+            "group 1 is not there; there are 1,",
+        ),
         ("/update_weights", {"path": "x"}, 400, "version"),
         ("/update_weights", {"path": "x", "version": 1}, 400, "invalid literal"),
         ("/v1/chat/completion", {}, 404, "no /v1/chat/completion; there are GET /, /v1/models, "),

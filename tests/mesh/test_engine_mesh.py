@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import types
 
 import jax
 import numpy as np
@@ -10,13 +12,18 @@ import pytest
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.inference.test_server import get, post
 from tests.mesh import cases
 
 CFG = dataclasses.replace(cases.config("sparse"), eos_token_id=())
 GROUP = 4
 SAMPLING = Sampling(max_tokens=5, temperature=0, ignore_eos=True)
+AXES = {"fsdp": 2, "expert": 2, "tensor": 2}  # four groups of two devices
 
 
 @functools.cache
@@ -37,8 +44,8 @@ def engine(mesh=None, kind="plain", **options):
 @pytest.mark.parametrize(
     "kind, num_draft, axes",
     [
-        ("plain", 0, {"fsdp": 2, "expert": 2, "tensor": 2}),
-        pytest.param("plain", 2, {"fsdp": 2, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        ("plain", 0, AXES),
+        pytest.param("plain", 2, AXES, marks=pytest.mark.slow),
         # Experts are fetched for few rows where no axis parts them.
         pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
@@ -70,7 +77,7 @@ def test_pages_in_eight_bits_are_shared_out_alike():
     kinds = {"index_cache": "fp8", "latent_cache": "int8"}
     rng = np.random.default_rng(1)
     asked = [rng.integers(0, CFG.vocab_size, n).tolist() for n in (3, 9, 20, 1, 14, 7, 11, 2, 5)]
-    made = engine(make_mesh(fsdp=2, expert=2, tensor=2), **kinds)
+    made = engine(make_mesh(AXES), **kinds)
     got, want = made.generate(asked, SAMPLING), engine(**kinds).generate(asked, SAMPLING)
     same = [one for one in zip(got, want) if one[0].ids == one[1].ids]
     assert len(same) >= 8
@@ -80,8 +87,40 @@ def test_pages_in_eight_bits_are_shared_out_alike():
         assert pages.sharding.shard_shape(pages.shape)[0] == 10 == pages.shape[0] // 4
 
 
+def test_a_session_s_prefix_is_cached_in_the_group_that_it_names_and_in_no_other():
+    """By `Request.group`, then as a router asks."""
+    made = engine(make_mesh(AXES))
+    question = np.random.default_rng(2).integers(0, CFG.vocab_size, 20).tolist()
+
+    def turn(ids, group):
+        handle = made.submit(Request(ids, SAMPLING, group=group))
+        while made.step():
+            pass
+        return handle.completion
+
+    first = turn(question, 2)
+    further = question + first.ids + [3]
+    second = {group: turn(further, group) for group in (1, 2, None)}
+    assert {group: own.cached_tokens for group, own in second.items()} == {1: 0, 2: 24, None: 24}
+    assert second[1].ids == second[2].ids == second[None].ids
+    assert made.num_groups == 4
+    with pytest.raises(ValueError, match="group 4 is not there; there are 4, numbered from 0"):
+        made.submit(Request(question, SAMPLING, group=4))
+
+    with Server(made, Tokenizer.load("bytes"), ServerConfig(port=0)).running() as url:
+        server = types.SimpleNamespace(url=url)
+        assert json.loads(get(server, "/server_info")[1])["dp_size"] == 4
+        body = {"input_ids": further, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
+        for rank, cached in ((3, 0), (3, 24), (0, 0), (1, 24)):
+            status, told = post(server, "/generate", body | {"data_parallel_rank": rank})
+            assert status == 200 and told["meta_info"]["cached_tokens"] == cached
+            assert told["output_ids"] == second[1].ids
+        status, told = post(server, "/generate", body | {"data_parallel_rank": 4})
+        assert status == 400 and "there are 4, numbered from 0" in told["error"]["message"]
+
+
 def test_new_weights_arrive_sharded():
-    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    mesh = make_mesh(AXES)
     made = engine(mesh)
     params = jax.tree.map(lambda x: x * 1.5, cases.params(CFG))
     params = jax.device_put(params, glm5.param_shardings(CFG, mesh))
