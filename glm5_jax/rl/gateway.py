@@ -109,11 +109,11 @@ class Gateway(HttpServer):
         self._sessions: dict[str, _Open] = {}
         self._journal = None if config.journal is None else _Journal(pathlib.Path(config.journal))
         if self._journal is not None:
-            for name, seed, turns in self._journal.read():
+            for name, seed, turns, rank in self._journal.read():
                 own = self._sessions[name] = _Open(Session(tokenizer, config.session, seed))
                 for turn in turns:
                     own.session.add(turn)
-                self._router.rank_of(name)
+                self._router.place(name, rank)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -250,10 +250,10 @@ class Gateway(HttpServer):
         why = ""
         for _ in range(self.config.tries):
             rank = self._router.rank_of(name)
-            url, _, number = rank.partition("@")
+            url, number = _address(rank)
             body = {"input_ids": plan.ids, "sampling_params": sampling, "return_logprob": True}
-            if number:
-                body["data_parallel_rank"] = int(number)
+            if number is not None:
+                body["data_parallel_rank"] = number
             try:
                 async with asyncio.timeout(self.config.seconds):
                     headers = {"X-SMG-Routing-Key": name}
@@ -288,7 +288,7 @@ class Gateway(HttpServer):
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
         turn = own.session.commit(plan, ids, logprobs, meta["weight_versions"], reason, message)
         if self._journal is not None:
-            self._journal.add(name, turn)
+            self._journal.add(name, turn, self._router.placed.get(name))
         own.cached += meta["cached_tokens"]
         own.read += len(plan.ids)
         calls = [
@@ -338,8 +338,8 @@ class Gateway(HttpServer):
     async def _is_well(self, rank: str) -> bool:
         limit = aiohttp.ClientTimeout(total=self.config.probe_seconds)
         try:
-            url = f"{rank.partition('@')[0]}/health"
-            async with self._client.get(url, timeout=limit) as response:
+            url, _ = _address(rank)
+            async with self._client.get(f"{url}/health", timeout=limit) as response:
                 return response.status == 200
         except (TimeoutError, aiohttp.ClientError, OSError):
             return False
@@ -352,6 +352,12 @@ class Gateway(HttpServer):
         return as_json(
             {"sessions": len(self._sessions), "active": self._active, "loads": self._router.loads}
         )
+
+
+def _address(rank: str) -> tuple[str, int | None]:
+    """(URL, number among the ranks that share it). A URL may have an @ of its own."""
+    found = re.fullmatch(r"(.+)@(\d+)", rank)
+    return (found[1], int(found[2])) if found else (rank, None)
 
 
 _FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
@@ -382,29 +388,31 @@ class _Open:
 
 
 class _Journal:
-    """A file for each open session: its first line tells the seed, each further one a turn."""
+    """A file for each open session: its first line tells the seed, each further one a turn and the rank that has it."""
 
     def __init__(self, folder: pathlib.Path):
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self):
-        """(id, seed, turns) of each session. A last line that was cut off was never answered."""
+        """(id, seed, turns, rank of the last turn or None) of each session. A last line that was cut off was never
+        answered."""
         for path in sorted(self._folder.glob("*.jsonl")):
             lines = path.read_bytes().split(b"\n")
             if whole := lines[:-1]:
-                turns = [_turn(json.loads(line)) for line in whole[1:]]
+                first, *turns = map(json.loads, whole)
                 if lines[-1]:
                     path.write_bytes(b"\n".join(whole) + b"\n")
-                yield path.stem, json.loads(whole[0])["seed"], turns
+                ranks = [turn.pop("rank", None) for turn in turns]
+                yield path.stem, first["seed"], list(map(_turn, turns)), (ranks or [None])[-1]
             else:
                 path.unlink()
 
     def begin(self, name: str, seed: int) -> None:
         self._append(name, {"seed": seed})
 
-    def add(self, name: str, turn: Turn) -> None:
-        self._append(name, dataclasses.asdict(turn))
+    def add(self, name: str, turn: Turn, rank: str | None) -> None:
+        self._append(name, dataclasses.asdict(turn) | {"rank": rank})
 
     def end(self, name: str) -> None:
         self._path(name).unlink(missing_ok=True)

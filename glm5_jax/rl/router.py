@@ -1,8 +1,9 @@
 """Which rank serves a session: the same for all of its turns, as its prefix is in that rank's cache (GLM-5 4.1.2).
 
 Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, arXiv 1608.01350): a session goes to the next
-rank on a ring that has room, where room is a little more than the mean. A session that is placed never moves unless its
-rank is lost, so that new ones alone even out the load.
+rank on a ring that has room, where room is a little more than the mean; and first to a rank that is as far below it, as
+one is that was lost and is there again. A session that is placed never moves unless its rank is lost, so that new ones
+alone even out the load.
 """
 
 import bisect
@@ -17,7 +18,8 @@ class RouterConfig:
     """Construction refuses values out of range (ValueError).
 
     Attributes:
-      bound: sessions of a rank over the mean of all, at most. GLM-5 does not disclose how it rebalances.
+      bound: sessions of a rank over the mean of all, at most; a rank with less than 2 - bound of it is filled first (1.15:
+        0.85). GLM-5 does not disclose how it rebalances.
       points: of each rank on the ring.
     """
 
@@ -58,6 +60,13 @@ class Router:
             self.loads[rank] += 1
         return self.placed[session]
 
+    def place(self, session: str, rank: str | None) -> str:
+        """The session's rank: this one, where its prefix is, or another if that is not there. NoRank."""
+        if session not in self.placed and rank in self.loads:
+            self.placed[session] = rank
+            self.loads[rank] += 1
+        return self.rank_of(session)
+
     def release(self, session: str) -> None:
         """The session has ended; one that is not there has ended before."""
         rank = self.placed.pop(session, None)
@@ -89,7 +98,11 @@ class Router:
     def _next(self, session: str) -> str:
         if not self.loads:
             raise NoRank("all ranks are lost; add one")
-        room = math.ceil(self._config.bound * (len(self.placed) + 1) / len(self.loads))
+        bound, mean = self._config.bound, (len(self.placed) + 1) / len(self.loads)
+        emptiest = min(self.loads, key=lambda rank: (self.loads[rank], rank))
+        if self.loads[emptiest] + 1 <= (2 - bound) * mean:
+            return emptiest
+        room = math.ceil(bound * mean)
         first = bisect.bisect(self._ring, (_place(session), ""))
         for point in range(len(self._ring)):
             rank = self._ring[(first + point) % len(self._ring)][1]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 
 import aiohttp
 import jax
@@ -13,8 +14,8 @@ from flax import nnx
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.router import RouterConfig
+from glm5_jax.rl.gateway import Gateway, GatewayConfig, _address
+from glm5_jax.rl.router import Router, RouterConfig
 from glm5_jax.rl.sessions import SessionConfig
 from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.load("bytes")
 CFG = one_layer(vocab_size=292, max_position_embeddings=1024)
-OPTIONS = dict(page_size=8, num_pages=1000, max_batch=8, chunk=64, max_length=1024)
+PAGE = 8
+OPTIONS = dict(page_size=PAGE, num_pages=1000, max_batch=8, chunk=64, max_length=1024)
 QUESTION = {"role": "user", "content": "2*3?"}
 MORE = {"role": "user", "content": "And?"}
 
@@ -174,6 +176,36 @@ def test_an_engine_that_is_lost_costs_no_session_its_place(params):
                 assert run(work) == tuple(undisturbed)
 
 
+def test_ranks_that_share_a_url_are_named_by_number(engines):
+    with gateway([engines[0]]) as url:
+        alone = chat(url, 2)[0]
+    with gateway([f"{engines[0]}@0"]) as url:
+        assert chat(url, 2)[0] == alone
+    with gateway([f"{engines[0]}@1"]) as url:
+
+        async def work(request):
+            await request("POST", f"{url}/sessions", {"id": "s"})
+            path = f"{url}/sessions/s/v1/chat/completions"
+            return await request("POST", path, {"messages": [QUESTION]})
+
+        status, told = run(work)
+        assert status == 400 and "there are 1, numbered from 0" in told["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "rank, want",
+    [
+        ("http://10.0.0.1:8000", ("http://10.0.0.1:8000", None)),
+        ("http://10.0.0.1:8000@12", ("http://10.0.0.1:8000", 12)),
+        ("http://[::1]:8000@0", ("http://[::1]:8000", 0)),
+        ("http://me:key@host:8000", ("http://me:key@host:8000", None)),
+        ("http://me:key@host:8000@3", ("http://me:key@host:8000", 3)),
+    ],
+)
+def test_the_address_of_a_rank(rank, want):
+    assert _address(rank) == want
+
+
 def test_a_gateway_that_was_killed_goes_on_with_its_sessions(engines, tmp_path):
     with gateway(engines) as url:
         undisturbed, [whole] = chat(url, 3)
@@ -199,6 +231,64 @@ def test_a_gateway_that_was_killed_goes_on_with_its_sessions(engines, tmp_path):
     np.testing.assert_array_equal(record.token_ids, whole.token_ids)
     np.testing.assert_allclose(record.rollout_logp, whole.rollout_logp, atol=1e-5)
     assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
+
+
+def test_a_gateway_that_begins_anew_leaves_sessions_where_their_prefix_is(engines, tmp_path):
+    one, two = engines
+    names = [f"k{i}" for i in range(20)]
+    name = next(n for n in names if Router([one, two]).rank_of(n) == two)
+    with gateway([one], journal=str(tmp_path)) as url:
+        [reply], _ = chat(url, 1, name)
+
+    async def work(request):
+        await say(request, url, name, [QUESTION, reply, MORE])
+        return (await request("GET", f"{url}/sessions/{name}"))[1]
+
+    with gateway([one, two], journal=str(tmp_path)) as url:
+        told = run(work)
+    assert told["rank"] == one and told["cached_tokens"] > 0
+
+
+class Anywhere(Router):
+    """Any rank for any request."""
+
+    draw = random.Random(1)
+
+    def rank_of(self, session):
+        return self.draw.choice(sorted(self.loads))
+
+
+def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhere(
+    engines, monkeypatch
+):
+    async def talk(request, url, name):
+        """(tokens found, tokens in whole pages that were computed for a turn before) of a session's prompts."""
+        await request("POST", f"{url}/sessions", {"id": name, "seed": 3})
+        messages = [{"role": "user", "content": f"{name} is the number?"}]
+        for _ in range(3):
+            path = f"{url}/sessions/{name}/v1/chat/completions"
+            _, told = await request("POST", path, {"messages": messages})
+            [choice] = told["choices"]
+            if choice["finish_reason"] == "length":
+                break
+            messages += [choice["message"], MORE]
+        [record] = await records(request, url, name)
+        on = record.loss_mask.astype(int)
+        # Of each reply but the last, the place of its last token, which has only been drawn.
+        [ends] = np.nonzero(np.diff([*on, 0]) == -1)
+        _, told = await request("GET", f"{url}/sessions/{name}")
+        return told["cached_tokens"], sum(end // PAGE * PAGE for end in ends[:-1])
+
+    def all_of(names):
+        with gateway(engines) as url:
+            found = run(lambda request: asyncio.gather(*(talk(request, url, n) for n in names)))
+        return tuple(map(sum, zip(*found)))
+
+    cached, possible = all_of([f"s{i}" for i in range(100, 103)])
+    assert cached >= possible > 500
+    monkeypatch.setattr("glm5_jax.rl.gateway.Router", Anywhere)
+    cached, possible = all_of([f"s{i}" for i in range(200, 203)])
+    assert cached < 0.9 * possible > 450
 
 
 def test_many_sessions_at_once(engines, params):

@@ -65,6 +65,32 @@ def test_a_rank_that_is_there_again_is_filled_by_new_sessions():
     assert router.loads[RANKS[3]] > 0.85 * 1000 / 8
 
 
+def test_a_rank_that_is_far_below_the_mean_is_filled_first():
+    """The first sessions that begin go to it, up to 0.85 of the mean; then it has its share of the others."""
+    router = Router(RANKS)
+    placed(router)
+    router.lose(RANKS[3])
+    router.add(RANKS[3])
+    for i in range(106):
+        router.release(f"s{i}")
+        assert router.rank_of(f"t{i}") == RANKS[3]
+    others = collections.Counter(router.rank_of(f"u{i}") for i in range(40))
+    assert 0 < others[RANKS[3]] < 30
+
+
+def test_a_session_that_was_on_a_rank_before_is_there_again():
+    router = Router(RANKS)
+    before = placed(router)
+    again = Router(RANKS[1:])
+    for session in reversed(before):
+        again.place(session, before[session])
+    kept = {s: rank for s, rank in before.items() if rank != RANKS[0]}
+    assert kept.items() <= again.placed.items() and len(again.placed) == 1000
+    assert again.loads == dict(collections.Counter(again.placed.values()))
+    assert again.place("s7", RANKS[5]) == again.placed["s7"] == before["s7"]
+    assert again.place("new", None) in RANKS[1:]
+
+
 def test_without_load_a_rank_more_moves_its_share_of_names():
     config = RouterConfig(bound=100.0)
     few, more = Router(RANKS[:7], config), Router(RANKS, config)
