@@ -10,7 +10,8 @@ While it runs another DIR takes its place, if it is of the same model, and quant
 
     curl http://127.0.0.1:8000/update_weights -d '{"path": "DIR", "version": 2, "policy": "finish"}'
 
-version is any number: each token of `/generate` tells that of the weights that drew it. policy, for what is under way: finish
+version is any number, unless DIR was pushed by a trainer (rl/weight_sync.py), which may also push to the server itself
+and knows better: each token of `/generate` tells that of the weights that drew it. policy, for what is under way: finish
 (the default) lets it end first, keep goes on from what the old weights computed, recompute begins it anew.
 
 :tiny    for two CPU cores: 8 chats at once
@@ -74,6 +75,7 @@ def glm5() -> ServeConfig:
 def make_server(config: ServeConfig):
     """The server of a config; ValueError that says what cannot be."""
     from glm5_jax.checkpoint import models
+    from glm5_jax.checkpoint.manifest import version_of
     from glm5_jax.inference.engine import Engine
     from glm5_jax.inference.server import Server
 
@@ -86,7 +88,8 @@ def make_server(config: ServeConfig):
     mesh = mesh if mesh.size > 1 else None
     tokenizer = models.load_tokenizer(config.checkpoint)
     model = models.load_model(config.checkpoint, mesh)
-    engine = Engine(model, tokenizer, **dataclasses.asdict(config.engine))
+    version = version_of(config.checkpoint)
+    engine = Engine(model, tokenizer, version=version, **dataclasses.asdict(config.engine))
     if config.warm:
         engine.warm(show=True)
     return Server(engine, tokenizer, config.server, models.loader_like(model))

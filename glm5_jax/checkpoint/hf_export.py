@@ -12,6 +12,7 @@ import logging
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ import safetensors
 from safetensors.numpy import save_file
 
 from glm5_jax.checkpoint import hf_config, hf_int4, hf_names, hf_quantised
+from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import hosts, tree
 from glm5_jax.core.sharding import on_every_host
@@ -38,24 +40,26 @@ def save_hf(
     tokenizer=None,
     dtype=None,
     max_shard_bytes: float = 5e9,
+    manifest: Manifest | None = None,
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files (with an index if several).
     All processes of a pod must call it.
 
     model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
-    `save(folder)`. dtype: of every tensor but the router bias, which is float32; by default each has
-    its leaf's, so what `load_hf` had to bring to one dtype is not written bitwise as it was. The routed
-    experts of a model with `int4_group` are written as int4 (`hf_int4`), quantised as they are. A tensor
-    larger than max_shard_bytes gets a file of its own. What is quantised or rotated is written as it is
-    (`hf_quantised`). ValueError, before anything is written, if out
-    is not empty, the disk too small or the tree not that of cfg; OSError if writing fails, and then
-    nothing is left behind.
+    `save(folder)`. dtype: of every tensor but the router bias, which is float32, or {path: that of the
+    leaf}; by default each has its leaf's, so what `load_hf` had to bring to one dtype is not written
+    bitwise as it was. The routed experts of a model with `int4_group` are written as int4 (`hf_int4`),
+    quantised as they are. A tensor larger than max_shard_bytes gets a file of its own. manifest: told of
+    every tensor and saved beside them, on a pod by the first process. What is quantised or rotated is
+    written as it is (`hf_quantised`). ValueError, before anything is written, if out is not empty, the
+    disk too small or the tree not that of cfg; OSError if writing fails, and then nothing is left
+    behind.
     """
     if cfg is None:
         if not isinstance(model, glm5.Glm5):
             raise ValueError("save_hf of a parameter tree needs its config: pass cfg=")
         cfg = model.cfg
-    if dtype is not None:
+    if dtype is not None and not isinstance(dtype, Mapping):
         cfg = dataclasses.replace(cfg, dtype=jnp.dtype(dtype).name)
     config = hf_config.to_hf(cfg)
     if (cfg.latent_norm_eps, cfg.index_norm_eps) != (1e-6, 1e-6):
@@ -110,6 +114,8 @@ def save_hf(
             shutil.copymode(partial / "config.json", partial / file)
         if tokenizer is not None:
             tokenizer.save(partial)
+        if manifest is not None:
+            manifest.save(partial)
         os.rename(partial, out)
 
     first = jax.process_index() == 0
@@ -129,6 +135,9 @@ def save_hf(
             tensors = {}
             for name in names:
                 tensors |= tensors_of(name)
+            if manifest is not None:
+                for name, tensor in tensors.items():
+                    manifest.add(name, tensor)
             write = functools.partial(_save, tensors, partial / file)
             hosts.first_does(write)
             del tensors, write  # the next file's would be gathered beside them
@@ -138,6 +147,15 @@ def save_hf(
     finally:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def named_tensors(params, cfg: ModelConfig, dtype: Mapping) -> Iterator[tuple[str, np.ndarray]]:
+    """(HF name, tensor) of all plain weights, one at a time; dtype: of each leaf by its path. All processes of a pod must go
+    through them, and each has all. ValueError if the tree is not that of cfg."""
+    leaves = _checked(params, cfg)
+    table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))
+    for name, pieces in table.items():
+        yield name, _tensor(pieces, leaves, _dtype(pieces[0], leaves, dtype))
 
 
 def _checked(params, cfg: ModelConfig) -> dict[str, jax.Array]:
@@ -184,6 +202,8 @@ def _divide(sizes: dict[str, int], limit: float) -> dict[str, list[str]]:
 def _dtype(piece: hf_names.Piece, leaves, dtype) -> np.dtype:
     if piece.path.endswith(hf_names.FLOAT32):
         return np.dtype(np.float32)
+    if isinstance(dtype, Mapping):
+        return jnp.dtype(dtype[piece.path])
     return jnp.dtype(leaves[piece.path].dtype if dtype is None else dtype)
 
 

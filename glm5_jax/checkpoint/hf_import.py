@@ -96,6 +96,31 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
     return tree.map_with_path(load, *map(tree.unflatten, there))
 
 
+def open_tensors(path) -> dict[str, "_Stored"]:
+    """{name: tensor} of all files of a folder, with shape and dtype, read where it is indexed with slices. ValueError that
+    lists files which cannot be read."""
+    return _open(path)
+
+
+def from_tensors(tensors, cfg: ModelConfig, shardings=None):
+    """The parameter tree of {HF name: array, or what gives one where it is indexed with slices}, which has all that cfg
+    does, as `Lazy` leaves. A leaf has the dtype that holds all of its tensors; shardings: as for `load_params`."""
+    by_leaf = collections.defaultdict(list)
+    for piece in hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)):
+        by_leaf[piece.path].append(piece)
+
+    def lazy(path, leaf, *sharding):
+        pieces = by_leaf[path]
+        kinds = {np.dtype(tensors[piece.name].dtype) for piece in pieces}
+        dtype = functools.reduce(jnp.promote_types, kinds)
+        read = functools.partial(_read_shard, pieces, tensors, dtype)
+        return tree.Lazy(leaf.shape, dtype, functools.partial(_place, leaf.shape, read, *sharding))
+
+    return tree.map_with_path(
+        lazy, glm5.abstract(cfg), *(() if shardings is None else (shardings,))
+    )
+
+
 def is_quantised(path) -> bool:
     """Whether the folder is one that `save_hf` wrote of a quantised model."""
     file = _folder(path) / "config.json"

@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -75,7 +75,7 @@ def check_arithmetic(
     what stages change (`CHANGED`) and fields of the model in which a pattern of unshared is found."""
     odd = {
         field: values
-        for field, values in _differences(found, cfg).items()
+        for field, values in differences(found.arithmetic, cfg.arithmetic).items()
         if field not in CHANGED and not tree.found(unshared, f"model.{field}")
     }
     if odd:
@@ -83,19 +83,19 @@ def check_arithmetic(
             f"--experiment.model.{field}={theirs}" for field, (theirs, _) in odd.items()
         )
         raise ValueError(
-            f"{name} is of a model with {_told(odd)}; set {flags}, or, if that is meant to change, "
+            f"{name} is of a model with {told(odd)}; set {flags}, or, if that is meant to change, "
             f'--experiment.unshared="{tuple(odd)}"'
         )
 
 
-def _differences(found: ModelConfig, cfg: ModelConfig) -> dict[str, tuple]:
-    """{field: (of the one that was found, of cfg)} of arithmetic that counts in both and differs."""
-    theirs, ours = found.arithmetic, cfg.arithmetic
+def differences(theirs: Mapping, ours: Mapping) -> dict[str, tuple]:
+    """{field: (of the one that was found, of the one here)} of arithmetic that counts in both and differs."""
     both = sorted(theirs.keys() & ours.keys())
     return {field: (theirs[field], ours[field]) for field in both if theirs[field] != ours[field]}
 
 
-def _told(odd: dict[str, tuple]) -> str:
+def told(odd: Mapping[str, tuple]) -> str:
+    """`differences` in words."""
     return ", ".join(f"{field} {theirs} (here {ours})" for field, (theirs, ours) in odd.items())
 
 
@@ -118,9 +118,9 @@ def loader_like(model: glm5.Glm5) -> Callable[[str], dict]:
             )
         wanted, given = ({"model": glm5.abstract(one)} for one in (cfg, found))
         store.check_shapes(wanted, given, str(path))
-        if odd := _differences(found, cfg):
+        if odd := differences(found.arithmetic, cfg.arithmetic):
             raise ValueError(
-                f"{path} is of a model with {_told(odd)}; give one of the model that is served, or serve it anew"
+                f"{path} is of a model with {told(odd)}; give one of the model that is served, or serve it anew"
             )
         return (
             hf_import.place(found, held, mesh)

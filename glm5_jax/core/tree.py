@@ -3,11 +3,29 @@
 A `Compound` (a quantised weight) is one leaf here, where `jax.tree` sees its arrays.
 """
 
+import dataclasses
 import re
+from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from pallas_kernels.quantised import Compound
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """A leaf that is made when it is needed, so that a tree of them takes no memory: make() gives the array, of this
+    shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], jax.Array]
+
+
+def made(leaf):
+    """The array of a leaf that may be `Lazy`."""
+    return leaf.make() if isinstance(leaf, Lazy) else leaf
 
 
 def path_of(key_path) -> str:

@@ -34,7 +34,7 @@ from glm5_jax.inference.request import (
     Token,
     TooLong,
 )
-from glm5_jax.inference.runner import Carried, Computation, Part, Runner, check_params
+from glm5_jax.inference.runner import Carried, Computation, Part, Runner, WeightsLost
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Decode, Limits, Prefill, Scheduler, Sequence as Running
 from glm5_jax.inference.steps import Drew, Shape
@@ -58,7 +58,7 @@ class Engine:
     """Serves a model.
 
     Attributes:
-      version: of the weights, as `update_weights` was told.
+      cfg, version: of the model, and of its weights as `update_weights` was told.
       max_length: tokens that a prompt and its reply may have.
       paused: whether nothing more is sent off.
       counts: what has been done so far.
@@ -116,7 +116,7 @@ class Engine:
         num_pages = num_pages or max_batch * max_pages
         kinds = short_prompt, num_draft, batch_invariant, index_cache, latent_cache
         self._shape = Shape(num_pages, page_size, max_batch, max_pages, chunk, max_bias, *kinds)
-        self._cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
+        self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [
             Scheduler(num_pages, page_size, limits) for _ in range(self._runner.groups)
@@ -152,7 +152,7 @@ class Engine:
 
     def check(self, request: Request) -> int:
         """Tokens that a request may have, prompt included; ValueError if it can never be served. From any thread."""
-        sampling, v = request.sampling, self._cfg.vocab_size
+        sampling, v = request.sampling, self.cfg.vocab_size
         for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
             if wrong := [i for i in ids if not 0 <= i < v]:
                 raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
@@ -313,26 +313,26 @@ class Engine:
     def update_weights(self, params, version: int, policy: str = FINISH) -> None:
         """Replaces the weights, in place; every token after it has the new version.
 
-        params: a tree as `glm5.params_of` gives it. policy, for what is under way: "finish" ends it
-        first, while nothing new begins; "keep" goes on from what the old weights computed; "recompute" computes
-        all of it again with the new ones. Prefixes of the old weights are forgotten. ValueError for another
-        tree, other shapes or another policy; the engine is then as before.
+        params: a tree as `glm5.params_of` gives it; `core.tree.Lazy` leaves are made some at a time. Plain weights take
+        the place of quantised ones quantised alike. policy, for what is under way: "finish" ends it first, while nothing
+        new begins; "keep" goes on from what the old weights computed; "recompute" computes all of it again with the new
+        ones. Prefixes of the old weights are forgotten. ValueError for another tree, other shapes or another policy; the
+        engine is then as before. WeightsLost if it breaks off in between; the engine has then failed.
         """
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
-        check_params(params, self._cfg)
+        self._runner.check_params(params)
         if policy == FINISH:
             if self.paused and (self.num_running or self._parcels):
                 raise ValueError("the engine is paused, so nothing finishes; use keep or recompute")
             self._finish()
-        self._runner.load(params)
+        try:
+            self._runner.load(params)
+        except WeightsLost:
+            self.fail()
+            raise
         for scheduler in self._schedulers:
-            if policy == RECOMPUTE:
-                for sequence in reversed(scheduler.running):
-                    scheduler.preempt(sequence)
-            for sequence in scheduler.sequences:
-                sequence.space = version if sequence.slot is None else None
-            scheduler.prefixes.clear(self.version)
+            scheduler.renew(self.version, version, policy == RECOMPUTE)
         for parcel in self._parcels:
             if policy == RECOMPUTE:
                 self._unpacked_anew(parcel.sequence, version)

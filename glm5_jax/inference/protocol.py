@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import jsonschema
 
+from glm5_jax.checkpoint.manifest import Manifest, Tensor
 from glm5_jax.core.server import ApiError
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling
@@ -162,12 +163,37 @@ GENERATE = _object(
     background=_OFF,
     **{name: {} for name in (*ROUTING, *LOGGING)},
 )
-UPDATE = _object(
-    ("path", "version"),
-    path=_TEXT,
-    version={"type": "integer", "minimum": 0},
-    policy={"enum": ["finish", "keep", "recompute"]},
+_VERSION = {"type": "integer", "minimum": 0}
+_POLICY = {"enum": ["finish", "keep", "recompute"]}
+UPDATE = _object(("path", "version"), path=_TEXT, version=_VERSION, policy=_POLICY, rewind=_FLAG)
+# Pushes over the network (inference/weights.py). Of tensors there are many: `manifest` looks at what is in them.
+_PUSH = {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"}
+BEGIN = _object(
+    ("push", "version", "tensors", "arithmetic"),
+    push=_PUSH,
+    version=_VERSION,
+    tensors={"type": "object"},
+    arithmetic={"type": "object"},
+    base=_object(("version", "checksum"), version=_VERSION, checksum=_TEXT),
+    keep=_FLAG,
+    rewind=_FLAG,
 )
+COMMIT = _object(("push", "checksums"), push=_PUSH, checksums={"type": "array"}, policy=_POLICY)
+ABORT = _object(("push",), push=_PUSH)
+
+
+def manifest(said: Mapping) -> Manifest:
+    """Of the body of a push, which tells {tensor: [dtype, shape]}. ApiError."""
+    tensors = {}
+    for name, own in said["tensors"].items():
+        match own:
+            case [str(dtype), [*shape]] if all(type(n) is int and n > 0 for n in shape):
+                tensors[name] = Tensor(dtype, tuple(shape))
+            case _:
+                raise ApiError(
+                    f"the tensor {name[:100]!r} is {str(own)[:100]}; tell [dtype, shape]"
+                )
+    return Manifest(said["version"], said["arithmetic"], tensors)
 
 
 class Reader:

@@ -3,17 +3,19 @@
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.core.tree import flatten, is_compound, made, map_with_path, unflatten
+from glm5_jax.inference.quantize import table
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Row, Sampling, cuts, rows
 from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
 from glm5_jax.inference.steps import (
@@ -28,9 +30,17 @@ from glm5_jax.inference.steps import (
 )
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import LayerCache
-from glm5_jax.model.generate import layers_of
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.quant import settled
+from glm5_jax.model.turned import Turned
+from pallas_kernels.numerics import wide
+from pallas_kernels.quantised import Int4, Int8
+
+LOADED_BYTES = 2**28  # of new weights that are made at once, beside the old ones; ours
+
+
+class WeightsLost(Exception):
+    """New weights could not all be made once some of the old ones were gone: no forward is possible any more."""
 
 
 class Part(NamedTuple):
@@ -72,7 +82,12 @@ class Runner:
         size = (self.groups, shape.slots + 1)
         self._tables = np.zeros((*size, shape.max_pages), np.int32)
         self._listed = np.zeros(size, int)  # pages of each slot that its table shows
-        self.load(glm5.params_of(model))
+        params = glm5.params_of(model)
+        self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
+        self._shardings = flatten(_shardings_of(params, model))
+        self._committed = any(getattr(x, "committed", False) for x in jax.tree.leaves(params))
+        self._params = None
+        self.load(params)
 
     @property
     def groups(self) -> int:
@@ -83,11 +98,58 @@ class Runner:
     def computation(self) -> Computation:
         return Computation(self._params, self._steps.cfg, self._shape, self._mesh, self._plan)
 
-    def load(self, params) -> None:
-        """Takes the weights that all later work is done with; ValueError if they are of another model."""
+    def check_params(self, params) -> None:
+        """ValueError unless these can take the place of the weights that there are."""
         check_params(params, self._cfg)
-        params = _computed(params, self._cfg)
-        self._params = params if self._mesh is not None else layers_of(params, self._cfg)
+        for path, leaf in flatten(params).items():
+            kind, held = type(leaf) if is_compound(leaf) else None, self._kinds[path][0]
+            if held is Turned and kind is None:
+                raise ValueError(
+                    f"the engine's weights are rotated, those that came are not ({path}); serve the model that is "
+                    "trained, or one that was quantised with --plain"
+                )
+            if kind not in (None, held):
+                raise ValueError(f"the weights are quantised otherwise than the engine's: {path}")
+
+    def load(self, params) -> None:
+        """Takes the weights that all later work is done with, a part at a time: what they replace is let go before
+        the next part is made. Leaves may be `Lazy`; plain ones become what they replace is. ValueError if they are of
+        another model or kind; WeightsLost if it breaks off once some are replaced."""
+        self.check_params(params)
+        flat, parts = flatten(params), []
+        old = flatten(self._params)
+        for paths in _in_parts(flat, jnp.dtype(self._cfg.dtype).itemsize):
+            try:
+                own = unflatten({path: self._kept(path, made(flat.pop(path))) for path in paths})
+                own = jax.block_until_ready(self._in_layers(_computed(own, self._cfg)))
+            except Exception as error:
+                if not parts:
+                    raise
+                raise WeightsLost(
+                    f"loading broke off at {', '.join(paths)[:200]}: {type(error).__name__} {error}"
+                ) from error
+            parts.append(own)
+            self._params = None
+            for path in flatten(own):
+                old.pop(path, None)
+        self._params = _joined(parts)
+
+    def _in_layers(self, params):
+        return params if self._mesh is not None else _unstack(params, self._cfg)
+
+    def _kept(self, path: str, leaf):
+        """A leaf as the one that it replaces is: quantised, and where."""
+        kind, group = self._kinds[path]
+        if kind in (Int8, Int4) and not is_compound(leaf):
+            leaf = table.quantised(path, leaf, flatten(glm5.letters(self._cfg))[path], group)
+        return jax.tree.map(self._moved, leaf, self._shardings[path])
+
+    def _moved(self, array, sharding):
+        # An array that is bound to a device is another program's argument: none is where none was.
+        if self._mesh is not None or self._committed:
+            return jax.device_put(array, sharding)
+        free = not isinstance(array, jax.Array) or not array.committed
+        return array if free else jnp.array(np.asarray(array))
 
     def launch(self, works: list[Work]) -> list[Part]:
         """Sends off the work of all groups; nothing waits for it."""
@@ -279,12 +341,52 @@ def _store(device: Device, carried: Carried, pages, group, slot) -> Device:
     return Device(layers, mtp, slots)
 
 
+def _kind_of(leaf) -> tuple[type | None, int | None]:
+    """The class of a leaf, None of a plain one, and how many of its rows share a scale."""
+    return type(leaf) if is_compound(leaf) else None, getattr(leaf, "group", None)
+
+
+def _shardings_of(params, model: glm5.Glm5):
+    """Where a model's parameters are, each of them."""
+    if model.mesh is not None:
+        return glm5.param_shardings(model.cfg, model.mesh, params)
+    devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.devices()}
+    device = min(devices or jax.devices(), key=lambda device: device.id)
+    return jax.tree.map(lambda _: SingleDeviceSharding(device), params)
+
+
+def _in_parts(flat: dict, itemsize: int) -> list[list[str]]:
+    """Paths of leaves, in order, each part of LOADED_BYTES at most or one leaf."""
+    parts, filled = [[]], 0
+    for path, leaf in flat.items():
+        size = math.prod(leaf.shape) * itemsize
+        if parts[-1] and filled + size > LOADED_BYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(path)
+        filled += size
+    return parts
+
+
+def _joined(parts: list):
+    """One tree of several that have different leaves of it."""
+    if isinstance(parts[0], dict):
+        names = dict.fromkeys(name for part in parts for name in part)
+        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
+    return [_joined(list(own)) for own in zip(*parts)] if isinstance(parts[0], list) else parts[0]
+
+
+_unstack = jax.jit(glm5.unstack, static_argnames="cfg")
+
+
 @functools.partial(jax.jit, static_argnames="cfg")
 def _computed(params, cfg: ModelConfig):
-    """Weights in the compute dtype, but for the router's (see `glm5.Weights`), experts as int4 where cfg says so."""
+    """Weights in the compute dtype, but for the router's, which is computed wide, experts as int4 where cfg says so."""
     dtype = jnp.dtype(cfg.dtype)
     return map_with_path(
-        lambda path, w: w if "router/" in path else w.astype(dtype), settled(params, cfg)
+        # Always wide: a router that comes in another dtype than the last one would be other programs'.
+        lambda path, w: w.astype(wide(w.dtype) if "router/" in path else dtype),
+        settled(params, cfg),
     )
 
 

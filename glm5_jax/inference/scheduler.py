@@ -213,6 +213,15 @@ class Scheduler:
         self._waiting.appendleft(sequence)
         self.num_preempted += 1
 
+    def renew(self, old: int, version: int, anew: bool) -> None:
+        """The weights are new, and prefixes of the old ones are forgotten; anew: what runs is computed again."""
+        if anew:
+            for sequence in reversed(self.running):
+                self.preempt(sequence)
+        for sequence in self.sequences:
+            sequence.space = version if sequence.slot is None else None
+        self.prefixes.clear(old)
+
     def _num_draft(self, work: Decode | Prefill) -> int:
         return self._limits.num_draft if isinstance(work, Decode) and work.draws else 0
 

@@ -8,10 +8,11 @@ nothing but its own answer, and one that is gone cancels what it asked for.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from aiohttp import web
 
@@ -29,6 +30,8 @@ from glm5_jax.inference.engine import FINISH, Engine
 from glm5_jax.inference.gauges import Gauges
 from glm5_jax.inference.protocol import Asked, Defaults, Reader
 from glm5_jax.inference.request import FAILED, Handle, TooLong
+from glm5_jax.inference.runner import WeightsLost
+from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -44,6 +47,8 @@ class ServerConfig(ListenConfig):
       variant: of the chat's layout (`text.layouts.VARIANTS`).
       max_requests: choices that wait and run at once; more are refused with 429.
       deadline: seconds that a request may take; None: any.
+      push_seconds: without a word, after which a push of new weights is over.
+      max_part: bytes of a part of it.
       defaults: of requests that say nothing.
     """
 
@@ -51,19 +56,22 @@ class ServerConfig(ListenConfig):
     variant: str = "glm5"
     max_requests: int = 1024
     deadline: float | None = None
+    push_seconds: float = 120.0
+    max_part: int = 256 * 2**20
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_requests <= 0:
-            raise ValueError(f"max_requests is {self.max_requests}; it must be positive")
+        for name in ("max_requests", "push_seconds", "max_part"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
 class Server(HttpServer):
     """Serves one engine, whose only owner it is from then on.
 
     load(path) gives the weights of a folder, for `/update_weights`, or says in a ValueError why it does not; without
-    it there are none.
+    it there are none, and none can be pushed.
     """
 
     open_to_all = ("/", "/health")
@@ -78,6 +86,7 @@ class Server(HttpServer):
         super().__init__(config)
         self._tokenizer, self._load = tokenizer, load
         self._worker = Worker(engine)
+        self._weights = Receiver(engine, self._worker.call, config.push_seconds)
         self._reader = Reader(
             tokenizer,
             model=config.model,
@@ -95,6 +104,10 @@ class Server(HttpServer):
             "/pause": self._pause,
             "/resume": self._resume,
             "/update_weights": self._update,
+            "/weights/begin": self._begin_push,
+            "/weights/part": self._take_part,
+            "/weights/commit": self._commit_push,
+            "/weights/abort": self._abort_push,
         }
         get = {
             "/": self._page,
@@ -102,6 +115,7 @@ class Server(HttpServer):
             "/v1/models/{name:.+}": self._model,
             "/health": self._health,
             "/metrics": self._metrics,
+            "/weights": self._held_weights,
             "/server_info": self._server_info,
             "/get_server_info": self._server_info,
             "/model_info": self._model_info,
@@ -112,6 +126,10 @@ class Server(HttpServer):
     def refusal(self, error: Exception) -> ApiError | None:
         if isinstance(error, WorkerStopped):
             return ApiError("the engine has ended", 503, "unavailable")
+        if isinstance(error, WeightsLost):
+            return ApiError(str(error), 503, "weights_lost")
+        if isinstance(error, Conflict):
+            return ApiError(str(error), 409, "conflict")
         return super().refusal(error)
 
     async def opened(self, app) -> AsyncIterator[None]:
@@ -203,20 +221,62 @@ class Server(HttpServer):
 
     async def _update(self, request: web.Request) -> web.Response:
         """New weights from a folder that this machine sees."""
+        said = await self._told(request, protocol.UPDATE)
+        with _refusing("path"):
+            answer = await self._weights.open(
+                said["path"],
+                said["version"],
+                said.get("policy", FINISH),
+                load=self._load,
+                rewind=said.get("rewind", False),
+            )
+        return as_json({"success": True, **answer})
+
+    async def _held_weights(self, request: web.Request) -> web.Response:
+        return as_json(self._weights.status())
+
+    async def _begin_push(self, request: web.Request) -> web.Response:
+        said = await self._told(request, protocol.BEGIN)
+        base = said.get("base")
+        with _refusing("tensors"):
+            await self._weights.begin(
+                said["push"],
+                protocol.manifest(said),
+                base=base and (base["version"], base["checksum"]),
+                keep=said.get("keep", False),
+                rewind=said.get("rewind", False),
+            )
+        return as_json(self._weights.status())
+
+    async def _take_part(self, request: web.Request) -> web.Response:
+        """A part of a push: `?push=NAME`, and safetensors."""
+        data, most = bytearray(), self.config.max_part
+        async for chunk in request.content.iter_any():
+            data += chunk
+            if len(data) > most:
+                raise ApiError(f"the part is longer than {most} bytes", 413, "too_large")
+        with _refusing("part"):
+            complete = await self._weights.take(request.query.get("push", ""), bytes(data))
+        return as_json({"complete": complete})
+
+    async def _commit_push(self, request: web.Request) -> web.Response:
+        said = await self._told(request, protocol.COMMIT)
+        with _refusing("checksums"):
+            policy = said.get("policy", FINISH)
+            answer = await self._weights.commit(said["push"], said["checksums"], policy)
+        return as_json({"success": True, **answer})
+
+    async def _abort_push(self, request: web.Request) -> web.Response:
+        said = await self._told(request, protocol.ABORT)
+        self._weights.abort(said["push"])
+        return as_json(self._weights.status())
+
+    async def _told(self, request: web.Request, schema: Mapping) -> dict:
         if self._load is None:
             raise ApiError("this server takes no weights", 404, "not_found")
-        said = protocol.checked(read_json(await request.read()), protocol.UPDATE)
-        policy = said.get("policy", FINISH)
-        loop = asyncio.get_running_loop()
-        try:
-            params = await loop.run_in_executor(None, self._load, said["path"])
-            update = self._worker.call(
-                lambda engine: engine.update_weights(params, said["version"], policy)
-            )
-            await asyncio.wrap_future(update)
-        except ValueError as error:
-            raise ApiError(str(error), param="path") from None
-        return as_json({"success": True, "version": said["version"]})
+        if self._worker.failure is not None:
+            raise WorkerStopped("the engine has ended")
+        return protocol.checked(read_json(await request.read()), schema)
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
@@ -323,6 +383,17 @@ class _Waiting:
     def _hear(self, index: int) -> None:
         self._heard.add(index)
         self._event.set()
+
+
+@contextlib.contextmanager
+def _refusing(param: str) -> Iterator[None]:
+    """What weights are not is the fault of who sent them; param: of which part of the request."""
+    try:
+        yield
+    except Conflict:
+        raise
+    except (ValueError, OSError) as error:
+        raise ApiError(str(error), param=param) from None
 
 
 def _check_failed(handles) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.runner import WeightsLost
 
 _PAUSED_SECONDS = 0.05
 
@@ -86,3 +87,5 @@ def _answer(function, future: concurrent.futures.Future, engine: Engine) -> None
         future.set_result(function(engine))
     except Exception as error:
         future.set_exception(error)
+        if isinstance(error, WeightsLost):
+            raise

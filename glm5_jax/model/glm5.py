@@ -155,14 +155,13 @@ def init_params(cfg: ModelConfig, key, dtype="float32", mesh=None):
 
 
 def unstack(params, cfg: ModelConfig):
-    """The same tree with each layer stack as a list of layers; `forward` accepts both forms.
+    """The same tree, or any part of it, with each layer stack as a list of layers; `forward` accepts both forms.
 
     A step that slices its weights out of a stack copies them; decoding on CPU is then half as fast.
     """
     out = dict(params)
     for name, layers in stacks(cfg):
-        if isinstance(params[name], dict):
-            stack = params[name]
+        if isinstance(stack := params.get(name), dict):
             body = {k: v for k, v in stack.items() if k not in PARTIAL}
             parts = {k: (stack[k], _owners(cfg, k, layers)) for k in PARTIAL if k in stack}
             out[name] = []

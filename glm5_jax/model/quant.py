@@ -16,7 +16,7 @@ from glm5_jax.core.tree import flatten, found, map_with_path
 from pallas_kernels.quantised import Int4
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 
-_ROUTED = (r"(^|/)experts/(gate|up|down)$",)
+ROUTED = (r"(^|/)experts/(gate|up|down)$",)  # patterns of what becomes int4
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -33,7 +33,7 @@ def _straight_through(group, primals, tangents):
 
 def computed(w, path: str, group: int | None):
     """w [... k n], or what stands for it if it is of routed experts and group is not None."""
-    return w if group is None or not found(_ROUTED, path) else imitate(w, group)
+    return w if group is None or not found(ROUTED, path) else imitate(w, group)
 
 
 def settled(params, cfg: ModelConfig):
@@ -45,7 +45,7 @@ def settled(params, cfg: ModelConfig):
         return params
 
     def one(path, w):
-        return imitate(w, cfg.int4_group).astype(cfg.dtype) if found(_ROUTED, path) else w
+        return imitate(w, cfg.int4_group).astype(cfg.dtype) if found(ROUTED, path) else w
 
     return map_with_path(one, params)
 
@@ -55,7 +55,7 @@ def check_shards(cfg: ModelConfig, shapes, shardings) -> None:
     NamedShardings of the parameters)."""
     shapes = flatten(shapes)
     for path, where in flatten(shardings).items():
-        if not found(_ROUTED, path):
+        if not found(ROUTED, path):
             continue
         leaf, group = shapes[path], cfg.int4_group
         if isinstance(leaf, Int4):

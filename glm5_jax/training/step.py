@@ -383,6 +383,19 @@ def advanced(state, batch, params, moments, finite) -> dict:
     }
 
 
+def with_new_moments(state) -> dict:
+    """The state with an optimiser that begins: moments, and the counts that correct their bias, are zero. Weights,
+    steps and with them the schedule, tokens and keys stay. GLM-5 4.1.1 does so after each push of weights, as a new
+    rollout policy is a new problem. The old moments are donated, a leaf at a time."""
+
+    def zeroed(x):
+        new = jnp.zeros_like(x)  # where x is, if it is bound to that
+        x.delete()
+        return new
+
+    return state | {"optimizer": jax.tree.map(zeroed, state["optimizer"])}
+
+
 def _state_shardings(cfg, abstract, mesh):
     whole = NamedSharding(mesh, P())
     params = glm5.param_shardings(cfg, mesh)

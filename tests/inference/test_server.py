@@ -30,7 +30,8 @@ from tests.inference.test_engine import alone, engine
 
 TOKENIZER = Tokenizer.default()
 HI = [{"role": "user", "content": "hi"}]
-POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/update_weights")
+PUSHES = ("/weights/begin", "/weights/part", "/weights/commit", "/weights/abort")
+POSTS = ("/v1/chat/completions", "/v1/completions", "/generate", "/update_weights", *PUSHES)
 
 
 @pytest.fixture
@@ -345,7 +346,7 @@ json_values = st.recursive(
 )
 NAMES = (
     "messages prompt input_ids text model stream n stop tools logit_bias temperature max_tokens thinking "
-    "sampling_params path version seed top_logprobs logprobs stream_options echo"
+    "sampling_params path version seed top_logprobs logprobs stream_options echo push tensors arithmetic checksums"
 ).split()
 
 

@@ -65,11 +65,16 @@ def quantise(params, cfg: ModelConfig, group: int | None = None):
             return w
         if isinstance(w, (Int4, Int8)):
             raise ValueError(f"{path} is quantised already; start from the plain weights")
-        if rules[path] == W4A8:
-            return Int4(*_w4(w, group=group))
-        return Int8(*_w8(w, axes=summed(letters[path])))
+        return quantised(path, w, letters[path], group)
 
     return map_with_path(one, params), dataclasses.replace(cfg, int4_group=None)
+
+
+def quantised(path: str, w, letters: str, group: int) -> Int4 | Int8:
+    """The plain weight w at a path, with these letters, as its rule has it; group: of int4 ones."""
+    if re.search(RULES[0][0], path):
+        return Int4(*_w4(w, group=group))
+    return Int8(*_w8(w, axes=summed(letters)))
 
 
 def summed(letters: str) -> tuple[int, ...]:

@@ -1,0 +1,143 @@
+"""Bytes and seconds of a push by every way, and how little of it changes in a step.
+
+    python -m experiments.benchmarks.weight_sync
+
+A model of 91 million parameters, 182 MB as an engine that computes in bfloat16 takes them, goes to an engine on the same
+device, to two servers of this machine through a folder, and to the same two over the network; then what optimiser steps
+have changed, as in reinforcement learning: AdamW from a reset on, at rates of 1e-6 (slime's recipes) and ten times as
+much. Trainer and servers share one process and its cores. Weights and tokens are random: how near a number is to the next
+one of bfloat16 does not depend on training, but a batch here touches few rows of the embedding.
+
+Expected: experiments/LOG.md. Three minutes.
+"""
+
+import dataclasses
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from glm5_jax import presets
+from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint.hf_export import named_tensors
+from glm5_jax.checkpoint.manifest import travelling
+from glm5_jax.config import ModelConfig
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.experiment import adam, policy_alone
+from glm5_jax.rl.pushed import Pushed, SyncConfig
+from glm5_jax.rl.reshard import Reshard
+from glm5_jax.rl.weight_sync import Network, SharedStorage
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.step import BATCH_KEYS, make_step, with_new_moments
+
+ROWS, LENGTH = 4, 256
+PLAN = ((1e-6, (1, 4, 16)), (1e-5, (1, 4)))  # learning rates, and numbers of steps before a push
+
+
+def model() -> ModelConfig:
+    """Two MoE layers behind a dense one."""
+    return dataclasses.replace(
+        presets.tiny(),
+        vocab_size=32_768,
+        hidden_size=512,
+        num_hidden_layers=3,
+        intermediate_size=2048,
+        moe_intermediate_size=1024,
+        n_routed_experts=16,
+        num_nextn_predict_layers=0,
+        max_position_embeddings=1024,
+        eos_token_id=(),
+        pad_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+def main(cfg: ModelConfig | None = None, plan=PLAN) -> int:
+    """Prints both tables; the exit code."""
+    cfg, console = cfg or model(), Console()
+    params = glm5.init_params(cfg, jax.random.key(0))
+    held = jax.tree.map(jnp.zeros_like, params)
+    options = dict(page_size=16, max_batch=1, chunk=16, max_length=64)
+
+    def engine() -> Engine:
+        return Engine(glm5.Glm5(cfg, params=held), Tokenizer.default(), **options)
+
+    def server() -> Server:
+        load = models.loader_like(glm5.Glm5(cfg, params=held))
+        return Server(engine(), Tokenizer.default(), ServerConfig(port=0), load)
+
+    table = Table("way", "engines", "MB sent", "seconds", "MB/s")
+    with (
+        server().running() as one,
+        server().running() as two,
+        tempfile.TemporaryDirectory() as disk,
+    ):
+        urls, delta = [one, two], SyncConfig(delta=True)
+        network = Network(cfg, urls, delta)
+        ways = {
+            "reshard": (Reshard([engine()]), 1),
+            "shared storage": (SharedStorage(cfg, disk, urls), 2),
+            "network": (network, 2),
+        }
+        for number, (name, (pusher, count)) in enumerate(ways.items(), 1):
+            for attempt in range(2):  # the first one compiles
+                found = pusher.push(params, 2 * number + attempt)
+                params = jax.tree.map(lambda x: x * 1.01, params)
+            _row(table, name, count, found)
+        console.print(table)
+        changes = Table("rate", "steps", "numbers changed", "tensors changed", "MB", "of all", "s")
+        for rate, counts in plan:
+            _after_steps(changes, cfg, params, network, rate, counts)
+        console.print(changes)
+    return 0
+
+
+def _row(table: Table, name: str, count: int, found: Pushed) -> None:
+    sent = found.bytes / 1e6
+    table.add_row(
+        name, str(count), f"{sent:.1f}", f"{found.seconds:.2f}", f"{sent / found.seconds:.0f}"
+    )
+
+
+def _after_steps(
+    table: Table, cfg: ModelConfig, params, network: Network, rate: float, counts
+) -> None:
+    """Pushes all, then what so many steps have changed, each time from a reset optimiser on."""
+    optimizer = dataclasses.replace(adam(), frozen=("indexer/",))
+    step = make_step(cfg, policy_alone(), optimizer, lambda _: rate)
+    state = step.initialise(jax.random.key(1), jax.tree.map(jnp.copy, params))
+    draw, version = np.random.default_rng(0), 100 * round(1e6 * rate)
+    network.push(state["params"], version)
+    before = dict(named_tensors(state["params"], cfg, travelling(cfg)))
+    for count in counts:
+        for _ in range(count):
+            state, _ = step.train(state, batch(cfg, draw))
+        version += count
+        found = network.push(state["params"], version)
+        after = dict(named_tensors(state["params"], cfg, travelling(cfg)))
+        differ = {n: np.count_nonzero(after[n] != before[n]) for n in after}
+        share = sum(differ.values()) / sum(x.size for x in after.values())
+        several = f"{np.count_nonzero([*differ.values()])} of {len(differ)}"
+        sent, whole = found.bytes / len(found.engines), found.whole_bytes
+        cells = f"{rate:g}", str(count), f"{share:.2%}", several, f"{sent / 1e6:.2f}"
+        table.add_row(*cells, f"{sent / whole:.2%}", f"{found.seconds:.2f}")
+        before, state = after, with_new_moments(state)
+
+
+def batch(cfg: ModelConfig, draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """Random tokens [b t]."""
+    size = ROWS, LENGTH
+    index = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), size)
+    ones = np.ones(size, np.float32)
+    tokens = draw.integers(0, cfg.vocab_size, size, dtype=np.int32)
+    return dict(zip(BATCH_KEYS, (tokens, np.ones(size, np.int32), index, ones * (index > 0), ones)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
