@@ -8,6 +8,7 @@ import hmac
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -123,6 +124,13 @@ def free_port(host: str = "127.0.0.1") -> int:
         return probe.getsockname()[1]
 
 
+def check_url(name: str, url: str) -> None:
+    """ValueError unless it is the URL of a server."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{name} is {url!r}, which is no URL; give one such as http://HOST:PORT")
+
+
 class HttpServer:
     """Answers what `routes` lists.
 
@@ -161,8 +169,11 @@ class HttpServer:
     async def serve(self, ready: Callable[[int], None] | None = None) -> None:
         """Listens until SIGTERM or SIGINT, then lets what runs end. ready: called with the port.
 
-        OSError if it cannot listen there.
+        OSError if it cannot listen there. The process may then have as many files as it is allowed to: each connection is
+        one, and usual limits are below what a thousand rollouts take.
         """
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -192,10 +203,15 @@ class HttpServer:
             runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
             try:
                 await runner.setup()
-                await web.TCPSite(runner, self.config.host, self.config.port).start()
-                self.port = runner.addresses[0][1]
+                server = await loop.create_server(runner.server, self.config.host, self.config.port)
+                self.port = server.sockets[0].getsockname()[1]
                 ready.set_result(f"http://{self.config.host}:{self.port}")
                 await ended.wait()
+                # A connection that is being accepted when its server closes would stay open (CPython before 3.12).
+                for listening in server.sockets:
+                    loop.remove_reader(listening)
+                await asyncio.sleep(0.01)
+                server.close()
             except OSError as error:
                 ready.set_exception(error)
             finally:

@@ -8,9 +8,8 @@ Text is laid out and encoded here, so that what goes on is token ids.
 import dataclasses
 from collections.abc import Mapping
 
-import jsonschema
-
 from glm5_jax.checkpoint.manifest import Manifest, Tensor
+from glm5_jax.core.schema import checked, of_fields as _object
 from glm5_jax.core.server import ApiError
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling
@@ -72,15 +71,6 @@ _BIAS = {
     "propertyNames": {"pattern": "^[0-9]{1,9}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
-
-
-def _object(required: tuple[str, ...] = (), **properties) -> dict:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
 
 
 _SAMPLING = dict(
@@ -377,28 +367,6 @@ def thinking_of(said: Mapping) -> tuple[bool, bool]:
     return both.get("enable_thinking", True), both.get("clear_thinking", True)
 
 
-def checked(body, schema: Mapping):
-    """The body without fields that are null, which say nothing; ApiError if it is not as the schema says."""
-    body = _stripped(body, schema)
-    error = jsonschema.exceptions.best_match(_validator(schema).iter_errors(body))
-    if error is None:
-        return body
-    path = ".".join(map(str, error.absolute_path))
-    if error.validator == "additionalProperties":
-        unknown = sorted(set(error.instance) - set(error.schema["properties"]))
-        path = ".".join(filter(None, (path, unknown[0])))
-        raise ApiError(f"{path}: no such field is known", param=path)
-    message = error.message if len(error.message) <= 300 else f"{error.message[:297]}..."
-    raise ApiError(f"{path}: {message}" if path else message, param=path or None)
-
-
-def _stripped(value, schema: Mapping):
-    known = schema.get("properties")
-    if known is None or not isinstance(value, dict):
-        return value
-    return {n: _stripped(v, known.get(n, {})) for n, v in value.items() if v is not None}
-
-
 def _check_parts(messages: list) -> None:
     """ApiError for a part of a message that is no text: the layout would leave it out."""
     for i, message in enumerate(messages):
@@ -409,7 +377,3 @@ def _check_parts(messages: list) -> None:
                     f"message {i} has a part of type {part.get('type')!r}; this model reads text alone",
                     param="messages",
                 )
-
-
-def _validator(schema: Mapping) -> jsonschema.protocols.Validator:
-    return jsonschema.Draft202012Validator(schema)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from aiohttp import web
 
+from glm5_jax.core.schema import checked
 from glm5_jax.core.server import (
     ApiError,
     Handler,
@@ -276,7 +277,7 @@ class Server(HttpServer):
             raise ApiError("this server takes no weights", 404, "not_found")
         if self._worker.failure is not None:
             raise WorkerStopped("the engine has ended")
-        return protocol.checked(read_json(await request.read()), schema)
+        return checked(read_json(await request.read()), schema)
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")

@@ -29,8 +29,9 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
+from glm5_jax.core.schema import checked, of_fields
 from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
-from glm5_jax.inference.protocol import CHAT, checked, thinking_of
+from glm5_jax.inference.protocol import CHAT, thinking_of
 from glm5_jax.rl.router import NoRank, Router, RouterConfig
 from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError, Turn
 from glm5_jax.rl.trajectory import told
@@ -361,11 +362,7 @@ def _address(rank: str) -> tuple[str, int | None]:
 
 
 _FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
-_BEGIN = {
-    "type": "object",
-    "properties": {"id": {"type": "string"}, "seed": {"type": "integer", "minimum": 0}},
-    "additionalProperties": False,
-}
+_BEGIN = of_fields(id={"type": "string"}, seed={"type": "integer", "minimum": 0})
 
 
 class _Open:
