@@ -6,14 +6,12 @@ the kinds, the next is the one that is farthest behind its weight (deficit round
 """
 
 import dataclasses
-import functools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from glm5_jax.rl.shares import shuffled
 from glm5_jax.rl.types import Task
 
 
@@ -129,7 +127,7 @@ class TaskMixture:
         epoch, place = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1
         kind.waiting += 1
-        return kind.tasks[_order(self._seed, name, epoch, len(kind.tasks))[place]]
+        return kind.tasks[shuffled(self._seed, name, epoch, len(kind.tasks))[place]]
 
     def _returned(self, task: Task) -> _Kind:
         name = self._kind_of.get(task.id)
@@ -141,8 +139,3 @@ class TaskMixture:
     @staticmethod
     def _fingerprint(tasks: Sequence[Task]) -> list[int]:
         return [len(tasks), zlib.crc32("\n".join(task.id for task in tasks).encode())]
-
-
-@functools.lru_cache(16)  # a long one takes milliseconds, and kinds take turns
-def _order(seed: int, name: str, epoch: int, length: int) -> np.ndarray:
-    return np.random.default_rng([seed, zlib.crc32(name.encode()), epoch]).permutation(length)
