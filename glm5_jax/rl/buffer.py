@@ -127,6 +127,12 @@ class Buffer:
         """By task, groups that were admitted to a place of their own: after a restart, its new numbers go on there."""
         return dict(self._begun)
 
+    @property
+    def owed(self) -> list[str]:
+        """Ids of the groups whose places are to be filled again: dropped ones, and after a restart those that were under
+        way."""
+        return [place.admitted.group_id for place in self._owed.values()]
+
     def room(self) -> int:
         """How many groups may be admitted now."""
         return room(self.config, self.step, self.version, self.waiting, self.running)

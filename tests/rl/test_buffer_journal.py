@@ -116,6 +116,7 @@ def test_all_groups_but_those_under_way_are_there_again(tmp_path):
     assert (again.step, again.version, again.waiting, again.running) == (1, 1, 2, 0)
     assert again.accepted == {"t": 8} and again.begun == {"t": 4, "u": 2}
     assert again.room() == 2
+    assert again.owed == [own.group_id for own in new]
     assert again.again() == [("u", 0), ("u", 1)] and again.again() == []
     assert not come(again, new[1], version=1)  # it was under way
     for was, own in zip(batch, again.take(1), strict=True):

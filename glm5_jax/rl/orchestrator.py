@@ -1,0 +1,447 @@
+"""The Multi-Task Rollout Orchestrator: a hub between the trainer and the services of its tasks (GLM-5 4.1.1).
+
+    hub = Orchestrator(HubConfig(port=8100, gateway="http://10.0.0.1:9000", journal="DIR"))
+    asyncio.run(hub.serve())
+
+    POST   /tasks                     a service (`service.TaskService`) is there, and says what it has
+    POST   /tasks/NAME/heartbeat      it still is
+    DELETE /tasks/NAME                it takes nothing more
+    POST   /trainer/begin             {step, version}: the trainer starts, or goes on from a checkpoint
+    POST   /groups/take               {step, seconds}: the batch of a step, waited for so long
+    POST   /groups/trained            {step}: it was learnt from
+    POST   /groups/cancel             {group_id, again}: a group that is under way is called off
+    POST   /version                   {version}: of the weights that the engines have now
+    POST   /evaluate                  {count, seconds}: attempts at held-out tasks
+    POST   /pause, /resume            whether groups begin
+    GET    /status                    how everything is doing
+
+Groups are admitted as the buffer allows (`buffer`), of the task whose turn it is (`registry`), and their rollouts go side
+by side (`remote`). Nothing is waited for without a limit: a service or gateway that is gone is told in /status and with
+every batch that is not there yet. What has come is in the journal, and the next hub goes on with it.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import logging
+import pathlib
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from glm5_jax.core.schema import checked, of_fields
+from glm5_jax.core.server import (
+    ApiError,
+    Handler,
+    HttpServer,
+    ListenConfig,
+    as_json,
+    check_url,
+    encoded,
+    read_json,
+)
+from glm5_jax.rl.buffer import Admitted, Buffer, BufferConfig
+from glm5_jax.rl.client import NOT_BEGUN, JsonClient, told_taken
+from glm5_jax.rl.registry import Registry, RegistryConfig, Service
+from glm5_jax.rl.remote import Remote, RemoteConfig
+from glm5_jax.rl.trajectory import Trajectory
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class HubConfig(ListenConfig):
+    """Construction refuses values out of range (ValueError).
+
+    Attributes:
+      gateway: its URL.
+      seed: of all rollouts.
+      journal: folder with what has come, for the next hub; None: none.
+      poll_seconds: that a trainer is kept waiting at most before it has to ask again.
+      tick: seconds between two looks at what only time changes.
+      most_bytes: of an answer.
+      api_key: that the hub wants, and the services and the gateway too.
+    """
+
+    port: int = 8100
+    gateway: str = "http://127.0.0.1:9000"
+    seed: int = 0
+    journal: str | None = None
+    poll_seconds: float = 60.0
+    tick: float = 0.1
+    most_bytes: int = 2**28
+    buffer: BufferConfig = BufferConfig()
+    registry: RegistryConfig = RegistryConfig()
+    remote: RemoteConfig = RemoteConfig()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_url("gateway", self.gateway)
+        for name in ("poll_seconds", "tick", "most_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+
+
+@dataclasses.dataclass(eq=False)
+class _UnderWay:
+    """A group. left: of its rollouts, those that have not ended; again: whether its number is to be admitted again if it
+    is called off; accepted: once it has come."""
+
+    service: Service
+    admitted: Admitted
+    left: int
+    again: bool = True
+    accepted: bool | None = None
+    task: asyncio.Task | None = None
+
+
+class Orchestrator(HttpServer):
+    """The hub."""
+
+    def __init__(self, config: HubConfig = HubConfig()):
+        super().__init__(config)
+        self._clock = time.monotonic
+        folder = None if config.journal is None else pathlib.Path(config.journal)
+        self._buffer = Buffer(config.buffer, folder)
+        self._registry = Registry(config.buffer.group, config.registry)
+        self._registry.drawn.update(self._buffer.begun)
+        # Whether a trainer has said where it is, perhaps to a hub before this one.
+        self._begun = bool(self._buffer.begun) or self._buffer.step > 0
+        self._collect()
+        self._groups: dict[str, _UnderWay] = {}
+        self._tasks: set[asyncio.Task] = set()  # all that run until they are cancelled
+        self._paused = self._ending = False
+        self._news = asyncio.Event()
+
+    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+        post = {
+            "/tasks": self._register,
+            "/tasks/{name}/heartbeat": self._heartbeat,
+            "/trainer/begin": self._begin,
+            "/groups/take": self._take,
+            "/groups/trained": self._trained,
+            "/groups/cancel": self._cancel,
+            "/version": self._version,
+            "/evaluate": self._evaluate,
+            "/pause": functools.partial(self._pause, True),
+            "/resume": functools.partial(self._pause, False),
+        }
+        get = {"/status": self._status, "/health": self._health}
+        return {"POST": post, "GET": get, "DELETE": {"/tasks/{name}": self._leave}}
+
+    def app(self) -> web.Application:
+        app = super().app()
+
+        async def end(app):
+            # Or the server would wait for trainers that wait for batches.
+            self._ending = True
+            self._tell()
+
+        app.on_shutdown.append(end)
+        return app
+
+    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+        config = self.config
+        async with JsonClient(config.api_key, most_bytes=config.most_bytes) as self._client:
+            self._remote = Remote(
+                self._client, config.gateway, config.seed, config.remote, self._clock
+            )
+            for group_id in self._buffer.owed:
+                self._remote.abandon(group_id, config.buffer.group)
+            self._filling = self._started(self._fill())
+            self._started(self._sweep())
+            yield
+            tasks = set(self._tasks)
+            for task in tasks:
+                task.cancel()
+            # They end their sessions, and their numbers are in the journal.
+            await asyncio.wait(tasks, timeout=config.grace)
+
+    def _started(self, work: Coroutine) -> asyncio.Task:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def drain(self) -> None:
+        """See `HttpServer`; groups that are under way may end."""
+        self._draining = True
+        self._tell()
+        await super().drain()
+
+    # -- groups --------------------------------------------------------------------------------------------
+
+    async def _fill(self) -> None:
+        """Lets groups begin whenever they may, and sees who is lost."""
+        while True:
+            news, now = self._news, self._clock()
+            for service in self._registry.expire(now):
+                _log.warning("%s is lost: %s", service.spec.name, service.error)
+                self._call_off(service)
+            if self._begun and not (self._draining or self._paused):
+                self._start_groups(now)
+            await self._hear(news, self.config.tick)
+
+    async def _sweep(self) -> None:
+        """Ends sessions that are left behind."""
+        while True:
+            await self._remote.sweep()
+            await asyncio.sleep(self.config.tick)
+
+    def _start_groups(self, now: float) -> None:
+        accepted = None
+        while self._buffer.room() and not self._remote.gateway.wait(now):
+            ready = self._registry.ready(now)
+            if not ready:
+                return
+            if accepted is None:  # counted anew each time
+                accepted = self._buffer.accepted
+            self._start(*self._registry.next(accepted, ready), now)
+
+    def _start(self, service: Service, number: int, now: float) -> None:
+        admitted = self._buffer.admit(service.spec.name, number)
+        self._remote.gateway.begun(now)
+        self._registry.begun(service, now)
+        own = _UnderWay(service, admitted, self.config.buffer.group)
+        own.task = self._started(self._attempt(own))
+        own.task.add_done_callback(functools.partial(self._settle, own))
+        self._groups[admitted.group_id] = own
+        self._active += 1
+
+    async def _attempt(self, own: _UnderWay) -> None:
+        async def one(place: int) -> Trajectory:
+            try:
+                return await self._remote.rollout(own.service, own.admitted, place)
+            finally:
+                own.left -= 1
+                own.service.in_flight -= 1
+                self._tell()
+
+        # Not `gather`, whose cancellation waits for the first of them alone.
+        async with asyncio.TaskGroup() as members:
+            tasks = [members.create_task(one(place)) for place in range(own.left)]
+        found = [task.result() for task in tasks]
+        own.accepted = self._buffer.put(own.admitted.group_id, found)
+
+    def _settle(self, own: _UnderWay, task: asyncio.Task) -> None:
+        """A group has come, or was called off. Behind the task, which may be cancelled before it begins."""
+        del self._groups[own.admitted.group_id]
+        self._active -= 1
+        own.service.in_flight -= own.left
+        if not task.cancelled() and (error := task.exception()):
+            _log.error("group %s", own.admitted.group_id, exc_info=error)
+            own.service.error = f"{type(error).__name__}: {error}"
+        if own.accepted is None:
+            self._buffer.cancel(own.admitted.group_id, own.again)
+        self._registry.ended(own.service, own.accepted)
+        self._collect()
+        self._tell()
+
+    def _collect(self) -> None:
+        """Numbers that are to be admitted again go to their services."""
+        for task, number in self._buffer.again():
+            self._registry.repeat(task, number)
+
+    def _call_off(self, service: Service) -> None:
+        """What is asked of a service now has failed."""
+        for call in tuple(service.calls):
+            call.cancel()
+
+    def _tell(self) -> None:
+        """Something has changed; who waits looks again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _hear(self, news: asyncio.Event, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await news.wait()
+
+    # -- services ------------------------------------------------------------------------------------------
+
+    async def _register(self, request: web.Request) -> web.Response:
+        service, other = self._registry.register(read_json(await request.read()), self._clock())
+        if other:
+            self._call_off(service)
+        _log.info("%s is served at %s", service.spec.name, service.spec.url)
+        self._tell()
+        return as_json({"name": service.spec.name})
+
+    async def _heartbeat(self, request: web.Request) -> web.Response:
+        said = await _said(request, _BEAT)
+        name = request.match_info["name"]
+        self._registry.heartbeat(name, said.get("instance", ""), self._clock())
+        return as_json({"name": name})
+
+    async def _leave(self, request: web.Request) -> web.Response:
+        service = self._registry.leave(request.match_info["name"])
+        return as_json({"name": service.spec.name, "groups": service.groups})
+
+    # -- the trainer ---------------------------------------------------------------------------------------
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        said = await _said(request, _BEGIN)
+        with _conflicts():
+            self._buffer.begin(int(said["step"]), int(said["version"]))
+        self._begun = True
+        self._collect()
+        self._tell()
+        return as_json(self._position())
+
+    async def _take(self, request: web.Request) -> web.Response:
+        said = await _said(request, _TAKE)
+        until = self._clock() + min(said["seconds"], self.config.poll_seconds)
+        while True:
+            self._check_begun()
+            news = self._news
+            with _conflicts():
+                taken = self._buffer.take(int(said["step"]))
+            self._collect()
+            if taken is not None:
+                self._tell()
+                loop = asyncio.get_running_loop()
+                body = await loop.run_in_executor(None, _batch, taken)
+                return web.Response(body=body, content_type="application/json")
+            left = until - self._clock()
+            if left <= 0 or self._ending:
+                return as_json({"groups": None, "hindered": self._hindered()})
+            await self._hear(news, left)
+
+    async def _trained(self, request: web.Request) -> web.Response:
+        step = int((await _said(request, _TRAINED))["step"])
+        self._check_begun()
+        with _conflicts():
+            self._buffer.trained(step)
+        self._collect()
+        self._tell()
+        return as_json(self._position())
+
+    async def _version(self, request: web.Request) -> web.Response:
+        version = int((await _said(request, _VERSION))["version"])
+        self._check_begun()
+        with _conflicts():
+            self._buffer.push(version)
+        self._tell()
+        return as_json(self._position())
+
+    def _check_begun(self) -> None:
+        if self._filling.done():
+            raise ApiError(f"the hub has failed: {self._filling.exception()!r}", 500, "internal")
+        if not self._begun:
+            raise ApiError(
+                "no trainer has begun; say where it is with /trainer/begin", NOT_BEGUN, "begin"
+            )
+
+    def _position(self) -> dict[str, int]:
+        buffer = self._buffer
+        names = ("step", "version", "waiting", "running")
+        return {name: getattr(buffer, name) for name in names}
+
+    # -- people --------------------------------------------------------------------------------------------
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        said = await _said(request, _CANCEL)
+        own = self._groups.get(said["group_id"])
+        if own is None:
+            raise ApiError(f"no group {said['group_id']!r} is under way", 404, param="group_id")
+        own.again = said.get("again", False)
+        own.task.cancel()
+        return as_json({"group_id": said["group_id"], "task": own.admitted.task})
+
+    async def _pause(self, paused: bool, request: web.Request) -> web.Response:
+        del request
+        self._paused = paused
+        self._tell()
+        return as_json({"paused": paused})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        now = self._clock()
+        gateway = {
+            "url": self.config.gateway,
+            "state": self._remote.gateway.state,
+            "error": self._remote.error,
+        }
+        return as_json(
+            {
+                **self._position(),
+                "room": self._buffer.room(),
+                "begun": self._begun,
+                "paused": self._paused,
+                "draining": self._draining,
+                "hindered": self._hindered(),
+                "gateway": gateway,
+                "tasks": self._registry.told(self._buffer.accepted, now),
+                "groups": {
+                    name: {
+                        "task": own.admitted.task,
+                        "number": own.admitted.number,
+                        "left": own.left,
+                    }
+                    for name, own in self._groups.items()
+                },
+                "metrics": self._buffer.metrics(),
+            }
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        failed = self._filling.done()
+        state = "failed" if failed else "draining" if self._draining else "ok"
+        return as_json({"status": state}, 503 if failed else 200)
+
+    def _hindered(self) -> list[str]:
+        """Why batches may be late, in words."""
+        found = []
+        if not self._begun:
+            found.append("no trainer has begun")
+        if self._paused:
+            found.append("the hub is paused")
+        if self._draining:
+            found.append("the hub is ending")
+        if self._remote.gateway.state != "closed":
+            found.append(f"the gateway at {self.config.gateway} fails: {self._remote.error}")
+        if not self._registry.services:
+            found.append("no task service is registered")
+        return found + self._registry.hindered()
+
+    async def _evaluate(self, request: web.Request) -> web.Response:
+        said = await _said(request, _EVALUATE)
+        able = [own for own in self._registry.services.values() if own.spec.held_out]
+        self._active += 1
+        try:
+            found = await asyncio.gather(
+                *(self._remote.examine(own, int(said["count"]), said["seconds"]) for own in able)
+            )
+        finally:
+            self._active -= 1
+        return as_json({"tasks": dict(zip((own.spec.name for own in able), found))})
+
+
+@contextlib.contextmanager
+def _conflicts():
+    """What the buffer cannot do is the trainer's mistake."""
+    try:
+        yield
+    except ValueError as error:
+        raise ApiError(str(error), 409) from None
+
+
+def _batch(taken) -> bytes:
+    return encoded({"groups": [told_taken(group) for group in taken]})
+
+
+async def _said(request: web.Request, schema: Mapping) -> Any:
+    return checked(read_json(await request.read()), schema)
+
+
+_COUNT, _POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
+_SECONDS = {"type": "number", "minimum": 0}
+_BEGIN = of_fields(("step", "version"), step=_COUNT, version=_COUNT)
+_TAKE = of_fields(("step", "seconds"), step=_COUNT, seconds=_SECONDS)
+_TRAINED = of_fields(("step",), step=_COUNT)
+_VERSION = of_fields(("version",), version=_COUNT)
+_EVALUATE = of_fields(("count", "seconds"), count=_POSITIVE, seconds=_SECONDS)
+_CANCEL = of_fields(("group_id",), group_id={"type": "string"}, again={"type": "boolean"})
+_BEAT = of_fields(instance={"type": "string"})

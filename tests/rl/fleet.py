@@ -1,0 +1,222 @@
+"""Small real parts of an asynchronous system: engines that answer at random, services whose tasks are sums, a trainer
+that learns nothing.
+
+    python -m tests.rl.fleet PART '{"port": 0, ...}'
+
+runs one of them as a process; it prints its port.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+import time
+
+from aiohttp import web
+
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.rl.buffer import BufferConfig
+from glm5_jax.rl.client import JsonClient
+from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
+from glm5_jax.rl.registry import RegistryConfig
+from glm5_jax.rl.remote import RemoteConfig
+from glm5_jax.rl.service import Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.shares import BreakerConfig
+from glm5_jax.rl.types import Reward
+
+# Of the byte tokenizer, `Tokenizer.load("bytes")`: "</think>", and what ends a turn.
+CLOSES, STOPS = 278, 263
+
+
+class Engine(HttpServer):
+    """Answers `/generate` after a random delay of so many seconds on average. version: of what it samples."""
+
+    def __init__(self, config=ListenConfig(port=0), delay=0.01, tokens=8):
+        super().__init__(config)
+        self.version, self.delay, self.tokens = 0, delay, tokens
+        self._random = random.Random(0)
+
+    def routes(self):
+        post = {"/generate": self._generate, "/version": self._set}
+        return {"POST": post, "GET": {"/health": self._health}}
+
+    async def _generate(self, request):
+        said = read_json(await request.read())
+        own = random.Random(said["sampling_params"]["sampling_seed"])
+        await asyncio.sleep(self._random.uniform(0, 2 * self.delay))
+        # Digits, in the byte tokenizer.
+        ids = [CLOSES, *(own.randrange(15, 25) for _ in range(self.tokens)), STOPS]
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-own.random(), i, None] for i in ids],
+            "weight_versions": [self.version] * len(ids),
+            "cached_tokens": 0,
+        }
+        return as_json({"output_ids": ids, "meta_info": meta})
+
+    async def _set(self, request):
+        self.version = read_json(await request.read())["version"]
+        return as_json({})
+
+    async def _health(self, request):
+        return as_json({"status": "ok"})
+
+
+class Sums(TaskService):
+    """Chats for so many turns; what an attempt is worth is whether the last reply's digits are even.
+
+    mode: "ok"; "fails" (the environment does), "hangs", "deaf" (it does so whatever its deadline), "500" or "garbage".
+    broken: says of what is asked whether its environment fails. pause: seconds before each turn.
+    seen: what was asked; places: of its tasks; cancelled: rollouts; called_off: those that the hub said are.
+    """
+
+    def __init__(self, config, size=100, held_out=4, turns=2, pause=0.0):
+        super().__init__(config, size, held_out)
+        self.turns, self.pause, self.mode = turns, pause, "ok"
+        self.broken = lambda asked: False
+        self.seen, self.places, self.cancelled, self.called_off = [], [], [], []
+
+    def routes(self):
+        own = super().routes()
+        return own | {"POST": {"/rollout": self._moody, "/cancel": self._off}}
+
+    async def _off(self, request):
+        self.called_off.append(read_json(await request.read())["rollout_id"])
+        return await self._cancel(request)
+
+    async def _moody(self, request):
+        if self.mode == "500":
+            raise ApiError("the disk is full", 500)
+        if self.mode == "garbage":
+            return web.Response(text='{"messages": "none"}')
+        if self.mode == "deaf":
+            await asyncio.sleep(3600)
+        return await self._rollout(request)
+
+    async def opened(self, app):
+        # One pool for all agents, which a thousand separate ones need not be.
+        async with JsonClient() as self._agents:
+            async for _ in super().opened(app):
+                yield
+
+    async def attempt(self, asked, place):
+        self.seen.append(asked)
+        self.places.append(place)
+        try:
+            return await self._chat(asked, place)
+        except asyncio.CancelledError:
+            self.cancelled.append(asked.rollout_id)
+            raise
+
+    async def _chat(self, asked, place):
+        if self.mode == "fails" or self.broken(asked):
+            raise OSError("the sandbox is gone")
+        if self.mode == "hangs":
+            await asyncio.sleep(3600)
+        messages = [{"role": "user", "content": f"{place}+1?"}]
+        url = f"{asked.base_url}/v1/chat/completions"
+        for turn in range(self.turns):
+            await asyncio.sleep(self.pause)
+            if turn:
+                messages.append({"role": "user", "content": "And?"})
+            said = await self._agents.ask("POST", url, {"messages": messages}, seconds=60)
+            messages.append(said["choices"][0]["message"])
+        right = float(int(messages[-1]["content"]) % 2 == 0)
+        return Outcome(tuple(messages), Reward(right, {"right": right}), {"turns": self.turns})
+
+
+QUICK = dict(port=0, grace=5.0)
+# Everything that a test would wait for is short.
+SOON = dict(
+    tick=0.02,
+    registry=RegistryConfig(lost_after=10.0, breaker=BreakerConfig(4, 0.5)),
+    remote=RemoteConfig(again_after=0.05, slack=1.0, breaker=BreakerConfig(4, 0.5)),
+)
+
+
+def hub_config(gateway, group=4, batch_groups=4, max_staleness=2, max_running=16, **options):
+    """A hub's; options: others of it, and of its buffer."""
+    names = {field.name for field in dataclasses.fields(BufferConfig)}
+    more = {name: options.pop(name) for name in names & options.keys()}
+    own = BufferConfig(group, batch_groups, max_staleness, max_running, **more)
+    return HubConfig(**QUICK | SOON | {"gateway": gateway, "buffer": own} | options)
+
+
+def service_config(hub, name="sums", **options):
+    options = dict(heartbeat=0.5, seconds=20.0, max_inflight=64) | options
+    return ServiceConfig(**QUICK | {"hub": hub, "name": name} | options)
+
+
+@contextlib.contextmanager
+def gateway(engine, **options):
+    """The real one, in front of an engine; its URL."""
+    from glm5_jax.rl.gateway import Gateway, GatewayConfig
+    from glm5_jax.text.tokenizer import Tokenizer
+
+    options = QUICK | dict(probe_seconds=0.1, seconds=30.0) | options
+    with Gateway(Tokenizer.load("bytes"), [engine], GatewayConfig(**options)).running() as url:
+        yield url
+
+
+def until(holds, seconds=20.0):
+    """Waits for something to hold; what it is then."""
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end, "it has not come"
+        time.sleep(0.02)
+    return found
+
+
+# -- as processes ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process(part, *, env=None, **options):
+    """One of `PARTS` as a process; (its URL, the process), which is killed at the end."""
+    command = [sys.executable, "-m", "tests.rl.fleet", part, json.dumps(options)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        port = child.stdout.readline().strip()
+        assert port.isdigit(), f"{part} has not begun: {port!r}"
+        yield f"http://127.0.0.1:{port}", child
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def resident(child, what="VmRSS"):
+    """Bytes of memory that a process has, or had at most (VmHWM)."""
+    with open(f"/proc/{child.pid}/status") as file:
+        [line] = [line for line in file if line.startswith(what + ":")]
+    return int(line.split()[1]) * 1024
+
+
+def _engine(port=0, **options):
+    return Engine(ListenConfig(port=port), **options)
+
+
+def _gateway(engine, **options):
+    from glm5_jax.rl.gateway import Gateway, GatewayConfig
+    from glm5_jax.text.tokenizer import Tokenizer
+
+    return Gateway(Tokenizer.load("bytes"), [engine], GatewayConfig(**QUICK | options))
+
+
+def _service(turns=2, pause=0.0, size=100, **options):
+    return Sums(service_config(**options), size, turns=turns, pause=pause)
+
+
+def _hub(lost_after=10.0, **options):
+    registry = dataclasses.replace(SOON["registry"], lost_after=lost_after)
+    return Orchestrator(hub_config(registry=registry, **options))
+
+
+PARTS = {"engine": _engine, "gateway": _gateway, "service": _service, "hub": _hub}
+
+if __name__ == "__main__":
+    made = PARTS[sys.argv[1]](**json.loads(sys.argv[2]))
+    asyncio.run(made.serve(lambda port: print(port, flush=True)))

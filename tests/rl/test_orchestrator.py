@@ -1,0 +1,658 @@
+"""The hub with real services and the real gateway, over HTTP, in front of an engine that answers at random: what comes of
+rollouts, whatever fails."""
+
+import collections
+import contextlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.client import HubClient, heard_taken, told_taken
+from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
+from glm5_jax.rl.registry import RegistryConfig
+from glm5_jax.rl.remote import RemoteConfig
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.rl.fleet import Engine, Sums, gateway, hub_config, process, service_config, until
+
+TOKENIZER = Tokenizer.load("bytes")
+ENGINE = Engine()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with ENGINE.running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def gate(engine):
+    with gateway(engine) as url:
+        yield url
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+class Fleet:
+    """A hub and its services, and what their trainer does. services: options by name; a list: of the same ones."""
+
+    def __init__(self, stack, gate, services=("sums",), **options):
+        self.stack, self.hub = stack, Orchestrator(hub_config(gate, **options))
+        self.url = stack.enter_context(self.hub.running())
+        self.client = HubClient(self.url, patience=10.0)
+        self.services = {}
+        ENGINE.version, self.step = 0, 0
+        for name in services:
+            self.add(name, **(services[name] if isinstance(services, dict) else {}))
+
+    def add(self, name, stack=None, *, turns=2, pause=0.0, size=100, **options):
+        """A service, once it is registered."""
+        made = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
+        self.services[name] = made
+        (stack or self.stack).enter_context(made.running())
+        until(lambda: made.registered)
+        return made
+
+    def begin(self):
+        self.client.begin(self.step, self.step)
+        return self
+
+    def train(self, updates=1, seconds=20.0):
+        """The groups of so many batches."""
+        found = []
+        for _ in range(updates):
+            taken = self.client.take(self.step, seconds)
+            assert taken is not None, json.dumps(self.client.status(), indent=1)
+            self.client.trained(self.step)
+            self.step += 1
+            ENGINE.version = self.step
+            self.client.push(self.step)
+            found += taken
+        return found
+
+    def told(self, name="sums"):
+        return self.client.status()["tasks"][name]
+
+
+def sessions(gate):
+    with urllib.request.urlopen(f"{gate}/server_info", timeout=10) as response:
+        return json.load(response)["sessions"]
+
+
+# -- what comes of rollouts ------------------------------------------------------------------------------------
+
+
+def test_what_is_trained_is_what_was_sampled_in_the_chat(stack, gate):
+    fleet = Fleet(stack, gate).begin()
+    groups = fleet.train(3)
+    # There is no other task, and nothing was dropped.
+    assert [group.order for group in groups] == [group.number for group in groups]
+    assert len({group.order for group in groups}) == 12
+    for group in groups:
+        assert len(group.members) == 4 and 0 <= group.staleness <= 2
+        assert len({member.rollout_id for member in group.members}) == 4
+        for member in group.members:
+            assert (member.task, member.number) == ("sums", group.number)
+            assert member.metrics == {"turns": 2} and member.seconds > 0
+            [record] = member.records
+            assert record.rollout_id == member.rollout_id and record.group_id == group.group_id
+            text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
+            replies = [m["content"] for m in member.messages if m["role"] == "assistant"]
+            assert len(replies) == 2 and all(f"</think>{reply}<|" in text for reply in replies)
+            assert record.loss_mask.sum() == 20  # of two replies
+            right = float(int(replies[-1]) % 2 == 0)
+            assert member.reward.value == member.reward.parts["right"] == right
+    # Every epoch has each task once.
+    assert len(set(fleet.services["sums"].places)) == len(
+        {asked.number for asked in fleet.services["sums"].seen}
+    )
+
+
+def test_the_same_seed_samples_the_same(gate):
+    def ids(seed):
+        with contextlib.ExitStack() as stack:
+            groups = Fleet(stack, gate, seed=seed).begin().train(2)
+        return {
+            (group.order, place): member.records[0].token_ids.tolist()
+            for group in groups
+            for place, member in enumerate(group.members)
+        }
+
+    one, again, other = ids(1), ids(1), ids(2)
+    both = one.keys() & again.keys()  # which are first depends on the clock
+    assert len(both) >= 16 and all(one[name] == again[name] for name in both)
+    assert not any(one[name] == other[name] for name in one.keys() & other.keys())
+    assert len(set(map(tuple, one.values()))) == len(one)
+
+
+def test_shares_are_the_weights_and_nothing_is_left_behind(stack, gate):
+    weights = {"a": 1, "b": 2, "c": 3}
+    fleet = Fleet(stack, gate, {name: {"weight": own} for name, own in weights.items()}).begin()
+    count = collections.Counter(group.task for group in fleet.train(15))
+    assert sum(count.values()) == 60
+    for name, weight in weights.items():
+        assert abs(count[name] - 10 * weight) <= 2
+    fleet.client.pause()
+    until(lambda: fleet.client.status()["running"] == 0)
+    assert sessions(gate) == 0
+    told = fleet.told("c")
+    assert told["accepted"] == 4 * told["accepted_groups"] and told["failed"] == 0
+    assert told["in_flight"] == 0 and 0 < told["reward"] < 1
+
+
+def test_no_more_groups_than_the_rate(stack, gate):
+    rate, began = 3.0, time.monotonic()
+    fleet = Fleet(stack, gate, {"limited": {"rate": rate}, "fast": {}}).begin()
+    while fleet.told("limited")["drawn"] < 4:
+        fleet.train()
+    assert fleet.told("limited")["drawn"] <= rate * (time.monotonic() - began) + 1
+    assert fleet.told("fast")["drawn"] > 4
+
+
+# -- failures --------------------------------------------------------------------------------------------------
+
+
+def test_an_environment_that_fails_once_is_tried_again(stack, gate):
+    fleet = Fleet(stack, gate)
+    own = fleet.services["sums"]
+    own.broken = lambda asked: asked.rollout_id.endswith("-1")
+    groups = fleet.begin().train(2)
+    names = {member.rollout_id for group in groups for member in group.members}
+    assert {f"{group.group_id}-1.1" for group in groups} <= names and len(names) == 32
+    told = fleet.told()
+    assert told["failures"] >= 8 and told["failed"] == 0 and told["dropped_groups"] == 0
+    assert told["error"] == "OSError: the sandbox is gone"
+    # With the same seed as before.
+    seeds = collections.defaultdict(set)
+    for asked in own.seen:
+        seeds[asked.rollout_id.removesuffix(".1")].add(asked.seed)
+    assert all(len(own) == 1 for own in seeds.values())
+
+
+def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate):
+    """One of four: padded. Two of four in the first try: dropped, and the number comes again in its place."""
+    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1))
+    fleet.services["sums"].broken = lambda asked: (
+        asked.rollout_id.endswith("-1")
+        or asked.rollout_id.endswith("-2")
+        and asked.number == 1
+        and asked.group_id.endswith("-0")
+    )
+    groups = fleet.begin().train(4)
+    assert 1 in [group.number for group in groups]
+    for group in groups:
+        assert group.order == group.number
+        ids = [member.rollout_id.rpartition("-")[2] for member in group.members]
+        assert ids == ["0", "2", "3", "0"] and len(group.baseline) == 3
+        assert group.members[3] is group.members[0]
+        assert group.group_id == f"{group.order}-{int(group.number == 1)}"
+    assert fleet.told()["dropped_groups"] == 1
+
+
+@pytest.mark.parametrize("mode", ["500", "garbage", "fails"])
+def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mode):
+    fleet = Fleet(stack, gate, ("bad", "good"))
+    bad = fleet.services["bad"]
+    bad.mode = mode
+    fleet.begin()
+    assert {group.task for group in fleet.train(5)} == {"good"}
+    told = until(lambda: fleet.told("bad")["state"] == "open" and fleet.told("bad"))
+    assert told["accepted"] == 0 and told["failures"] >= 4
+    words = {"500": "the disk is full", "garbage": "no outcome", "fails": "sandbox is gone"}[mode]
+    assert words in told["error"]
+    assert any("service of bad is" in line for line in fleet.client.status()["hindered"])
+    if mode == "fails":
+        # It is tried with one group at a time: at most a few within the second or two that this takes.
+        assert len(bad.seen) < 60
+    bad.mode = "ok"
+    until(lambda: fleet.train() and fleet.told("bad")["accepted"])
+    assert fleet.told("bad")["state"] in ("ok", "full")
+
+
+@pytest.mark.parametrize("mode", ["hangs", "deaf"])
+def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
+    services = {"bad": {"seconds": 0.3}, "good": {}}
+    fleet = Fleet(stack, gate, services, remote=RemoteConfig(tries=1, slack=0.2)).begin()
+    bad = fleet.services["bad"]
+    bad.mode = mode
+    groups = fleet.train(5)
+    assert "good" in {group.task for group in groups}
+    told = until(lambda: fleet.told("bad")["breaker"] != "closed" and fleet.told("bad"))
+    assert "within 0." in told["error"]
+    if mode == "hangs":
+        until(lambda: set(bad.cancelled) == {asked.rollout_id for asked in bad.seen})
+    if mode == "deaf":
+        # One that does not see whether anybody listens is told.
+        until(lambda: len(bad.called_off) >= told["failures"])
+    bad.mode = "ok"
+    until(lambda: "bad" in {group.task for group in fleet.train()})
+
+
+def test_a_service_that_is_not_heard_of_is_waited_for_no_longer(stack, gate):
+    """Whatever its connections and its deadline: it does not answer, and sends no heartbeat."""
+    fleet = Fleet(stack, gate, [], registry=RegistryConfig(lost_after=0.5))
+    silent = Sums(service_config("http://127.0.0.1:9", seconds=60.0))
+    silent.mode = "deaf"
+    stack.enter_context(silent.running())
+    with Client(fleet.url).open("/tasks", json.dumps(silent._described()).encode()):
+        pass
+    fleet.begin()
+    until(lambda: fleet.told()["state"] == "lost" and not fleet.told()["in_flight"], 10)
+    assert fleet.told()["again"] == 12
+
+
+def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):
+    registry = RegistryConfig(lost_after=1.5)
+    fleet = Fleet(stack, gate, ["good"], registry=registry).begin()
+    with contextlib.ExitStack() as own:
+        bad = fleet.add("bad", own, pause=0.2)
+        fleet.train(2)
+        until(lambda: fleet.told("bad")["in_flight"])
+    # What was under way has failed, and is another's to wait for no longer.
+    until(lambda: fleet.told("bad")["state"] == "lost")
+    until(lambda: not fleet.told("bad")["in_flight"])
+    numbers = [group.number for group in fleet.train(4) if group.task == "bad"]
+    again = fleet.told("bad")["again"]
+    assert again + fleet.told("bad")["accepted_groups"] == fleet.told("bad")["drawn"]
+    assert any("bad is lost: no heartbeat" in line for line in fleet.client.status()["hindered"])
+    fleet.add("bad", port=bad.port)
+    groups = until(lambda: [group for group in fleet.train() if group.task == "bad"])
+    assert again == 0 or groups[0].number not in numbers
+    assert fleet.told("bad")["again"] == 0
+
+
+def test_a_service_that_was_started_anew_is_known_to_have_forgotten(stack, gate):
+    """Nothing else tells the hub of a machine that is gone: its connections are as open as before."""
+    fleet = Fleet(stack, gate, registry=RegistryConfig(lost_after=60.0))
+    fleet.services["sums"].mode = "hangs"
+    fleet.begin()
+    until(lambda: len(fleet.services["sums"].seen) == 48)
+    client = Client(fleet.url)
+    described = fleet.services["sums"]._described()
+    with client.open("/tasks", json.dumps(described).encode()):
+        pass
+    assert fleet.told()["failures"] == 0  # it has only said again what it is
+    fleet.services["sums"].mode = "ok"
+    with client.open("/tasks", json.dumps(described | {"instance": "another"}).encode()):
+        pass
+    until(lambda: fleet.told()["failures"] >= 48)
+    assert len(fleet.train()) == 4
+
+
+def test_a_gateway_that_is_gone_is_told_and_blamed_on_nobody_else(stack, engine, tmp_path):
+    options = {"journal": str(tmp_path)}
+    with contextlib.ExitStack() as own:
+        gate = own.enter_context(gateway(engine, **options))
+        fleet = Fleet(stack, gate, {"sums": {"pause": 0.1}}).begin()
+        fleet.train(2)
+    until(lambda: fleet.client.status()["gateway"]["state"] == "open")
+    until(lambda: fleet.told()["in_flight"] == 0)
+    assert fleet.told()["breaker"] == "closed"
+    began = time.monotonic()
+    while (taken := fleet.client.take(fleet.step, 0.2)) is not None:
+        fleet.client.trained(fleet.step)
+        fleet.step += 1
+    assert taken is None and time.monotonic() - began < 10
+    assert any(f"the gateway at {gate} fails: no server" in line for line in fleet.client.hindered)
+    port = int(gate.rpartition(":")[2])
+    with gateway(engine, port=port, **options):
+        fleet.client.push(fleet.step)
+        ENGINE.version = fleet.step
+        fleet.train(2)
+        # Sessions that could not be ended are.
+        fleet.client.pause()
+        until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
+
+
+def test_without_any_service_a_trainer_is_told_so_in_time(stack, gate):
+    fleet = Fleet(stack, gate, [])
+    with pytest.raises(ServerError, match="no trainer has begun"):
+        fleet.client.take(0, 0.1)
+    fleet.begin()
+    began = time.monotonic()
+    assert fleet.client.take(0, 0.3) is None
+    assert 0.3 <= time.monotonic() - began < 5
+    assert fleet.client.hindered == ("no task service is registered",)
+    fleet.add("sums")
+    assert len(fleet.train()) == 4 and fleet.client.hindered == ()
+
+
+# -- what people and signals do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_group_can_be_called_off(stack, gate, again):
+    fleet = Fleet(stack, gate)
+    own = fleet.services["sums"]
+    own.mode = "hangs"
+    fleet.begin()
+    until(lambda: len(own.seen) == 48)
+    fleet.client.cancel("3-0", again)
+    own.mode = "ok"
+    names = {f"3-0-{place}" for place in range(4)}
+    until(lambda: set(own.cancelled) >= names)
+    for order in (0, 1, 2, *range(4, 12)):
+        fleet.client.cancel(f"{order}-0", again=True)
+    groups = fleet.train(4)
+    assert {group.number for group in groups} >= set(range(12)) - {3}
+    assert (3 in {group.number for group in groups}) == again
+    assert fleet.told()["cancelled_groups"] == 12
+    with pytest.raises(ServerError, match="no group '3-0' is under way"):
+        fleet.client.cancel("3-0")
+    fleet.client.pause()
+    until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
+
+
+def test_a_paused_hub_begins_nothing(stack, gate):
+    fleet = Fleet(stack, gate)
+    fleet.client.pause()
+    fleet.begin()
+    assert fleet.client.take(0, 0.3) is None and "the hub is paused" in fleet.client.hindered
+    assert fleet.services["sums"].seen == []
+    fleet.client.pause(False)
+    assert len(fleet.train()) == 4
+
+
+def test_a_service_that_is_told_to_end_ends_what_it_has_and_is_forgotten(stack, gate):
+    fleet = Fleet(stack, gate, ["staying"])
+    _, child = stack.enter_context(process("service", hub=fleet.url, name="leaving", pause=0.3))
+    until(lambda: "leaving" in fleet.client.status()["tasks"])
+    fleet.begin()
+    until(lambda: fleet.told("leaving")["in_flight"] >= 4)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(20) == 0
+    until(lambda: "leaving" not in fleet.client.status()["tasks"])
+    metrics = fleet.client.status()["metrics"]
+    assert metrics["groups/failed"] == metrics["groups/cancelled"] == 0
+    groups = fleet.train(5)
+    assert {group.task for group in groups[-4:]} == {"staying"}
+    assert "leaving" in {group.task for group in groups}
+
+
+def test_a_hub_that_is_told_to_end_lets_its_groups_come(stack, gate, tmp_path):
+    options = {"gateway": gate, "journal": str(tmp_path)}
+    url, child = stack.enter_context(process("hub", **options))
+    service = Sums(service_config(url), pause=0.3)
+    stack.enter_context(service.running())
+    client, ENGINE.version = HubClient(url, patience=10.0), 0
+    client.begin(0, 0)
+    until(lambda: client.status()["running"] == 12 and service.seen)
+    child.send_signal(signal.SIGTERM)
+    assert client.take(0, 10)  # it answers to the end
+    assert child.wait(20) == 0
+    assert len(service.seen) == 48 and service.cancelled == []
+    port = int(url.rpartition(":")[2])
+    hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
+    assert (hub._buffer.waiting, hub._buffer.running) == (12, 0)
+    # The next one knows which numbers there were.
+    with hub.running():
+        for step in range(5):
+            taken = client.take(step, 20)
+            assert taken and all(group.order == group.number for group in taken)
+            client.trained(step)
+            ENGINE.version = step + 1
+            client.push(step + 1)
+
+
+def test_a_hub_that_ends_tells_who_waits(gate):
+    with ThreadPoolExecutor() as threads:
+        with Orchestrator(hub_config(gate)).running() as url:
+            client = HubClient(url, patience=0.0)
+            client.begin(0, 0)
+            taken = threads.submit(client.take, 0, 60)
+            time.sleep(0.3)
+            began = time.monotonic()
+        assert time.monotonic() - began < 20
+        with pytest.raises(ServerError, match="no server answers"):
+            assert taken.result(30)
+
+
+def test_held_out_tasks_are_attempted_and_never_trained_on(stack, gate):
+    fleet = Fleet(stack, gate, ["a", "b"]).begin()
+    fleet.train()
+    fleet.services["b"].broken = lambda asked: asked.held_out and asked.number == 1
+    found = fleet.client.evaluate(3, 20)
+    assert found["a"]["count"] == 3 and found["a"]["failed"] == 0
+    assert found["a"]["reward"] in (0, 1 / 3, 2 / 3, 1)
+    assert (found["b"]["count"], found["b"]["failed"]) == (2, 1)
+    for own in fleet.services.values():
+        asked = {one.number for one in own.seen if one.held_out}
+        assert asked == {0, 1, 2}
+    # The same once more, with the same seeds.
+    assert fleet.client.evaluate(3, 20)["a"] == found["a"]
+    fleet.services["a"].mode = "hangs"
+    began = time.monotonic()
+    late = fleet.client.evaluate(100, 0.5)["a"]
+    assert (late["reward"], late["count"], late["failed"]) == (None, 0, 4)
+    assert time.monotonic() - began < 10
+    held_out = {f"held-out-{name}" for name in "ab"}
+    for group in fleet.train(2):
+        assert not any(m.rollout_id.startswith(tuple(held_out)) for m in group.members)
+
+
+def test_an_evaluation_goes_before_groups(stack, gate):
+    """Where there is no room for both."""
+    fleet = Fleet(stack, gate, {"sums": {"max_inflight": 4, "pause": 0.05}}).begin()
+    fleet.train()
+    own = fleet.services["sums"]
+    found = fleet.client.evaluate(4, 20)["sums"]
+    assert (found["count"], found["failed"]) == (4, 0) and fleet.told()["failures"] == 0
+    asked = [one.held_out for one in own.seen]
+    # Those that had begun, and then no group before the last of what is held out.
+    first, last = asked.index(True), len(asked) - asked[::-1].index(True)
+    assert asked[first:last].count(False) <= 4
+    fleet.train(2)
+
+
+# -- restarts --------------------------------------------------------------------------------------------------
+
+
+def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
+    """With what has come, what was taken and what was under way: nothing is lost or trained on twice, and each task's
+    turn comes once."""
+    trained, held, port, under_way = [], [], 0, 0
+    ENGINE.version = step = 0
+    with contextlib.ExitStack() as services:
+        for life in range(4):
+            hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
+            with hub.running() as url:
+                port, client = hub.port, HubClient(url, patience=10.0)
+                if life == 0:
+                    made = Sums(service_config(url), pause=0.1)
+                    services.enter_context(made.running())
+                    client.begin(0, 0)
+                for batch in range(3):
+                    taken = until(lambda: client.take(step, 5))  # noqa: B023
+                    if batch == 0 and life:
+                        assert ids(taken) == held
+                    if batch < 2:
+                        client.trained(step)
+                        trained += taken
+                        step += 1
+                        ENGINE.version = step
+                        client.push(step)
+                held, left = ids(taken), client.status()
+                under_way += left["running"]
+            after = Orchestrator(hub_config(gate, journal=str(tmp_path)))._buffer
+            assert after.step == step and after.running == 0 and after.waiting >= left["waiting"]
+    assert under_way > 0
+    numbers = [group.number for group in trained]
+    assert len(set(numbers)) == len(numbers) == 32 == len(set(ids(trained)))
+    assert {group.order for group in trained} == set(numbers)
+    # None was skipped: those before the last that are missing wait or were under way.
+    assert set(range(max(numbers) - 12)) <= set(numbers)
+
+
+def ids(groups):
+    return [group.group_id for group in groups]
+
+
+def test_a_hub_without_a_journal_is_told_anew_where_the_trainer_is(gate):
+    with contextlib.ExitStack() as stack:
+        fleet = Fleet(stack, gate)
+        fleet.begin().train(3)
+        port = fleet.hub.port
+        taken = fleet.client.take(3, 10)
+        assert taken
+        services = stack.pop_all()
+    with services:
+        pass
+    with contextlib.ExitStack() as stack:
+        hub = Orchestrator(hub_config(gate, port=port))
+        stack.enter_context(hub.running())
+        stack.enter_context(Sums(service_config(fleet.url)).running())
+        # The batch that the dead hub gave out is learnt from; the next one comes from the new one.
+        fleet.client.trained(3)
+        fleet.step, ENGINE.version = 4, 4
+        fleet.client.push(4)
+        assert len(fleet.train(2)) == 8
+        assert fleet.client.status()["step"] == 6
+
+
+def test_a_batch_is_heard_as_it_was_told(stack, gate):
+    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1))
+    fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith("-3")
+    for group in fleet.begin().train():
+        told = json.loads(json.dumps(told_taken(group)))
+        assert len(told["members"]) == 3 and len(told["places"]) == 4
+        again = heard_taken(told)
+        assert again.members[3] is again.members[0] and again.baseline == group.baseline
+        assert told_taken(again) == told_taken(group)
+
+
+# -- the world outside -----------------------------------------------------------------------------------------
+
+
+def test_no_proxy_leads_to_a_hub(stack, gate, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    fleet = Fleet(stack, gate).begin()
+    assert len(fleet.train()) == 4
+
+
+def test_a_server_may_have_as_many_connections_as_it_is_allowed_to():
+    program = [sys.executable, "-m", "tests.rl.fleet", "engine", "{}"]
+    limited = ["sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh", *program]
+    with subprocess.Popen(limited, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout.readline().strip().isdigit()
+            soft, hard = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
+        finally:
+            child.kill()
+    assert soft == hard > 64
+
+
+# -- mistakes --------------------------------------------------------------------------------------------------
+
+SPEC = {
+    "schema": 1,
+    "name": "new",
+    "url": "http://127.0.0.1:9",
+    "weight": 1.0,
+    "size": 10,
+    "held_out": 0,
+    "max_inflight": 8,
+    "rate": None,
+    "seconds": 60.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/tasks", {**SPEC, "schema": 2}, 400, "schema is 2 and this hub speaks 1"),
+        ("/tasks", {**SPEC, "weight": 0}, 400, "weight is 0; it must be positive"),
+        ("/tasks", {**SPEC, "weight": -1.5}, 400, "weight is -1.5"),
+        ("/tasks", {**SPEC, "rate": 0}, 400, "rate is 0"),
+        ("/tasks", {**SPEC, "seconds": -1}, 400, "seconds is -1"),
+        ("/tasks", {**SPEC, "url": "127.0.0.1:9"}, 400, "'127.0.0.1:9', which is no URL"),
+        ("/tasks", {**SPEC, "url": "http://"}, 400, "which is no URL"),
+        ("/tasks", {**SPEC, "name": "a/b"}, 400, "name is 'a/b'; use up to 64 letters"),
+        ("/tasks", {**SPEC, "name": "sums"}, 409, "already served at http://127.0.0.1:"),
+        ("/tasks", {**SPEC, "size": 0}, 400, "size: 0 is less than the minimum of 1"),
+        ("/tasks", {**SPEC, "max_inflight": 3}, 400, "a group has 4 rollouts; raise it"),
+        ("/tasks", {**SPEC, "speed": 1}, 400, "speed: no such field"),
+        ("/tasks", {"schema": 1}, 400, "is a required property"),
+        ("/tasks", [], 400, "is not of type 'object'"),
+        ("/tasks/none/heartbeat", {}, 404, "no service 'none'"),
+        ("/tasks/sums/heartbeat", {"instance": "x"}, 404, "register it"),
+        ("/trainer/begin", {"step": 1, "version": 2}, 409, "version is 2 at step 1"),
+        ("/groups/take", {"step": 7, "seconds": 0}, 409, "no batch of step 7"),
+        ("/groups/take", {"step": -1, "seconds": 0}, 400, "step: -1 is less than"),
+        ("/groups/trained", {"step": 0}, 409, "cannot be trained on"),
+        ("/version", {"version": 9}, 409, "version is 9"),
+        ("/evaluate", {"count": 0, "seconds": 1}, 400, "count: 0 is less than"),
+        ("/nowhere", {}, 404, "POST /tasks, /tasks/{name}/heartbeat, /trainer/begin"),
+    ],
+)
+def test_what_the_hub_cannot_take_it_says(idle, path, body, status, words):
+    with pytest.raises(ServerError) as caught:
+        Client(idle).open(path, json.dumps(body).encode())
+    assert caught.value.status == status and words in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def idle(gate):
+    """A hub whose service never has anything to do."""
+    with contextlib.ExitStack() as stack:
+        fleet = Fleet(stack, gate)
+        fleet.client.pause()
+        fleet.begin()
+        yield fleet.url
+
+
+def test_nobody_leaves_who_is_not_there(idle):
+    request = urllib.request.Request(f"{idle}/tasks/none", method="DELETE")
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=10)
+    assert caught.value.status == 404
+    assert "there are sums" in json.load(caught.value)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: HubConfig(gateway="10.0.0.1:9000"), "gateway is '10.0.0.1:9000', which is no URL"),
+        (lambda: HubConfig(tick=0), "tick is 0"),
+        (lambda: HubConfig(poll_seconds=-1), "poll_seconds is -1"),
+        (lambda: RemoteConfig(tries=0), "tries is 0"),
+        (lambda: RemoteConfig(slack=-1), "slack is -1"),
+        (lambda: RegistryConfig(lost_after=0), "lost_after is 0"),
+        (lambda: HubClient("http://x", patience=-1), "patience is -1"),
+    ],
+)
+def test_hubs_and_clients_refuse_values_out_of_range(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_hub_that_is_not_there_is_waited_for_and_then_said_so():
+    began = time.monotonic()
+    with pytest.raises(ServerError, match="no server answers at http://127.0.0.1:9"):
+        HubClient("http://127.0.0.1:9", patience=0.2).status()
+    assert time.monotonic() - began < 10
+
+
+def test_who_has_the_key_is_let_in(stack, gate):
+    hub = Orchestrator(hub_config(gate, api_key="secret"))
+    url = stack.enter_context(hub.running())
+    without = Sums(service_config(url, "other"))
+    stack.enter_context(without.running())
+    own = Sums(service_config(url, api_key="secret"))
+    stack.enter_context(own.running())
+    until(lambda: own.registered)
+    assert HubClient(url, "secret").status()["tasks"].keys() == {"sums"}
+    until(lambda: "API key is missing" in without._problem)
+    with pytest.raises(ServerError, match="API key is missing"):
+        HubClient(url).status()

@@ -1,0 +1,200 @@
+"""The hub with all parts as processes: more than a thousand rollouts at once, and whoever is killed.
+
+    python -m tests.rl.test_orchestrator_load '{"delay": 0.05, "batches": 12}'
+
+says how many rollouts a second go through hub, gateway and services of this machine, and what memory they take.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.client import HubClient
+from tests.rl.fleet import process, resident, until
+
+pytestmark = pytest.mark.slow
+
+
+def tell(url, **body):
+    """POSTs to an engine or a hub."""
+    request = urllib.request.Request(url, json.dumps(body).encode())
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 5.0}
+GROUP, BATCH = 8, 48
+
+
+def load(delay, batches, running=160):
+    """Batches of three services in front of an engine that takes `delay` seconds for a reply, of which a rollout has two:
+    of each batch, seconds, rollouts in flight when it was there, memory of each process, and its groups by task; what
+    the hub tells at the end; and of each process, seconds of CPU."""
+    with contextlib.ExitStack() as stack:
+        engine, _ = stack.enter_context(process("engine", delay=delay))
+        gate, gate_child = stack.enter_context(process("gateway", engine=engine))
+        buffer = dict(group=GROUP, batch_groups=BATCH, max_staleness=6, max_running=running)
+        hub, hub_child = stack.enter_context(
+            process("hub", gateway=gate, lost_after=30.0, tick=0.1, **buffer)
+        )
+        children = {"hub": hub_child, "gateway": gate_child}
+        for name, weight in WEIGHTS.items():
+            options = dict(hub=hub, name=name, weight=weight, max_inflight=1400, seconds=240.0)
+            _, children[name] = stack.enter_context(process("service", heartbeat=5.0, **options))
+        client = HubClient(hub)
+        until(lambda: client.status()["tasks"].keys() == WEIGHTS.keys(), 60)
+        client.begin(0, 0)
+        found = []
+        for step in range(batches):
+            began = time.monotonic()
+            until(lambda: client.status()["waiting"] >= BATCH, 300)
+            most = in_flight(client)
+            taken = until(lambda: client.take(step, 60), 300)  # noqa: B023
+            client.trained(step)
+            tell(f"{engine}/version", version=step + 1)
+            client.push(step + 1)
+            memory = {name: resident(child) for name, child in children.items()}
+            count = collections.Counter(one.task for one in taken)
+            found.append((time.monotonic() - began, most, memory, count))
+        told = client.status()
+        cpu = {name: cpu_seconds(child) for name, child in children.items()}
+        client.pause()
+        until(lambda: client.status()["running"] == 0, 300)
+        until(lambda: sessions(gate) == 0, 60)
+    return found, told, cpu
+
+
+def cpu_seconds(child):
+    with open(f"/proc/{child.pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_thousand_rollouts_of_three_services():
+    """GLM-5 4.1.1: more than 1,000 rollouts at once; shares are the weights, and memory is flat."""
+    found, told, _ = load(delay=3.0, batches=12)
+    accepted = sum((count for *_, count in found), collections.Counter())
+    memory = [own for _, _, own, _ in found]
+    assert max(most for _, most, _, _ in found) > 1000
+    assert accepted.total() == 12 * BATCH
+    for name, weight in WEIGHTS.items():
+        own = told["tasks"][name]
+        assert abs(own["accepted_share"] - weight / 8) < 0.02
+        assert abs(accepted[name] / accepted.total() - weight / 8) < 0.02
+        assert own["failed"] == own["failures"] == 0
+    for name in memory[0]:
+        assert memory[-1][name] < 1.1 * memory[3][name], memory
+
+
+def sessions(gate):
+    with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as answer:
+        return json.load(answer)["sessions"]
+
+
+def in_flight(client):
+    return sum(own["in_flight"] for own in client.status()["tasks"].values())
+
+
+class Parts:
+    """Processes by name, which can be killed and started anew at the same port with the same journal."""
+
+    def __init__(self, stack):
+        self._stack, self._started = stack, {}
+
+    def start(self, name, part, /, **options):
+        own = contextlib.ExitStack()
+        url, _ = own.enter_context(process(part, **options))
+        self._stack.push(own)
+        port = int(url.rpartition(":")[2])
+        self._started[name] = own, part, options | {"port": port}
+        return url
+
+    def kill(self, name):
+        own, part, options = self._started[name]
+        own.close()  # with SIGKILL
+        self.start(name, part, **options)
+
+
+def test_whoever_is_killed_the_run_goes_on(tmp_path):
+    """Hub, gateway and services, twenty times in all: the steps are all there, no group is trained on twice, and none
+    that was begun is forgotten."""
+    draw, trained, kills = random.Random(0), [], collections.Counter()
+    with contextlib.ExitStack() as stack:
+        parts = Parts(stack)
+        engine = parts.start("engine", "engine", delay=0.05)
+        journal = {"journal": str(tmp_path / "gateway")}
+        gate = parts.start("gateway", "gateway", engine=engine, **journal)
+        journal = {"journal": str(tmp_path / "hub")}
+        hub = parts.start("hub", "hub", gateway=gate, **journal)
+        for name in "ab":
+            parts.start(name, "service", hub=hub, name=name)
+        client = HubClient(hub, patience=60.0)
+        until(lambda: len(client.status()["tasks"]) == 2, 60)
+        client.begin(0, 0)
+        step = 0
+        while kills.total() < 20:
+            if draw.random() < 0.5:
+                name = draw.choice(["hub", "gateway", "a", "b"])
+                parts.kill(name)
+                kills[name] += 1
+            taken = until(lambda: client.take(step, 30), 120)  # noqa: B023
+            assert len(taken) == 4
+            if draw.random() < 0.2:
+                parts.kill("hub")
+                kills["hub"] += 1
+                again = client.take(step, 30)
+                assert [one.group_id for one in again] == [one.group_id for one in taken]
+            client.trained(step)
+            trained += taken
+            step += 1
+            tell(f"{engine}/version", version=step)
+            client.push(step)
+        status = client.status()
+        client.pause()
+        # Nor are sessions left of rollouts that a dead hub had begun.
+        until(lambda: client.status()["running"] == 0 and sessions(gate) == 0, 120)
+    assert status["step"] == step and len(trained) == 4 * step
+    ids = [one.group_id for one in trained]
+    assert len(set(ids)) == len(ids)
+    places = [(one.task, one.number) for one in trained]
+    assert len(set(places)) == len(places)
+    for name in "ab":
+        numbers = {number for task, number in places if task == name}
+        # At most all that is outstanding is still to come.
+        assert len(set(range(max(numbers))) - numbers) <= 12
+    assert all(kills[name] for name in ("hub", "gateway", "a", "b")), kills
+    for one in trained:
+        assert len(one.members) == 4 and one.staleness <= 2
+
+
+def test_a_dead_hub_is_an_error_and_not_a_hang():
+    with process("engine") as (engine, _), process("gateway", engine=engine) as (gate, _):
+        with process("hub", gateway=gate) as (hub, _):
+            client = HubClient(hub, patience=1.0)
+            client.begin(0, 0)
+        began = time.monotonic()
+        with pytest.raises(ServerError, match="no server answers"):
+            client.take(0, 60)
+    assert time.monotonic() - began < 30
+
+
+if __name__ == "__main__":
+    found, told, cpu = load(**json.loads(sys.argv[1]))
+    for seconds, most, memory, count in found:
+        megabytes = {name: round(own / 2**20) for name, own in memory.items()}
+        print(
+            f"{GROUP * BATCH / seconds:6.0f} rollouts/s, {most:5} in flight, MB {megabytes}, {dict(count)}"
+        )
+    rollouts = sum(own["rollouts"] for own in told["tasks"].values())
+    print(
+        "ms of CPU per rollout", {name: round(1e3 * own / rollouts, 2) for name, own in cpu.items()}
+    )
+    print("shares", {name: round(own["accepted_share"], 4) for name, own in told["tasks"].items()})
