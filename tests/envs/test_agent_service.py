@@ -1,0 +1,332 @@
+"""A service of agents, asked over HTTP as the hub asks it: what counts as the policy's doing, and what as nobody's."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from glm5_jax.agents.context import ContextConfig
+from glm5_jax.agents.loop import LoopConfig
+from glm5_jax.agents.tools import Toolbox, calculate
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.data import chat_tasks
+from glm5_jax.envs.sandbox import SandboxError
+from glm5_jax.envs.service import AgentService
+from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.client import HubClient
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.service import Outcome, ServiceConfig, outcome
+from glm5_jax.rl.types import Reward, Task, settled
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.agents.scripted import Scripted
+from tests.rl.fleet import Engine, gateway, hub_config, service_config, until
+
+TOKENIZER = Tokenizer.load("bytes")
+PRODUCT = ("calculate", {"expression": "6*7"})
+LOOP = LoopConfig(max_turns=4, seconds=5.0, context=ContextConfig(None, None))
+NOWHERE = "http://127.0.0.1:9"
+
+
+def tasks(count, kind="product"):
+    asked = [{"role": "user", "content": f"{i}: 6*7?"} for i in range(count)]
+    tools = chat_tasks.shop_tools()
+    return [Task(f"{kind}-{i}", kind, (message,), tools=tools) for i, message in enumerate(asked)]
+
+
+async def verify(task, attempt):
+    return settled(attempt) or Reward(float(attempt.reply == "42"), {"right": 1.0})
+
+
+class Model(HttpServer):
+    """A gateway's side of any session, of a model that is scripted."""
+
+    def __init__(self, replies):
+        super().__init__(ListenConfig(port=0))
+        self.scripted, self.paths = Scripted(replies), []
+
+    def routes(self):
+        return {"POST": {"/sessions/{id}/v1/chat/completions": self._chat}}
+
+    async def _chat(self, request):
+        self.paths.append(request.path)
+        choice = await self.scripted.chat(**read_json(await request.read()))
+        if "sleep" in choice:
+            await asyncio.sleep(choice["sleep"])
+        return as_json({"choices": [choice]})
+
+
+@contextlib.contextmanager
+def serving(replies=(), *, tools=None, verifier=verify, loop=LOOP, count=5, held_out=2, **options):
+    """(ask, service, model): ask(number, **fields) has a rollout attempted."""
+    model = Model(replies)
+    toolbox = Toolbox(tools or {"calculate": calculate, "lookup": calculate})
+    config = service_config(NOWHERE, **{"seconds": 10.0} | options)
+    more = tasks(count), tasks(held_out, "held-out")
+    service = AgentService(config, *more, toolbox, verifier, TOKENIZER, loop)
+    with model.running() as url, service.running() as own:
+
+        def ask(number=0, path="/rollout", **fields):
+            body = {
+                "rollout_id": f"r{number}",
+                "group_id": "g",
+                "number": number,
+                "held_out": False,
+                "base_url": f"{url}/sessions/r{number}",
+                "seed": 1,
+            }
+            body = fields if path != "/rollout" else body | fields
+            with Client(own).open(path, json.dumps(body).encode(), timeout=30) as answer:
+                return json.load(answer)
+
+        yield ask, service, model
+
+
+def test_an_attempt_is_what_the_agent_said_and_what_it_is_worth():
+    with serving([[PRODUCT], "42"]) as (ask, _, model):
+        found = ask(3)
+    roles = [message["role"] for message in found["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert found["messages"][2]["content"] == "42"
+    assert found["reward"] == {"value": 1.0, "parts": {"right": 1.0}, "error": ""}
+    assert found["metrics"] == {
+        "replies": 2,
+        "tool_failures": 0,
+        "restarts": 0,
+        "ended_answer": 1.0,
+    }
+    assert model.paths == ["/sessions/r3/v1/chat/completions"] * 2
+    assert outcome(found) == outcome(json.loads(json.dumps(outcome(found).told())))
+
+
+@pytest.mark.parametrize(
+    ("replies", "loop", "words"),
+    [
+        ([[PRODUCT]] * 4, {}, "cut off"),
+        (
+            [[PRODUCT], {"sleep": 3, "message": {}, "finish_reason": "stop"}],
+            {"seconds": 0.3},
+            "cut",
+        ),
+        (
+            [{"message": {"role": "assistant", "content": "4"}, "finish_reason": "length"}],
+            {},
+            "cut",
+        ),
+    ],
+    ids=["turns", "seconds", "length"],
+)
+def test_a_limit_of_the_agent_is_worth_nothing(replies, loop, words):
+    limits = LoopConfig(**{"max_turns": 4, "seconds": 5.0, "context": LOOP.context} | loop)
+    with serving(replies, loop=limits) as (ask, *_):
+        reward = ask()["reward"]
+    assert reward["value"] == 0.0 and words in reward["error"]
+
+
+async def broken_tool(task, arguments):
+    raise ToolError("the shop is closed")
+
+
+async def broken_verifier(task, attempt):
+    raise SandboxError("no cgroup is left")
+
+
+async def unsure_verifier(task, attempt):
+    return Reward(None, error="nobody can judge that")
+
+
+@pytest.mark.parametrize(
+    ("replies", "options", "words"),
+    [
+        ([ApiError("no engine answers", 502)], {}, "ServerError: no engine answers"),
+        ([[PRODUCT]], {"tools": {"calculate": broken_tool}}, "ToolError: the shop is closed"),
+        (["42"], {"verifier": broken_verifier}, "SandboxError: no cgroup is left"),
+        (["42"], {"verifier": unsure_verifier}, "nobody can judge that"),
+        (["42"], {"verifier": None}, "TypeError"),
+        ([{"message": "none", "finish_reason": "stop"}], {}, "ServerError: the answer is no chat"),
+    ],
+    ids=["gateway", "tool", "sandbox", "verifier", "bug", "garbage"],
+)
+def test_a_failure_of_the_environment_is_no_reward(replies, options, words):
+    if tools := options.get("tools"):
+        options = {"tools": {**tools, "lookup": calculate}}
+    with serving(replies, **options) as (ask, *_):
+        reward = ask()["reward"]
+        assert reward["value"] is None and words in reward["error"]
+
+
+def test_a_gateway_that_is_gone_is_no_reward():
+    with serving() as (ask, *_):
+        reward = ask(base_url=f"{NOWHERE}/sessions/r0")["reward"]
+    assert reward["value"] is None and "no server answers at" in reward["error"]
+
+
+def test_a_rollout_that_does_not_end_is_no_reward():
+    """Whatever it does with its cancellation."""
+    held = []
+
+    async def stubborn(task, attempt):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            held.append(task.id)
+            await asyncio.sleep(0.5)
+            raise
+
+    loop = LoopConfig(seconds=0.2, context=LOOP.context)
+    with serving(["42"], verifier=stubborn, loop=loop, seconds=0.3) as (ask, service, _):
+        began = time.monotonic()
+        reward = ask()["reward"]
+        assert reward["value"] is None and "has not ended within 0.3 s" in reward["error"]
+        assert 0.3 <= time.monotonic() - began < 5
+    assert held and not service._ending
+
+
+def test_a_rollout_can_be_cancelled():
+    slow = {"sleep": 30, "message": {}, "finish_reason": "stop"}
+    with serving([slow] * 9, max_inflight=2) as (ask, service, _), ThreadPoolExecutor() as threads:
+        asked = [threads.submit(ask, number) for number in range(2)]
+        until(lambda: len(service._running) == 2)
+        with pytest.raises(ServerError, match="2 rollouts are under way, and no more can be"):
+            ask(2)
+        with pytest.raises(ServerError, match="rollout 'r1' is under way"):
+            ask(1)
+        assert ask(path="/cancel", rollout_id="r7")["cancelled"] is False
+        for number in range(2):
+            said = ask(path="/cancel", rollout_id=f"r{number}")
+            assert said == {"rollout_id": f"r{number}", "cancelled": True}
+        for number, one in enumerate(asked):
+            with pytest.raises(ServerError, match=f"rollout 'r{number}' was cancelled"):
+                one.result(10)
+        until(lambda: not service._running)
+
+
+def test_a_rollout_ends_when_nobody_listens():
+    slow = {"sleep": 30, "message": {}, "finish_reason": "stop"}
+    with serving([slow]) as (_, service, model):
+        with model_asked(service, model) as connection:
+            until(lambda: service._running)
+            connection.close()
+        until(lambda: not service._running and not service._ending)
+
+
+@contextlib.contextmanager
+def model_asked(service, model):
+    """A connection that has asked for a rollout."""
+    body = json.dumps(
+        {
+            "rollout_id": "r",
+            "group_id": "g",
+            "number": 0,
+            "held_out": False,
+            "base_url": f"http://127.0.0.1:{model.port}/sessions/r",
+            "seed": 1,
+        }
+    )
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection.request("POST", "/rollout", body)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def test_every_epoch_has_each_task_once_in_an_order_of_its_own():
+    def order(seed, name="sums"):
+        with serving(lambda _: "42", count=6, seed=seed, name=name) as (ask, *_):
+            asked = [ask(number)["messages"][0]["content"] for number in range(18)]
+            held_out = [ask(n, held_out=True)["messages"][0]["content"] for n in range(2)]
+        assert held_out == ["0: 6*7?", "1: 6*7?"]
+        return [tuple(asked[i : i + 6]) for i in (0, 6, 12)]
+
+    epochs = order(0)
+    assert all(len(set(epoch)) == 6 for epoch in epochs) and len(set(epochs)) == 3
+    assert order(0) == epochs
+    assert order(1)[0] != epochs[0] != order(0, "other")[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"number": -1}, "number: -1 is less than the minimum"),
+        ({"number": 2, "held_out": True}, "number is 2 and 2 tasks are held out"),
+        ({"speed": 1}, "speed: no such field"),
+        ({"rollout_id": ""}, "rollout_id"),
+        ({"base_url": None}, "'base_url' is a required property"),
+    ],
+)
+def test_what_a_service_cannot_take_it_says(body, words):
+    with serving() as (ask, *_), pytest.raises(ServerError) as caught:
+        ask(**body)
+    assert caught.value.status == 400 and words in str(caught.value)
+
+
+def test_a_service_without_its_hub_says_so():
+    with serving() as (_, service, _):
+        with Client(f"http://127.0.0.1:{service.port}").open("/health") as answer:
+            told = until(lambda: "no server answers" in service._problem) and json.load(answer)
+    assert told["status"] == "ok" and not told["registered"] and told["problem"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: made(loop=LoopConfig(seconds=10.0)), "an agent has 10 s and a rollout with"),
+        (
+            lambda: made(loop=LoopConfig(20, 9, seconds=1.0)),
+            "task 'product-0' has .* max_tokens is 9",
+        ),
+        (lambda: made(count=0), "sums has 0 tasks"),
+        (lambda: ServiceConfig(name="a/b"), "name is 'a/b'"),
+        (lambda: ServiceConfig(hub="hub:8100"), "hub is 'hub:8100', which is no URL"),
+        (lambda: ServiceConfig(url="nowhere"), "url is 'nowhere', which is no URL"),
+        (lambda: ServiceConfig(host="0.0.0.0"), "host is 0.0.0.0, which is no address; give url"),
+        (lambda: ServiceConfig(weight=0), "weight is 0"),
+        (lambda: ServiceConfig(rate=-1.0), "rate is -1.0"),
+        (lambda: ServiceConfig(seconds=float("inf")), "seconds is inf"),
+        (lambda: Outcome((), Reward(1.0), {"x": float("nan")}), "metric x is nan"),
+        (lambda: outcome({"messages": "none"}), "no outcome of a rollout"),
+        (lambda: outcome({"messages": [1], "reward": {"value": 1}}), "no outcome of a rollout"),
+        (lambda: outcome({"messages": [], "reward": {"value": "1"}}), "no outcome of a rollout"),
+        (lambda: outcome([]), "no outcome of a rollout"),
+    ],
+)
+def test_services_refuse_what_is_out_of_range(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def made(loop=LOOP, count=3):
+    config = service_config(NOWHERE, seconds=10.0)
+    return AgentService(config, tasks(count), [], Toolbox({}), verify, TOKENIZER, loop)
+
+
+def test_its_rollouts_are_trained_on_as_the_gateway_kept_them():
+    """With a hub, the real gateway, and an engine that says digits."""
+
+    async def even(task, attempt):
+        return settled(attempt) or Reward(float(int(attempt.reply) % 2 == 0))
+
+    with contextlib.ExitStack() as stack:
+        gate = stack.enter_context(gateway(stack.enter_context(Engine().running())))
+        url = stack.enter_context(Orchestrator(hub_config(gate)).running())
+        toolbox = Toolbox({"calculate": calculate, "lookup": calculate})
+        more = service_config(url), tasks(9), tasks(2, "held-out"), toolbox, even, TOKENIZER, LOOP
+        stack.enter_context(AgentService(*more).running())
+        client = HubClient(url, patience=10.0)
+        client.begin(0, 0)
+        groups = client.take(0, 20)
+        assert client.evaluate(5, 20)["sums"]["count"] == 2
+    rewards = set()
+    for member in (member for group in groups for member in group.members):
+        [record] = member.records
+        text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
+        reply = member.messages[-1]["content"]
+        assert f"</think>{reply}<|user|>" in text and "calculate" in text
+        assert member.reward.value == float(int(reply) % 2 == 0)
+        rewards.add(member.reward.value)
+    assert rewards == {0.0, 1.0}
