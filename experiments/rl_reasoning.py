@@ -10,7 +10,8 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
            rewards alone, on two CPU cores in about five minutes. A pull towards the uniform distribution keeps it
            trying: without one it settles on the answer that is right most often.
 :tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of three
-           and four values after SFT on five, and a choice of letters. Code and tools are beyond it: see :small.
+           and four values after SFT on five, and a choice of letters. Code is beyond it: see :small.
+:tools     from the same checkpoint: products, by a calculator that must be called and whose answer must be told.
 :small     for one accelerator, from an SFT run: math, science, code and tools.
 :glm5      the same for 1,024 chips. Bring tasks of your own; those that are shipped here are few.
 """

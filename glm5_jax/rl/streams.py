@@ -8,7 +8,9 @@ import numpy as np
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.advantage import BASELINES, advantages
+from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.rollout import Group
+from glm5_jax.rl.types import Reward
 
 NORMALISATIONS = ("sequence", "token")
 PULLS = ("none", "reference", "uniform")
@@ -48,21 +50,47 @@ def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]
 
     Attempts without one, failures of the environment, are left out; of their group the others remain.
     """
-    found, given = [], []
+    found = []
     for group in groups:
         values = [reward.value for reward in group.rewards]
         if config.drop_flat and len({value for value in values if value is not None}) < 2:
             continue
-        for record, reward, advantage in zip(
-            group.records, group.rewards, advantages(values, config.baseline), strict=True
-        ):
-            if reward.value is not None:
-                found.append(record)
-                rewards = {"value": reward.value, **reward.parts}
-                advantage = np.where(record.loss_mask, advantage, 0)
-                given.append({"advantage": advantage, "rewards": rewards})
+        worth = advantages(values, config.baseline)
+        judged = zip(group.records, group.rewards, worth, strict=True)
+        found += [own for own in judged if own[1].value is not None]
+    return _credited(found, config)
+
+
+def credited_rollouts(groups: Iterable[Taken], config: CreditConfig) -> list[TokenRecord]:
+    """As `credited`, of groups that the buffer gave out: statistics are those of the members without copies, and a copy
+    counts as much as another rollout. A rollout's branches share its advantage, and its weight."""
+    found = []
+    for group in groups:
+        if config.drop_flat and len(set(group.baseline)) < 2:
+            continue
+        worth = advantages(group.baseline, config.baseline)
+        for place, member in enumerate(group.members):
+            copy, own = divmod(place, len(worth))  # copies go on in the order of what they are of
+            for record in member.records:
+                if copy:
+                    name = f"{record.rollout_id}+{copy}"
+                    record = dataclasses.replace(record, rollout_id=name)
+                found.append((record, member.reward, worth[own]))
+    return _credited(found, config)
+
+
+def _credited(
+    judged: Sequence[tuple[TokenRecord, Reward, float]], config: CreditConfig
+) -> list[TokenRecord]:
+    given = [
+        {
+            "advantage": np.where(record.loss_mask, advantage, 0),
+            "rewards": {"value": reward.value, **reward.parts},
+        }
+        for record, reward, advantage in judged
+    ]
     names = ("rl_weight",) if config.pull == "none" else ("rl_weight", "ref_kl_weight")
-    return _weighted(found, names, config, given)
+    return _weighted([record for record, *_ in judged], names, config, given)
 
 
 def distilled(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:

@@ -7,9 +7,11 @@ import pytest
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.batch import lay_out
+from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.rollout import Group
 from glm5_jax.rl.stage import told
-from glm5_jax.rl.streams import CreditConfig, credited, distilled
+from glm5_jax.rl.streams import CreditConfig, credited, credited_rollouts, distilled
+from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import Attempt, Reward, Task
 
 TASK = Task("t", "math", ({"role": "user", "content": "?"},))
@@ -43,6 +45,58 @@ def test_a_sequence_s_tokens_share_its_weight():
     assert [r.rl_weight.tolist() for r in found] == [[0, 0, 0.5, 0.5], [0, 0, *[0.25] * 4]]
     assert all(r.ref_kl_weight is None and r.ce_weight is None for r in found)
     assert found[0].rewards == {"value": 1, "right": 1}
+
+
+def taken(rewards, copies=(), lengths=None):
+    """A group as the buffer gives it out, each member with a branch for every one of its lengths."""
+    lengths = lengths or [[3]] * len(rewards)
+    members = [
+        Trajectory(
+            str(i),
+            "g",
+            "sums",
+            0,
+            (),
+            Reward(reward, {"right": reward}),
+            tuple(record(n, rollout=str(i)) for n in own),
+        )
+        for i, (reward, own) in enumerate(zip(rewards, lengths))
+    ]
+    members += [members[i] for i in copies]
+    return Taken("g", "sums", 0, 0, tuple(members), tuple(rewards), 0)
+
+
+def test_groups_of_the_buffer_are_credited_as_those_of_one_process():
+    rewards, lengths = [1, 0, 0.5], [2, 4, 3]
+    for config in (CreditConfig(), CreditConfig("centred", "token", "uniform")):
+        wanted = credited([group(rewards, lengths)], config)
+        found = credited_rollouts([taken(rewards, lengths=[[n] for n in lengths])], config)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.rewards == other.rewards and one.rollout_id == other.rollout_id
+            for name, stream in other.streams().items():
+                np.testing.assert_array_equal(getattr(one, name), stream)
+
+
+def test_a_copy_counts_as_a_rollout_and_not_in_the_baseline():
+    found = credited_rollouts([taken([1, 0, 0], copies=[0, 1])], CreditConfig("centred"))
+    assert [r.rollout_id for r in found] == ["0", "1", "2", "0+1", "1+1"]
+    np.testing.assert_allclose([r.advantage[-1] for r in found], np.array([2, -1, -1, 2, -1]) / 3)
+    np.testing.assert_allclose([r.rl_weight.sum() for r in found], 1)
+
+
+def test_branches_of_a_rollout_share_its_weight_and_its_advantage():
+    one = taken([1, 0, 0], copies=[0], lengths=[[2, 4], [3], [3]])
+    found = credited_rollouts([one], CreditConfig("centred"))
+    first, copied = found[:2], found[4:]
+    for own in (first, copied):
+        np.testing.assert_allclose(np.concatenate([r.rl_weight[2:] for r in own]), 1 / 6)
+        np.testing.assert_allclose([r.advantage[-1] for r in own], 2 / 3)
+
+
+def test_a_flat_group_of_the_buffer_is_left_out_where_flat_ones_are():
+    flat = [taken([1, 1], copies=[0])]
+    assert not credited_rollouts(flat, CreditConfig(drop_flat=True))
+    assert len(credited_rollouts(flat, CreditConfig())) == 3
 
 
 def test_of_tokens_each_counts_the_same():

@@ -1,0 +1,266 @@
+"""The trainer of the asynchronous system: it learns from groups that others sample while it learns (GLM-5 4.1.1).
+
+It asks the hub for a batch, learns, says so, and every few updates gives the engines its weights. Nothing is known here
+of tasks, tools and engines. With `max_staleness=0` it is the synchronous trainer: nobody samples while it learns.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from glm5_jax.core.mesh import BATCH_AXES
+from glm5_jax.data.loader import Batch
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.admission import BufferConfig
+from glm5_jax.rl.batch import lay_out
+from glm5_jax.rl.buffer import Taken
+from glm5_jax.rl.experiment import RlConfig
+from glm5_jax.rl.pushed import NotPushed, Pusher
+from glm5_jax.rl.streams import credited_rollouts
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.stages import Source, Stage
+from glm5_jax.training.step import Step, make_step, with_new_moments
+
+
+class Hub(Protocol):
+    """Where batches come from, as `rl.client.HubClient` says."""
+
+    hindered: Sequence[str]
+
+    def begin(self, step: int, version: int) -> None: ...
+
+    def take(self, step: int, seconds: float) -> list[Taken] | None: ...
+
+    def trained(self, step: int) -> None: ...
+
+    def push(self, version: int) -> None: ...
+
+    def evaluate(self, count: int) -> dict[str, dict]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AsynchronousConfig(RlConfig):
+    """Attributes:
+    max_staleness, max_running, pacing: see `BufferConfig`; its group and batch are those of `rollout`.
+    push_every: updates between two pushes of weights (K of GLM-5 4.1.1).
+    new_moments: whether the optimiser begins anew behind each push (GLM-5 4.1.1).
+    batch_seconds: that a batch may take to come; past them the run ends.
+    """
+
+    max_staleness: int = 4  # not disclosed
+    max_running: int = 128  # GLM-5 4.1.1: more than 1,000 rollouts
+    pacing: bool = True
+    push_every: int = 1  # not disclosed
+    new_moments: bool = True
+    batch_seconds: float = 7200.0  # ours
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.push_every < 1 or not self.batch_seconds > 0:
+            raise ValueError(
+                f"push_every is {self.push_every} and batch_seconds {self.batch_seconds}; make both positive"
+            )
+        if self.max_staleness < self.push_every - 1:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness} and push_every {self.push_every}: behind the update that comes "
+                f"first no group could begin before the next push; use at least {self.push_every - 1}"
+            )
+        if self.learns != "rewards" or self.credit.pull == "reference":
+            raise ValueError(
+                f"learns is {self.learns!r} and credit.pull {self.credit.pull!r}; this trainer has no teachers"
+            )
+        self.buffer()
+
+    def buffer(self) -> BufferConfig:
+        """The hub's; ValueError if there can be none."""
+        own = self.max_staleness, self.max_running, self.pacing
+        return BufferConfig(self.rollout.group, self.rollout.prompts, *own)
+
+
+class Asynchronous(Stage):
+    """Learning from what a hub gives. Its engines are given weights by the pusher."""
+
+    def __init__(
+        self,
+        config: AsynchronousConfig,
+        workdir,
+        hub: Hub,
+        pusher: Pusher,
+        step_maker: Callable[..., Step] = make_step,
+        before: Stage | None = None,
+    ):
+        self._hub, self._pusher = hub, pusher
+        super().__init__(config, workdir, step_maker, before)
+
+    def _check(self) -> None:
+        config = self.config
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"the trainer of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
+                "in one, on all devices of a host"
+            )
+        shards = self._region.size(BATCH_AXES) * config.step.microbatches
+        if config.rows % shards:
+            raise ValueError(
+                f"rows is {config.rows}; it must be a multiple of {shards}, batch shards times microbatches"
+            )
+
+    def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
+        return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
+
+    def _open(self) -> Source:
+        self._batches = Batches(self.config, self._hub)
+        return self._batches
+
+    def _rows(self, tokens_seen: int) -> int:
+        return self.config.rows
+
+    def _intends(self) -> str:
+        rollout = self.config.rollout
+        return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
+
+    def _begin(self, state: dict) -> None:
+        """The engines have these weights before anything is sampled for them, those that a lost trainer made too."""
+        done = self._batches.step = int(state["step"])
+        with _stopping():
+            self._pusher.push(state["params"], done, rewind=True)
+            self._hub.begin(done, done)
+
+    def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
+        taken, config = self._batches, self.config
+        state, metrics = super()._update(state, batch)
+        done = taken.step + 1
+        told = dict(taken.metrics)
+        with _stopping():
+            if done % config.push_every == 0:
+                pushed = self._pusher.push(state["params"], done)
+                told["push"] = {"bytes": pushed.bytes, "lost": len(pushed.lost)}
+                told["seconds"] = told["seconds"] | {"push": pushed.seconds}
+                self._hub.push(done)
+                if config.new_moments:
+                    state = with_new_moments(state)
+            self._hub.trained(taken.step)
+        taken.step = done
+        return state, metrics | told
+
+    def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
+        count = self.config.evaluation.tasks
+        if not count:
+            return None
+
+        def evaluate(state, done):
+            del state, done  # the engines have its weights, or those of the last push
+            with _stopping():
+                found = self._hub.evaluate(count)
+            rewards = {task: own["reward"] for task, own in found.items()}
+            rewards = {task: reward for task, reward in rewards.items() if reward is not None}
+            if not rewards:
+                return {}
+            whole = {"held_out/reward": float(np.mean(list(rewards.values())))}
+            return whole | {f"held_out/{task}": reward for task, reward in rewards.items()}
+
+        return evaluate
+
+
+class Batches:
+    """The hub's batches as the learner reads them.
+
+    Attributes:
+      step: of the next one.
+      records, metrics: of the last one.
+    """
+
+    records: list[TokenRecord]
+
+    def __init__(self, config: AsynchronousConfig, hub: Hub):
+        self._config, self._hub, self.step = config, hub, 0
+        self.metrics: dict = {}
+
+    def next(self, batch_size: int) -> Batch:
+        """The batch of `step`; ValueError, with what hinders it, if it does not come in time."""
+        config, began = self._config, time.perf_counter()
+        try:
+            groups = self._hub.take(self.step, config.batch_seconds)
+        except ServerError as error:
+            raise ValueError(str(error)) from error
+        if groups is None:
+            why = "; ".join(self._hub.hindered) or "the hub does not say why"
+            raise ValueError(f"no batch has come within {config.batch_seconds:g} s: {why}")
+        waited = time.perf_counter() - began
+        self.records = credited_rollouts(groups, config.credit)
+        if not self.records:
+            raise ValueError(
+                f"in none of the batch's {len(groups)} groups attempts differ in what they are worth, and credit.drop_flat "
+                "leaves such out; give tasks that are solved at times, larger groups, or credit.drop_flat=false"
+            )
+        batch, _ = lay_out(self.records, config.length, batch_size, config.streams)
+        if config.credit.pull == "uniform":
+            batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
+        self.metrics = told(groups, self.step) | {"seconds": {"waiting": waited}}
+        return batch
+
+    def state(self) -> dict:
+        return {}  # the hub has it, and asks the trainer's step alone
+
+    def check(self, state: dict) -> None:
+        """`Hub.begin` says what does not fit."""
+
+    def restore(self, state: dict) -> None:
+        """See `state`."""
+
+    def close(self) -> None:
+        """The hub is others'."""
+
+
+def told(groups: Sequence[Taken], step: int) -> dict:
+    """Numbers of a batch: rewards by task and part, what was sampled, and how old it is."""
+    rollouts: dict[str, list] = {}
+    for group in groups:
+        rollouts.setdefault(group.task, []).extend(group.members[: len(group.baseline)])
+    members = [member for own in rollouts.values() for member in own]
+    parts: dict[str, list[float]] = {}
+    for member in members:
+        for name, value in member.reward.parts.items():
+            if value is not None:
+                parts.setdefault(name, []).append(value)
+    ages = [step - member.versions[0] for member in members]
+    spans = [member.versions[1] - member.versions[0] for member in members]
+    size = sum(len(group.members) for group in groups)
+    return {
+        "reward": {
+            "mean": float(np.mean([member.reward.value for member in members])),
+            **{
+                task: float(np.mean([m.reward.value for m in own]))
+                for task, own in rollouts.items()
+            },
+        },
+        "reward_part": {name: float(np.mean(values)) for name, values in parts.items()},
+        "share": {task: len(own) / len(members) for task, own in rollouts.items()},
+        "rollout": {
+            "tokens": float(np.mean([sum(r.loss_mask.sum() for r in m.records) for m in members])),
+            "truncated": float(np.mean([m.records[-1].status == "truncated" for m in members])),
+            "flat_groups": float(np.mean([len(set(group.baseline)) < 2 for group in groups])),
+            "padded": 1 - len(members) / size,
+            "seconds": float(np.mean([member.seconds for member in members])),
+        },
+        "policy": {
+            "staleness": float(max(ages)),
+            "staleness_mean": float(np.mean(ages)),
+            "version_span": float(max(spans)),
+        },
+    }
+
+
+@contextlib.contextmanager
+def _stopping() -> Iterator[None]:
+    """What servers cannot do ends the run as any other reason does, with its last checkpoint."""
+    try:
+        yield
+    except (ServerError, NotPushed) as error:
+        raise TrainingStopped(str(error)) from error

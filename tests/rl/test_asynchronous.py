@@ -1,0 +1,266 @@
+"""The asynchronous trainer beside a hub and an engine of this process: real ones, without the network between."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.checkpoint import models
+from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.inference.client import ServerError
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.buffer import Buffer
+from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.monitor import AgreementConfig
+from glm5_jax.rl.pushed import NotPushed, Pushed
+from glm5_jax.rl.rollout import RolloutConfig, Rollouts
+from glm5_jax.rl.stage import Reinforcement, World, judge
+from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.types import Reward, Task
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import report, stages
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step import make_step
+from tests.model.small import one_layer
+
+TASKS = [Task(f"t{i}", "math", ({"role": "user", "content": f"{i}?"},)) for i in range(8)]
+TOKENIZER = Tokenizer.load("bytes")
+STEPS = 20
+SHARED = dict(
+    model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
+    goes_on=False,
+    optimizer=OptimizerConfig(weight_decay=0.0),
+    schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, STEPS),
+    step=dataclasses.replace(policy_alone(), remat="none"),
+    policy=PolicyConfig(temperature=0.8),
+    train=TrainConfig(eval_interval=0, save_interval=10),
+    rollout=RolloutConfig(prompts=3, group=4, max_tokens=6, thinking=False),
+    # Which attempts are sampled beside each other changes no bit.
+    engine=EngineConfig(page_size=32, max_batch=2, chunk=64, max_length=32, batch_invariant=True),
+    evaluation=EvaluationConfig(tasks=0),
+    agreement=AgreementConfig(attempts=0),
+    length=64,
+    rows=8,
+)
+MADE = {}
+
+
+class InTurn:
+    """Tasks one after the other."""
+
+    drawn = 0
+
+    def draw(self, count):
+        self.drawn += count
+        return [TASKS[i % len(TASKS)] for i in range(self.drawn - count, self.drawn)]
+
+    def accept(self, task):
+        pass
+
+    drop = accept
+
+    def state(self):
+        return {"drawn": self.drawn}
+
+
+async def likes_low_bytes(task, attempt):
+    text = attempt.reply.encode()
+    return Reward(sum(byte < 64 for byte in text) / max(len(text), 1))
+
+
+WORLD = World(InTurn(), {}, likes_low_bytes)
+
+
+class Together:
+    """A hub, with the buffer that decides, an engine, which samples all that there is room for when it is asked, and what
+    gives it weights."""
+
+    hindered = ("the service is gone",)
+
+    def __init__(self, config):
+        self.config, self.buffer, self.engine = config, Buffer(config.buffer()), None
+        self.pushed, self.begun, self.ages = [], [], []
+
+    def push(self, *said, rewind=False):
+        if len(said) == 1:
+            self.buffer.push(*said)
+            return None
+        params, version = said
+        params = jax.tree.map(np.array, params)
+        if self.engine is None:
+            model = glm5.Glm5(self.config.model, params=params, param_dtype="float32")
+            options = dataclasses.asdict(self.config.engine)
+            self.engine = Engine(model, TOKENIZER, version=version, **options)
+        else:
+            self.engine.update_weights(params, version)
+        self.pushed.append((version, rewind))
+        return Pushed(version, "", 7, 7, 0.0, ())
+
+    def begin(self, step, version):
+        self.begun.append((step, version))
+        self.buffer.begin(step, version)
+
+    def take(self, step, seconds):
+        for _ in range(self.buffer.room()):
+            self._sample(self.buffer.admit("math", 0))
+        found = self.buffer.take(step)
+        self.ages.append(max(group.staleness for group in found))
+        return found
+
+    def trained(self, step):
+        self.buffer.trained(step)
+
+    def evaluate(self, count):
+        return {"math": {"reward": count / 8, "count": count, "failed": 0}}
+
+    def _sample(self, own):
+        rollouts = Rollouts(self.engine, TOKENIZER, self.config.rollout, 0.8)
+        task = TASKS[own.order % len(TASKS)]
+        [group] = rollouts.sample([task], self.config.seed, first=own.order, name=own.group_id)
+        wait_for(judge([group], WORLD, 8))
+        members = [
+            Trajectory(record.rollout_id, own.group_id, "math", 0, (), reward, (record,))
+            for record, reward in zip(group.records, group.rewards)
+        ]
+        self.buffer.put(own.group_id, members)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """On one device, without the page; the tokenizer's folder."""
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    monkeypatch.setattr(
+        stages, "make_mesh", lambda axes: make_mesh(axes, devices=jax.devices()[:1])
+    )
+    TOKENIZER.save(tmp_path / "tokenizer")
+    return str(tmp_path / "tokenizer")
+
+
+def shared(cfg, step, optimizer, schedule, mesh, token_loss):
+    """Compiled once for all runs, whose schedule is the same."""
+    key = repr((cfg, step, optimizer, token_loss, mesh))
+    if key not in MADE:
+        MADE[key] = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
+    return MADE[key]
+
+
+def config_of(tokenizer, **changes):
+    return AsynchronousConfig(name="async", tokenizer=tokenizer, **SHARED | changes)
+
+
+def run(config, workdir, hub=None, pusher=None):
+    hub = hub or Together(config)
+    Asynchronous(config, workdir, hub, pusher or hub, step_maker=shared).run()
+    return hub
+
+
+def weights(workdir):
+    return jax.tree.leaves(jax.device_get(models.open_weights(workdir, SHARED["model"])()))
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_without_staleness_it_is_the_synchronous_trainer_bit_by_bit(quick, tmp_path):
+    world = dataclasses.replace(WORLD, tasks=InTurn())
+    config = RlConfig(name="sync", tokenizer=quick, **SHARED)
+    Reinforcement(config, tmp_path / "sync", world, TASKS, step_maker=shared).run()
+    hub = run(config_of(quick, max_staleness=0, new_moments=False), tmp_path / "async")
+    found = weights(tmp_path / "async")
+    assert same(found, weights(tmp_path / "sync"))
+    first = weights(tmp_path / "async" / "checkpoints" / "10")
+    assert not same(found, first)  # they have moved
+    assert hub.ages == [0] * STEPS
+    assert hub.pushed == [(0, True), *((step, False) for step in range(1, STEPS + 1))]
+    stale = run(config_of(quick, max_staleness=1, new_moments=False), tmp_path / "stale")
+    assert max(stale.ages) == 1 and not same(found, weights(tmp_path / "stale"))
+
+
+def test_moments_begin_anew_behind_each_push(quick, tmp_path):
+    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 4), "push_every": 2}
+    for name, new in (("kept", False), ("new", True)):
+        config = config_of(quick, max_staleness=2, new_moments=new, **changes)
+        hub = run(config, tmp_path / name)
+        assert [version for version, _ in hub.pushed] == [0, 2, 4]
+        rows = read(tmp_path / name)
+        assert column(rows, "push/bytes") == ([2, 4], [7, 7])
+        steps, ages = column(rows, "policy/staleness")
+        assert steps == [1, 2, 3, 4] and ages == hub.ages and max(ages) <= 2
+    assert not same(weights(tmp_path / "kept"), weights(tmp_path / "new"))
+
+
+def test_a_trainer_that_was_stopped_goes_on_with_the_same_hub(quick, tmp_path):
+    config = config_of(quick, max_staleness=0)
+    run(config, tmp_path / "whole")
+    half = dataclasses.replace(config.train, steps=10)
+    hub = run(dataclasses.replace(config, train=half), tmp_path / "parts")
+    run(config, tmp_path / "parts", hub)
+    assert hub.begun == [(0, 0), (10, 10)] and hub.pushed[11] == (10, True)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "why"),
+    [
+        ("take", None, "no batch has come within 3 s: the service is gone"),
+        ("take", ServerError("no server answers"), "no server answers"),
+        ("trained", ServerError("the hub is ending", 503), "the hub is ending"),
+        ("begin", ServerError("push the weights first", 409), "push the weights first"),
+    ],
+)
+def test_what_the_hub_cannot_do_ends_the_run_in_words(quick, tmp_path, method, value, why):
+    def fails(*said):
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    config = config_of(quick, batch_seconds=3.0)
+    hub = Together(config)
+    setattr(hub, method, fails)
+    with pytest.raises(TrainingStopped, match=why):
+        run(config, tmp_path / "run", hub)
+
+
+def test_weights_that_no_engine_takes_end_the_run_in_words(quick, tmp_path):
+    class Nowhere:
+        def push(self, params, version, rewind=False):
+            raise NotPushed("no engine has taken version 0")
+
+    config = config_of(quick)
+    with pytest.raises(TrainingStopped, match="no engine has taken version 0"):
+        run(config, tmp_path / "run", pusher=Nowhere())
+
+
+def test_held_out_tasks_are_the_hub_s(quick, tmp_path):
+    train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
+    config = config_of(quick, train=train, evaluation=EvaluationConfig(tasks=4))
+    run(config, tmp_path / "run")
+    assert column(read(tmp_path / "run"), "held_out/math") == ([1, 2], [0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"push_every": 4, "max_staleness": 2}, "use at least 3"),
+        ({"push_every": 0}, "push_every is 0"),
+        ({"batch_seconds": 0.0}, "batch_seconds 0"),
+        ({"max_staleness": -1}, "max_staleness is -1"),
+        ({"max_running": 0}, "max_running is 0"),
+        ({"credit": CreditConfig(pull="reference")}, "no teachers|needs one"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        config_of("bytes", **changes)
