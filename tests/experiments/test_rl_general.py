@@ -90,7 +90,7 @@ def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
     own = stage._attempts
 
     class OneEach:
-        def sample(self, tasks, seed, name):
+        def sample(self, tasks, seed, first, name):
             sampled = TokenRecord([1, 2, 3], [0, 1, 1], rollout_logp=[np.nan, -1, -1])
             return [Group(tasks[0], [said("Ay")], [sampled])]
 

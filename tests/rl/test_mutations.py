@@ -80,16 +80,32 @@ STREAMS = {
         "np.where(record.loss_mask, advantage, 0)",
         "np.full(len(record), advantage)",
     ),
-    "failures are learnt from": ("if reward.value is not None:", "if True:"),
-    "nothing is left out": ("config.drop_flat and", "False and"),
+    "failures are learnt from": ("if own[1].value is not None", "if True"),
+    "nothing is left out": (
+        "config.drop_flat and len({value",
+        "False and len({value",
+    ),
     "a failure makes a difference": ("if value is not None}) < 2", "}) < 2"),
+    "a flat group of the buffer is learnt from": (
+        "config.drop_flat and len(set",
+        "False and len(set",
+    ),
+    "a copy is another sample": (
+        "advantages(group.baseline, config.baseline)",
+        "advantages([member.reward.value for member in group.members], config.baseline)",
+    ),
+    "a copy is a piece of its rollout": ("if copy:", "if False:"),
+    "a copy is of the first": (
+        "copy, own = divmod(place, len(worth))",
+        "copy, own = place // len(worth), 0",
+    ),
     "long rollouts count more": ("max(lengths[record.rollout_id], 1.0)", "1.0"),
     "pieces count each for itself": (
         "lengths[record.rollout_id] += record",
         "lengths[record.rollout_id] = record",
     ),
     "tokens by their rollouts": ('config.normalisation == "token"', "False"),
-    "no pull": ('if config.pull != "none" else found', "if False else found"),
+    "no pull": ('if config.pull == "none" else', "if True else"),
 }
 
 
@@ -151,7 +167,13 @@ def checks_of_streams():
 PARTS = {
     "losses": (test_losses, ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
     "advantage": (test_advantage, ("advantages",), advantage, checks_of_advantages, ADVANTAGES),
-    "streams": (test_streams, ("credited", "distilled"), streams, checks_of_streams, STREAMS),
+    "streams": (
+        test_streams,
+        ("credited", "credited_rollouts", "distilled"),
+        streams,
+        checks_of_streams,
+        STREAMS,
+    ),
 }
 
 
