@@ -44,6 +44,9 @@ def main(argv: list[str]) -> int:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
         return run(command.config, *([command.workdir] if _writes(command.module) else []))
+    serve = getattr(command.module, "serve", None)
+    if serve and (code := serve(command.config, command.workdir)) is not None:
+        return code
     return _run(command.module, command.config, command.workdir)
 
 
@@ -172,7 +175,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
 
     from glm5_jax.checkpoint.store import SaveError
     from glm5_jax.core import hosts
-    from glm5_jax.training import handovers
+    from glm5_jax.training import handovers, report
     from glm5_jax.training.metrics import TrainingStopped
 
     evaluator = getattr(module, "evaluator", None)
@@ -207,7 +210,13 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
         for stage in stages:
             began = time.monotonic()
             training = ready(stage, None)
-            summary = training.run()
+            words = getattr(stage.config, "programs", tuple)()
+            if words and not training.finished:
+                training.close()
+                if code := _several(words, stage.folder):
+                    return code
+            here = training.finished or not words
+            summary = training.run() if here else report.summarise(stage.folder)
             if not training.finished:
                 print(f"stopped after step {summary.step}; the same command goes on from there")
                 return 0
@@ -228,6 +237,13 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
     except _Refused as error:
         return _fail(error, 2)
     return 0
+
+
+def _several(words: tuple[str, ...], workdir: pathlib.Path) -> int:
+    """Runs a stage of several programs on this machine; the exit code."""
+    from launch import local  # which imports this module
+
+    return local.main(["launch.local", *words, f"--workdir={workdir}"])
 
 
 class _Refused(Exception):

@@ -67,6 +67,35 @@ def check_path(twin, path: str) -> None:
         raise ValueError(f"{path} is a group of fields; set one of them: {known}")
 
 
+def flags_between(before, after, path: str = "") -> list[tuple[str, str]]:
+    """(path, text) of the flags that make one dataclass of the other. ValueError if none do: a part is of another class."""
+    if type(before) is not type(after):
+        raise ValueError(
+            f"{path.rstrip('.') or 'the experiment'} is of {type(after).__name__}, no flag makes it of {type(before).__name__}"
+        )
+    found = []
+    for field in dataclasses.fields(after):
+        where, old, new = (
+            f"{path}{field.name}",
+            getattr(before, field.name),
+            getattr(after, field.name),
+        )
+        if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
+            found += flags_between(old, new, f"{where}.")
+        elif new != old:
+            found.append((where, new if isinstance(new, str) else repr(_plain(new))))
+    return found
+
+
+def _plain(value):
+    """A value as a literal of Python: dataclasses within as dicts."""
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return value
+
+
 def _flag_type(hint):
     """The type by which a flag parses its text; `object` reads any Python literal (None, tuples)."""
     if hint in (int, float, bool, str):

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from glm5_jax.core.activity import Activity
+
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -75,6 +77,7 @@ class ListenConfig:
       max_body: bytes of a request.
       grace: seconds that what runs has to end once the server is told to.
       ready_file: where it says its port once it listens, for whoever started it (`tell_port`); None: nowhere.
+      activity_file: where it says what it has in hand (`core.activity`); None: nowhere.
     """
 
     host: str = "127.0.0.1"
@@ -83,6 +86,7 @@ class ListenConfig:
     max_body: int = 16 * 2**20
     grace: float = 60.0
     ready_file: str | None = None
+    activity_file: str | None = None
 
     def __post_init__(self):
         if not 0 <= self.port < 65536:
@@ -180,6 +184,11 @@ class HttpServer:
             loop.add_signal_handler(number, stop.set)
         runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
         await runner.setup()
+        told = self.config.activity_file
+        with Activity(told, lambda: self._active) if told else contextlib.nullcontext():
+            await self._listen(runner, stop, ready)
+
+    async def _listen(self, runner, stop, ready) -> None:
         try:
             site = web.TCPSite(runner, self.config.host, self.config.port)
             await site.start()

@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from glm5_jax.core.activity import FOLDER, Activity
 from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
@@ -23,6 +24,7 @@ from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.experiment import RlConfig
 from glm5_jax.rl.pushed import NotPushed, Pusher
 from glm5_jax.rl.streams import credited_rollouts
+from glm5_jax.training import loop
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Source, Stage
 from glm5_jax.training.step import Step, make_step, with_new_moments
@@ -125,6 +127,11 @@ class Asynchronous(Stage):
         rollout = self.config.rollout
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
 
+    def _train(self, stop: loop.StopSignal) -> None:
+        told = self.workdir / FOLDER / "train.jsonl"
+        with Activity(told, lambda: not self._batches.waiting):
+            super()._train(stop)
+
     def _begin(self, state: dict) -> None:
         """The engines have these weights before anything is sampled for them, those that a lost trainer made too."""
         done = self._batches.step = int(state["step"])
@@ -156,7 +163,7 @@ class Asynchronous(Stage):
 
         def evaluate(state, done):
             del state, done  # the engines have its weights, or those of the last push
-            with _stopping():
+            with _stopping(), self._batches.waits():
                 found = self._hub.evaluate(count)
             rewards = {task: own["reward"] for task, own in found.items()}
             rewards = {task: reward for task, reward in rewards.items() if reward is not None}
@@ -174,9 +181,11 @@ class Batches:
     Attributes:
       step: of the next one.
       records, metrics: of the last one.
+      waiting: whether the trainer has nothing to do, as others are not done.
     """
 
     records: list[TokenRecord]
+    waiting = False
 
     def __init__(self, config: AsynchronousConfig, hub: Hub):
         self._config, self._hub, self.step = config, hub, 0
@@ -186,7 +195,8 @@ class Batches:
         """The batch of `step`; ValueError, with what hinders it, if it does not come in time."""
         config, began = self._config, time.perf_counter()
         try:
-            groups = self._hub.take(self.step, config.batch_seconds)
+            with self.waits():
+                groups = self._hub.take(self.step, config.batch_seconds)
         except ServerError as error:
             raise ValueError(str(error)) from error
         if groups is None:
@@ -204,6 +214,15 @@ class Batches:
             batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
         self.metrics = told(groups, self.step) | {"seconds": {"waiting": waited}}
         return batch
+
+    @contextlib.contextmanager
+    def waits(self) -> Iterator[None]:
+        """See `waiting`."""
+        self.waiting = True
+        try:
+            yield
+        finally:
+            self.waiting = False
 
     def state(self) -> dict:
         return {}  # the hub has it, and asks the trainer's step alone

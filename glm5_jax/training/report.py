@@ -13,6 +13,7 @@ import statistics
 import numpy as np
 
 from glm5_jax.core import charts
+from glm5_jax.core.activity import read_activity
 from glm5_jax.core.metrics_log import column, read
 
 PAGE = pathlib.Path("report") / "index.html"
@@ -95,6 +96,7 @@ def write_page(workdir) -> pathlib.Path:
         f"<header><h1>{title}</h1><p>{html.escape(_model_line(model))}</p></header>",
         _tiles(summary),
         f'<section class="charts">{"".join(_charts(rows, model))}</section>',
+        _programs(workdir),
         _sample_section(_samples(workdir)),
         _config_section(config),
     ]
@@ -218,6 +220,9 @@ def _reward_charts(series, figure):
     if parts := series("reward_part/"):
         yield figure(charts.line_chart(parts, y_label="Parts of the reward", smooth=True))
     policy = {name: (steps, values) for name, steps, values in series("policy/")}
+    if "below" in policy and "above" in policy:
+        masked = zip(policy["below"][1], policy["above"][1])
+        policy["inside"] = policy["below"][0], [1 - below - above for below, above in masked]
     for label, names, note in (
         (
             "Entropy, nats per token",
@@ -234,6 +239,12 @@ def _reward_charts(series, figure):
             ("below", "above"),
             "Out of the window of the ratio, on either side.",
         ),
+        ("Share of tokens learnt from", ("inside",), "In the window of the ratio."),
+        (
+            "Staleness, steps",
+            ("staleness", "staleness_mean", "version_span"),
+            "How many steps the weights that sampled are behind: of the oldest, on average, and within one attempt.",
+        ),
     ):
         lines = [(name, *policy[name]) for name in names if name in policy]
         if lines:
@@ -241,6 +252,8 @@ def _reward_charts(series, figure):
     if alike := [s for s in series("agreement/") if s[0] in ("keys", "experts")]:
         drawing = charts.line_chart(alike, y_label="Choices alike, share")
         yield figure(drawing, "Engine against learner, of the same tokens and over all layers.")
+    if tasks := series("share/"):
+        yield figure(charts.line_chart(tasks, y_label="Tasks, shares of attempts", smooth=True))
     rollout = series("rollout/")
     if lengths := [s for s in rollout if s[0] == "tokens"]:
         yield figure(charts.line_chart(lengths, y_label="Tokens per attempt", smooth=True))
@@ -248,6 +261,31 @@ def _reward_charts(series, figure):
         yield figure(charts.line_chart(shares, y_label="Attempts and groups, shares", smooth=True))
     if seconds := series("seconds/"):
         yield figure(charts.line_chart(seconds, y_label="Seconds per step", smooth=True))
+
+
+def _programs(workdir: pathlib.Path) -> str:
+    """When each program of the run had something in hand."""
+    lives = read_activity(workdir)
+    if not lives:
+        return ""
+    first = min(life.begin for life in lives)
+    spans = {
+        f"{life.name} {life.pid}": [((a - first) / 60, (b - first) / 60) for a, b in life.spans]
+        for life in lives
+    }
+    title = "What each program had in hand"
+    size = 11.2, 0.9 + 0.3 * len(spans)
+    drawing = charts.span_chart(spans, x_label="minutes", y_label=title, size=size)
+    lines = (
+        (html.escape(life.name), life.pid, f"{life.end - life.begin:.0f}", f"{life.busy:.0%}")
+        + (f"{1 - life.busy:.0%}", f"{life.cpu:.2f}")
+        for life in lives
+    )
+    head = ("program", "process", "seconds", "busy", "idle", "cores")
+    table = "".join(
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in line) + "</tr>" for line in (head, *lines)
+    )
+    return f"<section><h2>Programs</h2><figure>{drawing}</figure><table>{table}</table></section>"
 
 
 def _layer_names(model: dict, first: int) -> list[str]:

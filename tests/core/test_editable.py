@@ -1,11 +1,12 @@
 """Configs become editable for flags and freeze back with every check."""
 
+import ast
 import dataclasses
 
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.editable import check_path, editable, freeze
+from glm5_jax.core.editable import check_path, editable, flags_between, freeze
 
 
 def test_a_round_trip_changes_nothing():
@@ -160,3 +161,33 @@ def test_a_tuple_within_a_dict_may_be_written_as_a_list():
     twin = editable(Config())
     twin.parts = [{"sizes": [1, 2]}]
     assert freeze(twin) == Config((Part((1, 2)),))
+
+
+def test_flags_make_one_config_of_another():
+    @dataclasses.dataclass(frozen=True)
+    class Part:
+        size: int = 1
+        name: str = "a"
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        rate: float = 0.1
+        folder: str | None = None
+        part: Part = Part()
+        parts: tuple[Part, ...] = (Part(),)
+        model: object = None
+
+    wanted = Config(2e-5, "there", Part(name="b c"), (Part(2), Part(3, "d")))
+    found = flags_between(Config(), wanted)
+    assert [path for path, _ in found] == ["rate", "folder", "part.name", "parts"]
+    assert flags_between(wanted, wanted) == []
+    twin = editable(Config())
+    for path, text in found:
+        *groups, name = path.split(".")
+        node = twin
+        for group in groups:
+            node = getattr(node, group)
+        setattr(node, name, text if name in ("folder", "name") else ast.literal_eval(text))
+    assert freeze(twin) == wanted
+    with pytest.raises(ValueError, match="part is of str, no flag makes it of Part"):
+        flags_between(Config(), dataclasses.replace(wanted, part="x"))

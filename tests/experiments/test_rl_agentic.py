@@ -1,0 +1,116 @@
+"""Agentic RL as an experiment: its programs, how they are started, and what is refused."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from experiments import rl_agentic
+from experiments.rl_agentic import LayoutConfig, PlaceConfig
+from experiments.rl_reasoning import Share
+from glm5_jax.core.placement import ordered
+from launch import gke, run, slurm
+from launch.local import LocalPlacement, Machine
+
+FILE = rl_agentic.__file__
+POD = ["--image=registry/glm5:1", "--claim=shared", "--accelerator=tpu-v5p-slice", "--workdir=/run"]
+
+
+def tiny(**changes):
+    return dataclasses.replace(rl_agentic.tiny(), checkpoint="nowhere", **changes)
+
+
+def words_of(role):
+    return " ".join(role.argv)
+
+
+def test_who_needs_another_starts_behind_it():
+    found = ordered(rl_agentic.roles(tiny(), ["--experiment=x", "--workdir=y"]))
+    assert [role.name for role in found] == [
+        "engine",
+        "gateway",
+        "hub",
+        "task-0",
+        "task-1",
+        "train",
+    ]
+    engine, gateway, hub, first, second, train = found
+    assert all("launch.run --experiment=x --workdir=y" in words_of(role) for role in found)
+    assert "--experiment.place.engines={engine.urls}" in words_of(gateway)
+    assert "--experiment.place.gateway={gateway.url}" in words_of(hub)
+    assert "place.role=task --" in words_of(first) and "place.number=1" in words_of(second)
+    assert [role.main for role in found] == [False] * 5 + [True]
+    assert {"task-0", "task-1"} < set(train.needs), (
+        "what is held out is asked before the first step"
+    )
+    LocalPlacement(Machine("cpu", [], [0])).check(found)
+
+
+def test_a_pod_has_a_port_for_each(capsys):
+    config = rl_agentic.glm5()
+    found = rl_agentic.roles(config, [])
+    taken = [range(role.port, role.port + role.count) for role in found if not role.main]
+    assert len({port for ports in taken for port in ports}) == sum(map(len, taken))
+    train = found[-1]
+    assert train.hosts * train.devices == 1024 and "{distributed}" in train.argv[-1]
+    more = [f"--experiment={FILE}:glm5", "--experiment.checkpoint=/run/sft"]
+    assert gke.main(["gke", *more, *POD]) == 0
+    jobs = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]
+    assert [job["name"] for job in jobs][:3] == ["engine", "gateway", "hub"]
+    assert [job["replicas"] for job in jobs][:2] == [64, 1]
+    assert slurm.main(["slurm", *more, "--workdir=/run", "--partition=p"]) == 0
+    assert "place.role=gateway" in capsys.readouterr().out
+
+
+def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl_agentic, "_tokenizer", lambda config: None)
+    place = PlaceConfig("gateway", engines="http://a:1,http://b:2")
+    layout = LayoutConfig(engines=2, ranks=2)
+    gateway = rl_agentic.PROGRAMS["gateway"](tiny(place=place, layout=layout), tmp_path)
+    assert gateway._ranks == ("http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1")
+
+
+def test_its_flags_are_those_of_the_same_run(tmp_path):
+    tasks = (Share(rl_agentic.TaskConfig("chain", size=30), 2.0),)
+    config = tiny(tasks=tasks, seed=3, max_staleness=1, place=PlaceConfig())
+    words = config.programs()
+    found = run.parse(["run", *words, f"--workdir={tmp_path}"])
+    # The module is another one, as it is read from its file.
+    assert dataclasses.asdict(found.config) == dataclasses.asdict(config)
+    assert not dataclasses.replace(config, place=PlaceConfig("hub")).programs()
+
+
+def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
+    flags = [f"--experiment={FILE}:tiny", f"--workdir={tmp_path}/run"]
+    assert run.main(["run", *flags]) == 2
+    assert "give --experiment.checkpoint=PATH" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    for role in ("gateway", "task", "engine"):
+        place = [f"--experiment.place.role={role}", "--experiment.place.hub=http://127.0.0.1:1"]
+        place.append("--experiment.place.engines=http://127.0.0.1:1")
+        assert run.main(["run", *flags, *place]) == 2
+        assert "--experiment.checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": (Share(), Share())}, "two of the tasks have one name"),
+        ({"transport": "pigeons"}, "use network or storage"),
+        ({"place": PlaceConfig("judge")}, "use one of train, engine, gateway, hub, task"),
+        ({"agreement": rl_agentic.AgreementConfig(attempts=1)}, "so give 0"),
+        ({"agent_seconds": 0.0}, "seconds is 0.0"),
+    ],
+)
+def test_contradictions_are_refused(changes, why):
+    with pytest.raises(ValueError, match=why):
+        tiny(**changes)
+
+
+def test_layouts_and_variants_are_refused():
+    with pytest.raises(ValueError, match="engines is 0"):
+        LayoutConfig(engines=0)
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, small, glm5"):
+        rl_agentic.get_config("huge")
+    assert rl_agentic.small().layout.engine_devices == 1
