@@ -73,9 +73,11 @@ jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
 from glm5_jax.core import hosts
 hosts.agree(None)
 assert hosts.everyones([jax.process_index()]) == [[0], [1]]
+assert hosts.of_first(lambda: {{"a": [jax.process_index(), "\u00e9"]}}) == {{"a": [0, "\u00e9"]}}
 for attempt in (
     lambda: hosts.agree(ValueError("mine") if jax.process_index() == {broken} else None),
     lambda: hosts.first_does(lambda: open("/nowhere/file")),
+    lambda: hosts.of_first(lambda: [][0] if jax.process_index() else int("x")),
 ):
     try:
         attempt()
@@ -92,6 +94,7 @@ for attempt in (
         out = process.communicate(timeout=120)[0]
         assert process.returncode == 0
         assert "ValueError mine" in out and "OSError [Errno 2]" in out
+        assert "ValueError invalid literal" in out
 
 
 @pytest.mark.slow
