@@ -366,7 +366,8 @@ def tiny() -> AgenticConfig:
         schedule=ScheduleConfig(kind="linear", peak=5e-4, end=5e-5, warmup_steps=3, total_steps=40),
         step=base.step,
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=10),
-        rollout=base.rollout,
+        # With their prompts as many as fill 64 rows, not one more.
+        rollout=dataclasses.replace(base.rollout, prompts=4),
         engine=EngineConfig(
             page_size=128,
             num_pages=1024,
@@ -379,7 +380,7 @@ def tiny() -> AgenticConfig:
         length=base.length,
         rows=base.rows,
         max_staleness=2,
-        max_running=18,
+        max_running=12,
         agent_seconds=600.0,
         judge_seconds=60.0,
         batch_seconds=600.0,

@@ -238,7 +238,7 @@ class Batches:
 
 
 def told(groups: Sequence[Taken], step: int) -> dict:
-    """Numbers of a batch: rewards by task and part, what was sampled, and how old it is."""
+    """Numbers of a batch: its groups, rewards by task and part, what was sampled, and how old it is."""
     rollouts: dict[str, list] = {}
     for group in groups:
         rollouts.setdefault(group.task, []).extend(group.members[: len(group.baseline)])
@@ -252,6 +252,8 @@ def told(groups: Sequence[Taken], step: int) -> dict:
     spans = [member.versions[1] - member.versions[0] for member in members]
     size = sum(len(group.members) for group in groups)
     return {
+        # By which it can be checked that nothing is learnt twice.
+        "group": {"order": np.array([group.order for group in groups])},
         "reward": {
             "mean": float(np.mean([member.reward.value for member in members])),
             **{

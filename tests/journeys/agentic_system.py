@@ -1,0 +1,72 @@
+"""The programs of agentic RL around a random policy of one layer that is asked for sums:
+
+    python -m launch.local --experiment=tests/journeys/agentic_system.py:small --experiment.checkpoint=DIR --workdir=OUT
+
+`save` makes the checkpoint.
+"""
+
+import dataclasses
+
+import jax
+
+from experiments import rl_agentic
+from experiments.rl_agentic import AgenticConfig, LayoutConfig
+from experiments.rl_reasoning import Share
+from glm5_jax.agents.context import ContextConfig
+from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.experiment import EvaluationConfig, policy_alone
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from tests.model.small import one_layer
+
+MODEL = one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite")
+PROGRAMS = ("engine-0", "gateway-0", "hub-0", "task-0-0", "task-1-0", "train-0")
+serve, roles = rl_agentic.serve, rl_agentic.roles
+
+
+def get_config(variant: str = "small") -> AgenticConfig:
+    if variant != "small":
+        raise ValueError(f"unknown variant {variant!r}; use small")
+    return AgenticConfig(
+        name="agentic_system:small",
+        model=MODEL,
+        tokenizer="bytes",
+        optimizer=OptimizerConfig(weight_decay=0.0),
+        schedule=ScheduleConfig("constant", 1e-3, 0.0, 0, 12),
+        step=dataclasses.replace(policy_alone(), remat="none"),
+        train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=2),
+        rollout=RolloutConfig(prompts=2, group=4, max_tokens=4, max_turns=2, thinking=False),
+        engine=EngineConfig(
+            page_size=128, max_batch=8, chunk=128, max_length=128, short_prompt=128
+        ),
+        evaluation=EvaluationConfig(tasks=0),
+        context=ContextConfig(None, None),
+        length=128,
+        rows=8,
+        max_staleness=2,
+        max_running=6,
+        agent_seconds=60.0,
+        judge_seconds=10.0,
+        batch_seconds=300.0,
+        tasks=(
+            Share(TaskConfig("addition", size=500, digits=1)),
+            Share(TaskConfig("addition", size=500, digits=2)),
+        ),
+        layout=LayoutConfig(warm=False, grace=5.0),
+    )
+
+
+def save(folder) -> None:
+    """A checkpoint of random weights, and its tokenizer."""
+    params = glm5.init_params(MODEL, jax.random.key(0))
+    save_hf(params, folder, cfg=MODEL, tokenizer=Tokenizer.load("bytes"))
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

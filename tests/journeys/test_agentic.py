@@ -1,0 +1,137 @@
+"""Agentic RL with all its programs, each a process: they work side by side, and whoever is killed, the run ends as it should."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from glm5_jax.core.activity import read_activity
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.roles import read_events
+from tests.contracts.source_tree import ROOT
+from tests.core.test_process import ends
+from tests.journeys import agentic_system
+from tests.journeys.agentic_system import PROGRAMS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+FILE = agentic_system.__file__
+STEPS = 12
+KILLS = 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    agentic_system.save(folder)
+    return folder
+
+
+def start(program, workdir, checkpoint, *flags):
+    words = [f"--experiment={FILE}:small", f"--experiment.checkpoint={checkpoint}", *flags]
+    return subprocess.Popen(
+        [sys.executable, "-m", program, *words, f"--workdir={workdir}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def pids(workdir):
+    """The running process of each program."""
+    found = {}
+    for event in read_events(workdir / "roles"):
+        name = f"{event.role}-{event.index}"
+        if event.what == "started":
+            found[name] = event.pid
+        elif event.what in ("died", "stopped", "finished", "moved", "failed"):
+            found.pop(name, None)
+    return found
+
+
+def learnt(workdir):
+    """Admission numbers of the groups of each step."""
+    steps, groups = column(read(workdir), "group/order")
+    return dict(zip(steps, groups))
+
+
+def check_ended_well(workdir, steps=STEPS):
+    found = learnt(workdir)
+    assert list(found) == list(range(1, steps + 1))
+    orders = [order for own in found.values() for order in own]
+    assert len(orders) == 2 * steps and len(set(orders)) == len(orders), "nothing is learnt twice"
+    assert max(column(read(workdir), "policy/staleness")[1]) <= 2
+    assert not pids(workdir)
+
+
+def overlap(first, second):
+    """Seconds in which both have something in hand."""
+    return sum(
+        max(0.0, min(b, d) - max(a, c))
+        for one in first
+        for other in second
+        for a, b in one.spans
+        for c, d in other.spans
+    )
+
+
+def test_it_trains_while_others_sample(checkpoint, tmp_path):
+    out = start("launch.run", tmp_path / "run", checkpoint).communicate(timeout=600)[0]
+    assert "train-0 finished" in out and f"after {STEPS} steps" in out, out
+    check_ended_well(tmp_path / "run")
+    lives = read_activity(tmp_path / "run")
+    assert len({life.pid for life in lives}) == len(PROGRAMS) == len(lives)
+    named = {life.name: life for life in lives}
+    assert overlap([named["train"]], [named["engine-0"]]) > 0
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert all(f">{life.name} {life.pid}</text>" in page for life in lives)
+    again = start("launch.run", tmp_path / "run", checkpoint).communicate(timeout=100)[0]
+    assert f"after {STEPS} steps" in again and "started" not in again
+
+
+def test_a_run_that_was_stopped_goes_on(checkpoint, tmp_path):
+    workdir = tmp_path / "run"
+    process = start("launch.local", workdir, checkpoint)
+    wait_for_step(process, workdir, 4)
+    before = list(pids(workdir).values())
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode == 130 and "goes on from there" in out
+    assert all(ends(pid) for pid in before)
+    out = start("launch.local", workdir, checkpoint).communicate(timeout=600)[0]
+    assert "train-0 finished" in out, out
+    check_ended_well(workdir)
+
+
+def test_whoever_is_killed_the_run_ends_and_learns_nothing_twice(checkpoint, tmp_path):
+    """At random moments, each program in turn, until all have died several times."""
+    workdir, draw = tmp_path / "run", random.Random(0)
+    steps = 4 * STEPS
+    flags = [f"--experiment.schedule.total_steps={steps}", "--experiment.batch_seconds=600"]
+    process = start("launch.local", workdir, checkpoint, *flags)
+    wait_for_step(process, workdir, 1)
+    killed = []
+    while len(killed) < KILLS:
+        assert process.poll() is None, (killed, process.communicate()[0])
+        time.sleep(draw.uniform(0, 6))
+        name = PROGRAMS[len(killed) % len(PROGRAMS)]
+        if (pid := pids(workdir).get(name)) is not None:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(name)
+    out = process.communicate(timeout=900)[0]
+    assert process.returncode == 0, out
+    died = [e for e in read_events(workdir / "roles") if e.what == "died"]
+    assert len(died) >= KILLS and {f"{e.role}-{e.index}" for e in died} >= set(PROGRAMS)
+    check_ended_well(workdir, steps)
+
+
+def wait_for_step(process, workdir, step):
+    until = time.monotonic() + 300
+    while max(learnt(workdir), default=0) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.1)
