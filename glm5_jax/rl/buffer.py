@@ -27,7 +27,7 @@ class Admitted:
 
     Attributes:
       order: its place in line, from 0; a group for one that was dropped has that one's place.
-      group_id: unlike that of any other group, also of those before a restart that had the same journal.
+      group_id: unlike that of any other group, also of those before a restart that had the same journal or another life.
       task, number: whose attempts.
       tries: groups in this place before it. With order, a seed that does not depend on what came when.
     """
@@ -78,15 +78,17 @@ class Buffer:
     """The groups that are outstanding. What it cannot do is a ValueError, and changes nothing.
 
     journal: a folder that outlives the process: whoever opens it next goes on with all groups that had come, taken or
-    not, and is to admit those again that were under way.
+    not, and is to admit those again that were under way. life: goes before the ids of groups, of a buffer that has no
+    journal to tell it which there were.
 
     Attributes:
       step: updates of the trainer; version: of the weights that the engines have.
+      lease: of the trainer that began last, later than all before it; 0: none has begun.
     """
 
-    def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None):
-        self.config = config
-        self.step = self.version = 0
+    def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None, life: str = ""):
+        self.config, self._life = config, life
+        self.step = self.version = self.lease = 0
         self._trained: collections.Counter[str] = collections.Counter()  # trajectories by task
         self._next = 0  # the next new place
         self._begun: collections.Counter[str] = collections.Counter()  # new places by task
@@ -149,7 +151,7 @@ class Buffer:
             order, tries = self._next, 0
         else:
             order, tries = owed, self._owed[owed].admitted.tries + 1
-        admitted = Admitted(order, f"{order}-{tries}", task, number, tries)
+        admitted = Admitted(order, f"{self._life}{order}-{tries}", task, number, tries)
         place = _Place(admitted, self.version, len(self._lost))
         self._write(place)
         if owed is None:
@@ -236,8 +238,8 @@ class Buffer:
         self.version = version
         self._write_state()
 
-    def begin(self, step: int, version: int) -> None:
-        """The trainer starts or goes on at this step, and the engines have this version.
+    def begin(self, step: int, version: int, least: int = 0) -> None:
+        """A trainer starts or goes on at this step, and the engines have this version. least: of its lease.
 
         Batches of earlier steps were trained on; later ones are waiting again. What was sampled by weights newer than
         the step is never learnt from, in groups that have come and in those under way: not even once the trainer has
@@ -256,6 +258,7 @@ class Buffer:
         for place in self._running.values():
             place.version = min(place.version, version)  # what is sampled from now on
         self.step, self.version = step, version
+        self.lease = max(self.lease + 1, least)
         self._forget(gone)
         for place in list(self._waiting.values()):
             self._keep(place, step)
@@ -382,6 +385,7 @@ class Buffer:
                 **{name: getattr(self.config, name) for name in _KEPT},
                 "step": self.step,
                 "version": self.version,
+                "lease": self.lease,
                 "next": self._next,
                 "begun": self._begun,
                 "taken": list(self._taken.items()),
@@ -414,7 +418,7 @@ class Buffer:
                     f"the journal in {folder} is of {name}={state[name]}, not {getattr(self.config, name)}; take "
                     "that, or another folder"
                 )
-        self.step, self.version = state["step"], state["version"]
+        self.step, self.version, self.lease = state["step"], state["version"], state["lease"]
         self._lost = [(low, high) for low, high in state["lost"]]
         self._trained.update(state["trained"])
         self._counts["groups/torn"] = len(torn)

@@ -83,7 +83,8 @@ def _value(url: str, status: int, content: bytes) -> Any:
 
 class HubClient:
     """Of the hub at `url`, for a trainer and for people: it waits. patience: seconds that a hub which is not there, as it is started anew,
-    is asked again. Then, and for what the hub refuses, all methods raise ServerError.
+    is asked again. Then, and for what the hub refuses, as whatever a trainer says that another has replaced, all methods
+    raise ServerError.
 
     Attributes:
       hindered: what the hub says stands in the way of the batch that was last asked for; empty once it is there.
@@ -94,11 +95,12 @@ class HubClient:
             raise ValueError(f"patience is {patience}; it must not be negative")
         self._client, self._patience = Client(url, api_key, direct=True), patience
         self._version: int | None = None
+        self._lease = 0  # of this trainer, once it has begun
         self.hindered: tuple[str, ...] = ()
 
     def begin(self, step: int, version: int) -> None:
         """After a start or resume: the trainer has done `step` updates, and the engines have the weights of `version`."""
-        self._ask("/trainer/begin", {"step": step, "version": version})
+        self._lease = self._ask("/trainer/begin", {"step": step, "version": version})["lease"]
         self._version = version
 
     def take(self, step: int, seconds: float = 60.0) -> list[Taken] | None:
@@ -144,12 +146,14 @@ class HubClient:
     def _known(self, step: int, path: str, body: Mapping, seconds: float = 0.0) -> Any:
         """As `_ask`; a hub that knows nothing, as it was started anew without a journal, is first told of this step."""
         try:
-            return self._ask(path, body, seconds)
+            return self._ask(path, body | {"lease": self._lease}, seconds)
         except ServerError as error:
             if error.status != NOT_BEGUN or self._version is None:
                 raise
         self.begin(step, min(step, self._version))
-        return {} if path == "/groups/trained" else self._ask(path, body, seconds)
+        if path == "/groups/trained":
+            return {}
+        return self._ask(path, body | {"lease": self._lease}, seconds)
 
     def _ask(self, path: str, body: Mapping | None = None, seconds: float = 0.0) -> Any:
         data = None if body is None else encoded(body)

@@ -6,18 +6,19 @@
     POST   /tasks                     a service (`service.TaskService`) is there, and says what it has
     POST   /tasks/NAME/heartbeat      it still is
     DELETE /tasks/NAME                it takes nothing more
-    POST   /trainer/begin             {step, version}: the trainer starts, or goes on from a checkpoint
-    POST   /groups/take               {step, seconds}: the batch of a step, waited for so long
-    POST   /groups/trained            {step}: it was learnt from
+    POST   /trainer/begin             {step, version} -> {lease}: the trainer starts, or goes on from a checkpoint
+    POST   /groups/take               {lease, step, seconds}: the batch of a step, waited for so long
+    POST   /groups/trained            {lease, step}: it was learnt from
     POST   /groups/cancel             {group_id, again}: a group that is under way is called off
-    POST   /version                   {version}: of the weights that the engines have now
+    POST   /version                   {lease, version}: of the weights that the engines have now
     POST   /evaluate                  {count, seconds}: attempts at held-out tasks
     POST   /pause, /resume            whether groups begin
     GET    /status                    how everything is doing
 
 Groups are admitted as the buffer allows (`buffer`), of the task whose turn it is (`registry`), and their rollouts go side
 by side (`remote`). Nothing is waited for without a limit: a service or gateway that is gone is told in /status and with
-every batch that is not there yet. What has come is in the journal, and the next hub goes on with it.
+every batch that is not there yet. What has come is in the journal, and the next hub goes on with it. There is one
+trainer: once another has begun, whatever a former one still says, under its lease, is refused.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
@@ -105,11 +107,11 @@ class Orchestrator(HttpServer):
         super().__init__(config)
         self._clock = time.monotonic
         folder = None if config.journal is None else pathlib.Path(config.journal)
-        self._buffer = Buffer(config.buffer, folder)
+        # Agents of a hub that was killed may go on in their sessions, which no other's must be named like.
+        life = "" if folder is not None else f"{secrets.token_hex(4)}-"
+        self._buffer = Buffer(config.buffer, folder, life)
         self._registry = Registry(config.buffer.group, config.registry)
         self._registry.drawn.update(self._buffer.begun)
-        # Whether a trainer has said where it is, perhaps to a hub before this one.
-        self._begun = bool(self._buffer.begun) or self._buffer.step > 0
         self._collect()
         self._groups: dict[str, _UnderWay] = {}
         self._tasks: set[asyncio.Task] = set()  # all that run until they are cancelled
@@ -181,7 +183,7 @@ class Orchestrator(HttpServer):
             for service in self._registry.expire(now):
                 _log.warning("%s is lost: %s", service.spec.name, service.error)
                 self._call_off(service)
-            if self._begun and not (self._draining or self._paused):
+            if self._buffer.lease and not (self._draining or self._paused):
                 self._start_groups(now)
             await self._hear(news, self.config.tick)
 
@@ -285,17 +287,18 @@ class Orchestrator(HttpServer):
     async def _begin(self, request: web.Request) -> web.Response:
         said = await _said(request, _BEGIN)
         with _conflicts():
-            self._buffer.begin(int(said["step"]), int(said["version"]))
-        self._begun = True
+            # By the clock they differ from those of a hub that has left no journal, too.
+            least = int(1e3 * time.time())
+            self._buffer.begin(int(said["step"]), int(said["version"]), least)
         self._collect()
         self._tell()
-        return as_json(self._position())
+        return as_json(self._position() | {"lease": self._buffer.lease})
 
     async def _take(self, request: web.Request) -> web.Response:
         said = await _said(request, _TAKE)
         until = self._clock() + min(said["seconds"], self.config.poll_seconds)
         while True:
-            self._check_begun()
+            self._check_lease(said)
             news = self._news
             with _conflicts():
                 taken = self._buffer.take(int(said["step"]))
@@ -311,28 +314,37 @@ class Orchestrator(HttpServer):
             await self._hear(news, left)
 
     async def _trained(self, request: web.Request) -> web.Response:
-        step = int((await _said(request, _TRAINED))["step"])
-        self._check_begun()
+        said = await _said(request, _TRAINED)
+        self._check_lease(said)
         with _conflicts():
-            self._buffer.trained(step)
+            self._buffer.trained(int(said["step"]))
         self._collect()
         self._tell()
         return as_json(self._position())
 
     async def _version(self, request: web.Request) -> web.Response:
-        version = int((await _said(request, _VERSION))["version"])
-        self._check_begun()
+        said = await _said(request, _VERSION)
+        self._check_lease(said)
         with _conflicts():
-            self._buffer.push(version)
+            self._buffer.push(int(said["version"]))
         self._tell()
         return as_json(self._position())
 
-    def _check_begun(self) -> None:
+    def _check_lease(self, said: Mapping[str, Any]) -> None:
+        """ApiError unless it is the trainer that began last who says this."""
         if self._filling.done():
             raise ApiError(f"the hub has failed: {self._filling.exception()!r}", 500, "internal")
-        if not self._begun:
+        if not self._buffer.lease:
             raise ApiError(
                 "no trainer has begun; say where it is with /trainer/begin", NOT_BEGUN, "begin"
+            )
+        if said["lease"] != self._buffer.lease:
+            raise ApiError(
+                f"the trainer of lease {said['lease']} has been replaced: one has begun since with lease "
+                f"{self._buffer.lease}; end this one, or begin anew from its checkpoint",
+                409,
+                "replaced",
+                "lease",
             )
 
     def _position(self) -> dict[str, int]:
@@ -368,7 +380,7 @@ class Orchestrator(HttpServer):
             {
                 **self._position(),
                 "room": self._buffer.room(),
-                "begun": self._begun,
+                "begun": self._buffer.lease > 0,
                 "paused": self._paused,
                 "draining": self._draining,
                 "hindered": self._hindered(),
@@ -394,7 +406,7 @@ class Orchestrator(HttpServer):
     def _hindered(self) -> list[str]:
         """Why batches may be late, in words."""
         found = []
-        if not self._begun:
+        if not self._buffer.lease:
             found.append("no trainer has begun")
         if self._paused:
             found.append("the hub is paused")
@@ -439,9 +451,9 @@ async def _said(request: web.Request, schema: Mapping) -> Any:
 _COUNT, _POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
 _SECONDS = {"type": "number", "minimum": 0}
 _BEGIN = of_fields(("step", "version"), step=_COUNT, version=_COUNT)
-_TAKE = of_fields(("step", "seconds"), step=_COUNT, seconds=_SECONDS)
-_TRAINED = of_fields(("step",), step=_COUNT)
-_VERSION = of_fields(("version",), version=_COUNT)
+_TAKE = of_fields(("lease", "step", "seconds"), lease=_COUNT, step=_COUNT, seconds=_SECONDS)
+_TRAINED = of_fields(("lease", "step"), lease=_COUNT, step=_COUNT)
+_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_COUNT)
 _EVALUATE = of_fields(("count", "seconds"), count=_POSITIVE, seconds=_SECONDS)
 _CANCEL = of_fields(("group_id",), group_id={"type": "string"}, again={"type": "boolean"})
 _BEAT = of_fields(instance={"type": "string"})

@@ -151,6 +151,17 @@ def test_what_was_lost_stays_lost(tmp_path):
     assert batches[0][0].baseline == (1.0, 0.0)
 
 
+def test_a_lease_is_later_than_all_before_it(tmp_path):
+    buffer = Buffer(CONFIG, tmp_path)
+    assert buffer.lease == 0
+    found = []
+    for least in (0, 0, 7, 7, 3):
+        buffer = Buffer(CONFIG, tmp_path)
+        buffer.begin(0, 0, least)
+        found.append(buffer.lease)
+    assert found == [1, 2, 7, 8, 9] and Buffer(CONFIG, tmp_path).lease == 9
+
+
 def test_a_group_that_is_torn_is_missed_and_no_other(tmp_path):
     buffer = Buffer(CONFIG, tmp_path)
     groups = [buffer.admit("t", i) for i in range(4)]

@@ -197,7 +197,7 @@ def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate
         ids = [member.rollout_id.rpartition("-")[2] for member in group.members]
         assert ids == ["0", "2", "3", "0"] and len(group.baseline) == 3
         assert group.members[3] is group.members[0]
-        assert group.group_id == f"{group.order}-{int(group.number == 1)}"
+        assert group.group_id.split("-")[1:] == [str(group.order), str(int(group.number == 1))]
     assert fleet.told()["dropped_groups"] == 1
 
 
@@ -339,18 +339,19 @@ def test_a_group_can_be_called_off(stack, gate, again):
     own.mode = "hangs"
     fleet.begin()
     until(lambda: len(own.seen) == 48)
-    fleet.client.cancel("3-0", again)
+    third, *others = sorted(fleet.client.status()["groups"], key=lambda name: "-3-0" not in name)
+    fleet.client.cancel(third, again)
     own.mode = "ok"
-    names = {f"3-0-{place}" for place in range(4)}
+    names = {f"{third}-{place}" for place in range(4)}
     until(lambda: set(own.cancelled) >= names)
-    for order in (0, 1, 2, *range(4, 12)):
-        fleet.client.cancel(f"{order}-0", again=True)
+    for name in others:
+        fleet.client.cancel(name, again=True)
     groups = fleet.train(4)
     assert {group.number for group in groups} >= set(range(12)) - {3}
     assert (3 in {group.number for group in groups}) == again
     assert fleet.told()["cancelled_groups"] == 12
-    with pytest.raises(ServerError, match="no group '3-0' is under way"):
-        fleet.client.cancel("3-0")
+    with pytest.raises(ServerError, match=f"no group '{third}' is under way"):
+        fleet.client.cancel(third)
     fleet.client.pause()
     until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
 
@@ -463,12 +464,13 @@ def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
     """With what has come, what was taken and what was under way: nothing is lost or trained on twice, and each task's
     turn comes once."""
     trained, held, port, under_way = [], [], 0, 0
+    client = None
     ENGINE.version = step = 0
     with contextlib.ExitStack() as services:
         for life in range(4):
             hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
             with hub.running() as url:
-                port, client = hub.port, HubClient(url, patience=10.0)
+                port, client = hub.port, client or HubClient(url, patience=10.0)
                 if life == 0:
                     made = Sums(service_config(url), pause=0.1)
                     services.enter_context(made.running())
@@ -521,6 +523,53 @@ def test_a_hub_without_a_journal_is_told_anew_where_the_trainer_is(gate):
         assert fleet.client.status()["step"] == 6
 
 
+def test_no_hub_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate):
+    """Agents that the dead one began may still chat in theirs."""
+    names = []
+    for _ in range(2):
+        with contextlib.ExitStack() as stack:
+            fleet = Fleet(stack, gate).begin()
+            names.append({m.rollout_id for group in fleet.train() for m in group.members})
+    assert len(names[0]) == 16 and not names[0] & names[1]
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, journal):
+    """It was thought dead, and has learnt from a batch that another trainer now learns from."""
+    options = {"max_staleness": 0} | ({"journal": str(tmp_path)} if journal else {})
+    with contextlib.ExitStack() as life, ThreadPoolExecutor() as threads:
+        fleet = Fleet(life, gate, **options).begin()
+        old, port = HubClient(fleet.url), fleet.hub.port
+        old.begin(0, 0)
+        fleet.begin()
+        held = ids(fleet.client.take(0, 20))
+        waits = threads.submit(fleet.client.take, 1, 60)
+        late = fleet.client
+        fleet.client = HubClient(fleet.url)
+        fleet.begin()
+        with pytest.raises(ServerError, match="has been replaced: one has begun since with lease"):
+            waits.result(20)
+
+        def refused():
+            for said in (
+                lambda: late.trained(0),
+                lambda: late.push(0),
+                lambda: late.take(0, 0.1),
+                lambda: old.trained(0),
+            ):
+                with pytest.raises(ServerError, match="has been replaced") as caught:
+                    said()
+                assert caught.value.status == 409
+
+        refused()
+        assert ids(fleet.train()) == held  # they were not learnt from
+        if not journal:
+            return
+    with Orchestrator(hub_config(gate, port=port, **options)).running():
+        refused()
+        fleet.client.push(1)
+
+
 def test_a_batch_is_heard_as_it_was_told(stack, gate):
     fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1))
     fleet.services["sums"].broken = lambda asked: asked.rollout_id.endswith("-3")
@@ -555,6 +604,7 @@ def test_a_server_may_have_as_many_connections_as_it_is_allowed_to():
 
 # -- mistakes --------------------------------------------------------------------------------------------------
 
+LEASE = {"lease": "its"}
 SPEC = {
     "schema": 1,
     "name": "new",
@@ -588,32 +638,37 @@ SPEC = {
         ("/tasks/none/heartbeat", {}, 404, "no service 'none'"),
         ("/tasks/sums/heartbeat", {"instance": "x"}, 404, "register it"),
         ("/trainer/begin", {"step": 1, "version": 2}, 409, "version is 2 at step 1"),
-        ("/groups/take", {"step": 7, "seconds": 0}, 409, "no batch of step 7"),
-        ("/groups/take", {"step": -1, "seconds": 0}, 400, "step: -1 is less than"),
-        ("/groups/trained", {"step": 0}, 409, "cannot be trained on"),
-        ("/version", {"version": 9}, 409, "version is 9"),
+        ("/groups/take", {"step": 7, "seconds": 0, **LEASE}, 409, "no batch of step 7"),
+        ("/groups/take", {"step": -1, "seconds": 0, **LEASE}, 400, "step: -1 is less than"),
+        ("/groups/take", {"step": 0, "seconds": 0}, 400, "'lease' is a required property"),
+        ("/groups/trained", {"step": 0, **LEASE}, 409, "cannot be trained on"),
+        ("/version", {"version": 9, **LEASE}, 409, "version is 9"),
+        ("/version", {"version": 0, "lease": 0}, 409, "the trainer of lease 0 has been replaced"),
         ("/evaluate", {"count": 0, "seconds": 1}, 400, "count: 0 is less than"),
         ("/nowhere", {}, 404, "POST /tasks, /tasks/{name}/heartbeat, /trainer/begin"),
     ],
 )
 def test_what_the_hub_cannot_take_it_says(idle, path, body, status, words):
+    url, lease = idle
+    if body and body.get("lease") == "its":
+        body = body | {"lease": lease}
     with pytest.raises(ServerError) as caught:
-        Client(idle).open(path, json.dumps(body).encode())
+        Client(url).open(path, json.dumps(body).encode())
     assert caught.value.status == status and words in str(caught.value)
 
 
 @pytest.fixture(scope="module")
 def idle(gate):
-    """A hub whose service never has anything to do."""
+    """A hub whose service never has anything to do, and its trainer's lease."""
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate)
         fleet.client.pause()
         fleet.begin()
-        yield fleet.url
+        yield fleet.url, fleet.client._lease
 
 
 def test_nobody_leaves_who_is_not_there(idle):
-    request = urllib.request.Request(f"{idle}/tasks/none", method="DELETE")
+    request = urllib.request.Request(f"{idle[0]}/tasks/none", method="DELETE")
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=10)
     assert caught.value.status == 404
