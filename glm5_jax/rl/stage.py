@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.checkpoint import models
@@ -24,6 +23,7 @@ from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.experiment import RlConfig, Teacher
 from glm5_jax.rl.monitor import agreement
+from glm5_jax.rl.reshard import Reshard
 from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
 from glm5_jax.rl.streams import credited, distilled
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
@@ -166,11 +166,14 @@ class Reinforcement(Stage):
         config, self._done = self.config, int(state["step"])
         model = glm5.Glm5(
             config.model,
-            params=_copied(state["params"]),
+            params=state["params"],
             param_dtype="float32",
             mesh=self._mesh,
         )
         self._engine = Engine(model, self.tokenizer, version=self._done, **self._engine_options)
+        # Weights of its own: the learner writes over those that it was made with.
+        self._pusher = Reshard([self._engine])
+        self._pusher.push(state["params"], self._done)
         more = self.tokenizer, config.rollout
         tools = self._world.tools
         self._attempts.rollouts = Rollouts(self._engine, *more, config.policy.temperature, tools)
@@ -191,7 +194,7 @@ class Reinforcement(Stage):
         told["policy/staleness"] = staleness(self._attempts.records, self._done)
         state, metrics = super()._update(state, batch)
         self._done += 1
-        self._engine.update_weights(_copied(state["params"]), self._done)
+        self._pusher.push(state["params"], self._done)
         return state, metrics | self._attempts.metrics | told
 
     def _agreement(self, params) -> dict[str, float]:
@@ -391,9 +394,3 @@ def mean_reward(groups: Sequence[Group]) -> float:
     """Of all rewards that there are; NaN without any."""
     values = [r.value for group in groups for r in group.rewards if r.value is not None]
     return float(np.mean(values)) if values else float("nan")
-
-
-@jax.jit
-def _copied(params):
-    """Arrays of their own: the learner writes over its weights, and the engine has them until the next ones."""
-    return jax.tree.map(jnp.copy, params)
