@@ -5,10 +5,15 @@
 :harbor  terminal tasks: folders in Harbor's format in DIR (or DIR itself, if it is one). Each is attempted in a sandbox
          and graded in another; about a second a task, beside what the agent and the tests take.
 
-agent is oracle (the task's own solution, which must be worth 1), nop (does nothing, which must be worth 0), or script:
-what --experiment.script=FILE does, at every task. OUT/results.json, {task: {reward, error, seconds}}, is written as
-tasks are done, what their tests printed is in OUT/logs. reward is null, with the reason, where nothing can be said of
-the attempt; the same command again attempts these and what is left.
+agent is oracle (the task's own solution, which must be worth 1), nop (does nothing, which must be worth 0), script:
+what --experiment.script=FILE does, at every task, or policy: a model behind OpenAI's API, such as that of
+experiments/serve.py, which works with a shell,
+
+    --experiment.agent=policy --experiment.endpoint.base_url=http://127.0.0.1:8000
+
+OUT/results.json, {task: {reward, error, seconds}}, is written as tasks are done; what their tests printed is in
+OUT/logs, what a policy wrote and was answered in OUT/chats. reward is null, with the reason, where nothing can be said
+of the attempt, as when its server fails; the same command again attempts these and what is left.
 
 --experiment.images='{"python:3.12": "DIR"}' names root file systems that stand for images; "host", as for debian and
 ubuntu, is this machine's programs. It needs root, for sandboxes with users of their own; there never is a network.
@@ -23,25 +28,66 @@ import pathlib
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from glm5_jax.agents.client import ChatClient
+from glm5_jax.agents.context import TokenCounter
+from glm5_jax.agents.loop import Trace
+from glm5_jax.checkpoint.models import load_tokenizer
 from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.server import check_url
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import (
     Agent,
     Nop,
     Oracle,
+    Policy,
+    PolicyConfig,
     Result,
     Script,
     TaskError,
+    TerminalTask,
     Trials,
     find_tasks,
     load_task,
 )
+from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
+
+
+@dataclasses.dataclass(frozen=True)
+class EndpointConfig:
+    """Where a policy is asked, and how. Construction refuses values out of range (ValueError).
+
+    Attributes:
+      base_url: of a server with OpenAI's API, without /v1; None: there is none.
+      model: its name there; None: whatever the server has.
+      api_key: that the server wants.
+      tokenizer: the checkpoint by whose tokenizer tokens are counted; None: the shipped one, which counts more than
+        those of large models.
+      temperature, top_p: of each reply; None: as the server has it.
+    """
+
+    base_url: str | None = None
+    model: str | None = None
+    api_key: str | None = None
+    tokenizer: str | None = None
+    temperature: float | None = 0.7  # GLM-5 B.2, of Terminal-Bench 2.0
+    top_p: float | None = 1.0  # GLM-5 B.2
+
+    def __post_init__(self):
+        if self.base_url is not None:
+            check_url("base_url", self.base_url)
+            if self.base_url.rstrip("/").endswith("/v1"):
+                raise ValueError(f"base_url is {self.base_url}; leave /v1 out")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must not be negative")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +98,7 @@ class EvaluateConfig:
       tasks: a folder of tasks, or one of them.
       agent: who attempts them; see `AGENTS`.
       script: what the agent `script` runs.
+      endpoint, policy: where the agent `policy` is asked, and its limits.
       images: names of images and the root file systems that stand for them, or "host".
       at_once: how many tasks are attempted at a time; each has its own limit of processors and memory.
     """
@@ -59,6 +106,8 @@ class EvaluateConfig:
     tasks: str | None = None
     agent: str = "oracle"
     script: str | None = None
+    endpoint: EndpointConfig = EndpointConfig()
+    policy: PolicyConfig = PolicyConfig()
     images: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_once: int = 2
 
@@ -72,19 +121,47 @@ class EvaluateConfig:
                 f"agent is {self.agent!r} and script is {self.script!r}; the agent 'script', and it alone, runs one: "
                 "give --experiment.agent=script --experiment.script=FILE"
             )
+        if (self.endpoint.base_url is not None) != (self.agent == "policy"):
+            raise ValueError(
+                f"agent is {self.agent!r} and endpoint.base_url is {self.endpoint.base_url!r}; the agent 'policy', and it "
+                "alone, has a server: give --experiment.agent=policy --experiment.endpoint.base_url=http://HOST:PORT"
+            )
 
 
-def _script(config: EvaluateConfig) -> Agent:
+def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
     file = pathlib.Path(config.script)
     if not file.is_file():
         raise ValueError(f"no file {file} for the agent to run; --experiment.script=FILE names one")
     return Script(file)
 
 
-AGENTS: dict[str, Callable[[EvaluateConfig], Agent]] = {
-    "oracle": lambda config: Oracle(),
-    "nop": lambda config: Nop(),
+def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
+    end, chats = config.endpoint, workdir / "chats"
+    given = {"temperature": end.temperature, "top_p": end.top_p}
+
+    def connect() -> ChatClient:
+        seconds = config.policy.reply_seconds
+        return ChatClient(end.base_url, end.model, api_key=end.api_key, seconds=seconds)
+
+    def told(task: TerminalTask, trace: Trace) -> None:
+        chats.mkdir(exist_ok=True)
+        messages = (*config.policy.asked(task).messages, *trace.messages)
+        _write(
+            chats / f"{task.name}.json",
+            {"ended": trace.ended, "error": trace.error, "messages": messages},
+        )
+
+    tokenizer = load_tokenizer(end.tokenizer) if end.tokenizer else Tokenizer.default()
+    fields = {name: value for name, value in given.items() if value is not None}
+    return Policy(connect, TokenCounter(tokenizer), config.policy, fields, told)
+
+
+# Of a config and the folder of its results.
+AGENTS: dict[str, Callable[[EvaluateConfig, pathlib.Path], Agent]] = {
+    "oracle": lambda config, workdir: Oracle(),
+    "nop": lambda config, workdir: Nop(),
     "script": _script,
+    "policy": _policy,
 }
 
 
@@ -119,17 +196,21 @@ class Evaluation:
         if config.tasks is None:
             raise ValueError("no tasks; give --experiment.tasks=DIR, a folder of task folders")
         self._folders = {folder.name: folder for folder in find_tasks(config.tasks)}
-        self._agent = AGENTS[config.agent](config)
+        self._agent = AGENTS[config.agent](config, workdir)
         self._trials = Trials(dict(config.images))
         self._at_once, self._workdir = config.at_once, workdir
         self._results: dict[str, dict] = {}
         told = {"tasks": str(pathlib.Path(config.tasks).resolve()), "agent": config.agent}
         if config.script is not None:
             told["script"] = hashlib.sha256(pathlib.Path(config.script).read_bytes()).hexdigest()
+        if config.agent == "policy":
+            for part in ("endpoint", "policy"):
+                own = dataclasses.asdict(getattr(config, part))
+                told |= {f"{part}.{name}": own[name] for name in own if name != "api_key"}
         workdir.mkdir(parents=True, exist_ok=True)
         self._go_on(told)
 
-    def _go_on(self, told: dict[str, str]) -> None:
+    def _go_on(self, told: dict[str, Any]) -> None:
         """Takes up what a run in this workdir has found, if it was of the same agent at the same tasks."""
         file = self._workdir / "config.json"
         if file.exists():

@@ -7,7 +7,7 @@
 
 What a model does wrong is answered in words, and it goes on: a call that cannot be read, a tool that is none, fails or
 takes too long. A call that names nothing is no call but text, to a server too, and so the reply. What the environment
-does wrong raises: `ServerError` of the server, `ToolError` of a tool.
+does wrong raises: `ServerError` of the server, which may be that it never replied, `ToolError` of a tool.
 """
 
 import asyncio
@@ -89,17 +89,14 @@ class Agent:
 
     async def __call__(self, task: Task) -> Trace:
         """An attempt. ValueError for a task that is too long; ServerError, ToolError."""
-        course = _Course(self, task)
-        try:
-            async with asyncio.timeout(self.config.seconds) as limit:
-                return await course.run()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return course.trace(SECONDS)
+        return await self.begin(task).run()
+
+    def begin(self, task: Task) -> "Course":
+        """An attempt that is run by itself, by whoever may end it. ValueError for a task that is too long."""
+        return Course(self, task)
 
 
-class _Course:
+class Course:
     """An attempt under way."""
 
     def __init__(self, agent: Agent, task: Task):
@@ -113,6 +110,23 @@ class _Course:
         self._failures: list[str] = []
 
     async def run(self) -> Trace:
+        """To its end. ServerError, ToolError."""
+        try:
+            async with asyncio.timeout(self._config.seconds) as limit:
+                return await self._run()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return self.late()
+
+    def late(self) -> Trace:
+        """What has become of the task if its time is over now. ServerError if the server has had all of it for the first
+        reply, of which nothing can be said."""
+        if not self._messages:
+            raise ServerError("no reply has come in all the time that the task has")
+        return self.trace(SECONDS)
+
+    async def _run(self) -> Trace:
         for turn in range(self._config.max_turns):
             if self._context.total >= self._config.max_tokens:
                 return self.trace(TOKENS)

@@ -1,4 +1,5 @@
-"""Tools whose answers need an environment: programs that a policy wrote, run in a sandbox."""
+"""Tools whose answers need an environment: programs that a policy wrote, run in a sandbox of their own. Those of a
+sandbox that lasts are in `envs.terminal`."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -48,14 +49,8 @@ class Python:
     async def __call__(self, task: Task, arguments: Mapping[str, Any]) -> str:
         del task
         code = arguments.get("code")
-        if not isinstance(code, str):
-            return "Error: code is no text"
-        try:
-            code.encode()
-        except UnicodeEncodeError:
-            return "Error: code holds half a character"
-        if "\0" in code:  # which no argument of a program can hold
-            return "Error: code holds a null character"
+        if wrong := problem_of("code", code):
+            return f"Error: {wrong}"
         async with self._turns():
             for _ in range(2):
                 try:
@@ -72,18 +67,33 @@ class Python:
 
     def _told(self, result: ExecResult) -> str:
         printed, wrong = (out.decode(errors="replace") for out in (result.stdout, result.stderr))
-        lines = [self._cut(printed.rstrip())] if printed.strip() else []
+        lines = [ends_of(printed.rstrip(), self._most)] if printed.strip() else []
         if result.timed_out:
             lines.append(f"Error: no end within {self._config.seconds:g} s")
         elif result.out_of_memory:
             lines.append("Error: out of memory")
         elif result.code:
             said = wrong.strip().splitlines()
-            lines.append(f"Error: {self._cut(said[-1]) if said else f'exit code {result.code}'}")
+            last = ends_of(said[-1], self._most) if said else f"exit code {result.code}"
+            lines.append(f"Error: {last}")
         return "\n".join(lines)
 
-    def _cut(self, text: str) -> str:
-        if len(text) <= self._most:
-            return text
-        half = self._most // 2
-        return f"{text[: self._most - half]}\n[...]\n{text[len(text) - half :]}"
+
+def problem_of(name: str, text: Any) -> str | None:
+    """What is wrong with an argument that is to be a program's text; None: nothing."""
+    if not isinstance(text, str):
+        return f"{name} is no text"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return f"{name} holds half a character"
+    # Which no argument of a program can hold.
+    return f"{name} holds a null character" if "\0" in text else None
+
+
+def ends_of(text: str, most: int) -> str:
+    """A text, or the beginning and the end of one that has more characters than most."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[: most - half]}\n[...]\n{text[len(text) - half :]}"

@@ -179,6 +179,16 @@ def test_ends_without_an_answer_are_worth_nothing(replies, limits, ended, num_me
     assert len(client.asked) <= limits.get("max_turns", 8)
 
 
+def test_a_server_that_never_replies_is_no_fault_of_the_policy():
+    class Silent:
+        async def chat(self, messages, **fields):
+            await asyncio.sleep(60)
+
+    agent = Agent(Silent(), BOX, COUNTER, dataclasses.replace(CONFIG, seconds=0.05))
+    with pytest.raises(ServerError, match="no reply has come"):
+        asyncio.run(agent(TASK))
+
+
 def test_a_server_that_refuses_the_task_itself_is_no_fault_of_the_policy():
     with pytest.raises(ServerError, match="99 tokens"):
         attempt([HUGE])

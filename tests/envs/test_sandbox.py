@@ -150,6 +150,17 @@ def test_output_is_cut_off_and_counted_per_stream():
     assert result.truncated and (len(result.stdout), result.code) == (10, 5)
 
 
+def test_of_output_that_is_cut_off_the_end_is_kept_too():
+    limits = {"output_bytes": 10, "end_bytes": 5}
+    result = executed("seq 1 1000000; echo 0123456789 >&2", limits)
+    assert (result.stdout, result.stdout_end) == (b"1\n2\n3\n4\n5\n", b"0000\n")
+    assert (result.stderr, result.stderr_end) == (b"0123456789", b"\n")
+    result = executed("printf 0123456789ab", limits)
+    assert (result.stdout, result.stdout_end, result.stderr_end) == (b"0123456789", b"ab", b"")
+    result = executed("seq 1 9999", {**limits, "end_bytes": 0})
+    assert result.truncated and result.stdout_end == b""
+
+
 def test_memory_is_limited_and_the_sandbox_lives_on():
     hog = [
         "python3",

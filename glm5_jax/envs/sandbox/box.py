@@ -135,6 +135,7 @@ class Sandbox:
         child = self._child(
             stdin=stdin,
             output_bytes=self.config.output_bytes,
+            end_bytes=self.config.end_bytes,
             operation="execute",
             command=["/bin/sh", "-c", command] if isinstance(command, str) else [*command],
             env={**defaults, **self.config.env, **(env or {})},
@@ -164,8 +165,9 @@ class Sandbox:
         if ended and kind not in ("exit", "signal"):
             raise SandboxError(f"{command!r} could not be run: {rest or child.output['stderr']}")
         code = 128 + signal.SIGKILL if not ended else int(rest) + 128 * (kind == "signal")
-        stdout, stderr = (bytes(child.output[name]) for name in ("stdout", "stderr"))
-        return ExecResult(code, stdout, stderr, not ended, child.truncated, kills > 0)
+        found = [bytes(part[name]) for part in (child.output, child.ends) for name in part]
+        stdout, stderr, *ends = found
+        return ExecResult(code, stdout, stderr, not ended, child.truncated, kills > 0, *ends)
 
     async def put(
         self,
@@ -326,13 +328,21 @@ class Sandbox:
         if self._isolated and _has_ended(self._first):
             raise SandboxError("the sandbox is lost: its first process has ended")
 
-    def _child(self, *, stdin: bytes, output_bytes: int, descriptors=(), **task: Any) -> Child:
+    def _child(
+        self, *, stdin: bytes, output_bytes: int, end_bytes: int = 0, descriptors=(), **task: Any
+    ) -> Child:
         """A gate into this sandbox at work on a task."""
         sandbox = self._first if self._isolated else None
         task |= {"sandbox": sandbox, "owner": self._owner, "root": str(self._folder)}
         descriptors = (*descriptors, *(() if sandbox is None else (sandbox,)))
         try:
-            child = Child(task, stdin=stdin, output_bytes=output_bytes, descriptors=descriptors)
+            child = Child(
+                task,
+                stdin=stdin,
+                output_bytes=output_bytes,
+                end_bytes=end_bytes,
+                descriptors=descriptors,
+            )
         except OSError as error:
             raise SandboxError(f"no process to enter the sandbox: {error}") from error
         self._children.add(child)

@@ -23,17 +23,20 @@ _PAUSE = 0.005  # seconds between reads of what is thrown away, so that it does 
 class Child:
     """`gate.py` at work on one task, from construction on; only `close` ends what it holds.
 
-    stdin: what it is given to read. output_bytes: what is kept of each of its outputs; the rest is
-    read and thrown away, and `truncated` set. status: the first line that the gate reported, once it has
+    stdin: what it is given to read. output_bytes: what is kept of each of its outputs; of the rest, which is
+    read and thrown away, the last end_bytes are in `ends`, and `truncated` is set. status: the first line that the gate reported, once it has
     ended; "" if it was killed before it could. descriptors: which of this process it inherits; the
     task's own are added by the caller. Must be made in a running event loop.
     """
 
-    def __init__(self, task: dict, *, stdin: bytes, output_bytes: int, descriptors=()):
+    def __init__(
+        self, task: dict, *, stdin: bytes, output_bytes: int, end_bytes: int = 0, descriptors=()
+    ):
         self._loop = asyncio.get_running_loop()
-        self._limit = output_bytes
+        self._limit, self._end_limit = output_bytes, end_bytes
         self._stdin = memoryview(stdin)
         self.output = {"stdout": bytearray(), "stderr": bytearray()}
+        self.ends = {"stdout": bytearray(), "stderr": bytearray()}
         self.truncated = False
         self.status = ""
         self.first_line = self._loop.create_future()
@@ -160,7 +163,10 @@ class Child:
         kept = self.output[name]
         room = self._limit - len(kept)
         kept += data[:room]
-        self.truncated |= len(data) > room
+        if len(data) > room:
+            self.truncated, end = True, self.ends[name]
+            end += data[room:]
+            del end[: max(0, len(end) - self._end_limit)]
         if name == "stdout" and b"\n" in data and not self.first_line.done():
             self.first_line.set_result(None)
         return True

@@ -80,7 +80,7 @@ class SandboxConfig:
     disk_bytes: of all files written; half the memory, so that files alone do not use it up.
     files: how many files and folders; a large source tree.
     processes: processes and threads; a build or a browser, and a fork bomb stops early.
-    output_bytes: kept of each output stream; more than a model reads.
+    output_bytes: kept of each output stream; more than a model reads. end_bytes: and, of a longer one, of its end.
     cpus: share of processors; one, so that a busy sandbox leaves its neighbours theirs.
     open_files: descriptors of each process, the usual limit.
     start_seconds: for the sandbox to come up; a tenth of a second on a machine that is not overloaded.
@@ -96,6 +96,7 @@ class SandboxConfig:
     files: int = 100_000
     processes: int = 256
     output_bytes: int = 1 << 20
+    end_bytes: int = 1 << 16
     cpus: float = 1.0
     open_files: int = 1024
     start_seconds: float = 30.0
@@ -116,6 +117,8 @@ class SandboxConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; a sandbox needs a whole number above 0")
+        if not isinstance(self.end_bytes, int) or self.end_bytes < 0:
+            raise ValueError(f"end_bytes is {self.end_bytes!r}; give a whole number, or 0")
         for name in ("seconds", "cpus", "start_seconds"):
             value = getattr(self, name)
             if not (0 < value < math.inf):
@@ -136,7 +139,7 @@ class ExecResult:
 
     code: its exit code; 128 + N if signal N ended it; 126 or 127 if it could not be started. timed_out:
     it was ended for its time. out_of_memory: processes of the sandbox were ended for want of memory
-    while it ran.
+    while it ran. stdout_end, stderr_end: of a stream that was cut off the last bytes behind it.
     """
 
     code: int
@@ -145,3 +148,5 @@ class ExecResult:
     timed_out: bool = False
     truncated: bool = False
     out_of_memory: bool = False
+    stdout_end: bytes = b""
+    stderr_end: bytes = b""

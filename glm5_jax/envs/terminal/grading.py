@@ -129,7 +129,11 @@ class Grader:
         """The verdict on an attempt whose sandbox broke, or that left nothing that could be graded."""
         if isinstance(error, WorkError):
             return Verdict(0.0, str(error))
-        problem = await self._problem_without_work(task, image)
+        try:
+            # Looked at anew: it may be that no sandbox works just now, for want of processes say.
+            problem = await self._look(task, image)
+        except SandboxError as failure:
+            problem = str(failure)
         return Verdict(0.0, str(error)) if problem is None else Verdict(None, problem)
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """What an agent has of a task's sandbox: its commands run as the task's user, in the work folder."""
 
+import time
 from collections.abc import Mapping, Sequence
 
 from glm5_jax.envs.sandbox import ExecResult, Sandbox
@@ -36,10 +37,17 @@ def started_by(script: bytes, path: str) -> list[str]:
 
 
 class Shell:
-    """The sandbox of a task as its agent sees it. workdir: where commands start and what is graded."""
+    """The sandbox of a task as its agent sees it, which has it for so many seconds from now on. workdir: where commands
+    start and what is graded."""
 
     def __init__(self, box: Sandbox, user: str, workdir: str, seconds: float):
         self._box, self._user, self.workdir, self._seconds = box, user, workdir, seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the agent's time, below 0 once it is over."""
+        return self._end - time.monotonic()
 
     async def exec(
         self,

@@ -13,6 +13,7 @@ from glm5_jax.envs.sandbox import Sandbox, SandboxError
 from glm5_jax.envs.terminal.grading import (
     MAKE_LOGS,
     Grader,
+    Verdict,
     WorkError,
     collect,
     sandbox_config,
@@ -21,6 +22,7 @@ from glm5_jax.envs.terminal.grading import (
 from glm5_jax.envs.terminal.image import ImageError, Images
 from glm5_jax.envs.terminal.shell import Shell, started_by
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
+from glm5_jax.inference.client import ServerError
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ class Agent(Protocol):
     What it raises is a failure of its own, and ends the trial without a reward; a command that fails is none.
     """
 
-    async def run(self, task: TerminalTask, sandbox: Shell) -> None:
-        """Works in the sandbox until it is done."""
+    async def run(self, task: TerminalTask, sandbox: Shell) -> str | None:
+        """Works in the sandbox until it is done, or a limit of its own is reached: which, in words."""
         ...
 
 
@@ -73,13 +75,15 @@ class Result:
     """What came of a trial.
 
     reward: None if nothing can be said of the attempt, for `error`. error may stand beside a reward: what the agent
-    did that made it 0, or that it ran out of its time. seconds: of the whole trial. log: what the tests printed.
+    did that made it 0, or by what limit it was ended. seconds: of the whole trial. log: what the tests printed. parts:
+    of the reward, by name.
     """
 
     reward: float | None
     error: str | None
     seconds: float
     log: str = ""
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Trials:
@@ -112,27 +116,32 @@ class Trials:
         """One trial. It raises nothing but what cancels it."""
         start = time.monotonic()
         try:
-            reward, error, said = await self._run(task, agent)
+            verdict = await self._run(task, agent)
         except (ImageError, TaskError, SandboxError, OSError) as failure:
-            reward, error, said = None, str(failure), ""
-        except Exception as failure:  # of the agent: a model's server that is gone, say
+            verdict = Verdict(None, str(failure))
+        except ServerError as failure:
+            verdict = Verdict(None, f"the policy's server failed: {failure}")
+        except Exception as failure:
             log.exception("the agent failed at task %s", task.name)
-            reward, error, said = None, f"the agent failed: {type(failure).__name__}: {failure}", ""
-        return Result(reward, error, time.monotonic() - start, said)
+            verdict = Verdict(None, f"the agent failed: {type(failure).__name__}: {failure}")
+        seconds = time.monotonic() - start
+        return Result(verdict.reward, verdict.error, seconds, verdict.log, verdict.parts)
 
-    async def _run(self, task: TerminalTask, agent: Agent):
+    async def _run(self, task: TerminalTask, agent: Agent) -> Verdict:
         image = await self._images.of(task)
         workdir = workdir_of(task, image)
-        late, broken = None, None
+        limit, broken = None, None
         async with Sandbox(sandbox_config(task, image)) as box:
             await box.exec(MAKE_LOGS, user="root", cwd="/")
             shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
             try:
                 try:
-                    async with asyncio.timeout(task.agent_seconds):
-                        await agent.run(task, shell)
+                    async with asyncio.timeout(task.agent_seconds) as time_limit:
+                        limit = await agent.run(task, shell)
                 except TimeoutError:
-                    late = f"the agent had no end within {task.agent_seconds:g} s"
+                    if not time_limit.expired():
+                        raise
+                    limit = f"the agent had no end within {task.agent_seconds:g} s"
                 work = await collect(box, task, workdir)
             except (SandboxError, WorkError) as error:
                 broken = error
@@ -140,5 +149,5 @@ class Trials:
             verdict = await self._grader.blame(task, image, broken)
         else:
             verdict = await self._grader(task, image, work)
-        error = "; ".join(filter(None, (late, verdict.error))) or None
-        return verdict.reward, error, verdict.log
+        error = "; ".join(filter(None, (limit, verdict.error))) or None
+        return dataclasses.replace(verdict, error=error)

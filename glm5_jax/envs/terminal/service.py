@@ -1,0 +1,86 @@
+"""Terminal tasks as a task service: each rollout in a sandbox of its own, judged in another over the pristine image.
+
+tasks, held_out = load_tasks("folder/of/task/folders", held_out_fraction=0.1)
+service = TerminalService(ServiceConfig(name="terminal", hub="http://10.0.0.2:8100"), tasks, held_out, tokenizer)
+asyncio.run(service.serve())
+"""
+
+import contextlib
+import pathlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from aiohttp import web
+
+from glm5_jax.agents.client import ChatClient
+from glm5_jax.agents.context import TokenCounter
+from glm5_jax.agents.loop import Trace
+from glm5_jax.data.sources import held_out as is_held_out
+from glm5_jax.envs.service import ChatService
+from glm5_jax.envs.terminal.policy import Policy, PolicyConfig
+from glm5_jax.envs.terminal.task import TerminalTask, find_tasks, load_task
+from glm5_jax.envs.terminal.trial import Trials
+from glm5_jax.rl.service import ServiceConfig
+from glm5_jax.rl.types import Reward, Task
+from glm5_jax.text.tokenizer import Tokenizer
+
+
+def load_tasks(
+    folder: str | pathlib.Path, held_out_fraction: float = 0.0
+) -> tuple[list[TerminalTask], list[TerminalTask]]:
+    """The tasks of a folder to learn from, and those held out, by a hash of what they ask; TaskError."""
+    parts = [], []
+    for place in find_tasks(folder):
+        task = load_task(place)
+        parts[is_held_out(task.instruction, held_out_fraction)].append(task)
+    return parts
+
+
+class TerminalService(ChatService):
+    """Attempts terminal tasks by `policy.Policy`, as an evaluation does; `max_inflight` of the service says how many at
+    once, each with the processors and memory that its task asks for. ValueError for a task whose rollout would come to no end
+    in time, for an instruction that leaves no room for a reply, and without root.
+
+    tokenizer, variant: those of the gateway, by which prompts are counted. images: see `Trials`.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        tasks: Sequence[TerminalTask],
+        held_out: Sequence[TerminalTask],
+        tokenizer: Tokenizer,
+        policy: PolicyConfig = PolicyConfig(),
+        *,
+        images: Mapping[str, str] | None = None,
+        variant: str = "glm5",
+    ):
+        asked = ([policy.asked(task) for task in own] for own in (tasks, held_out))
+        counter = TokenCounter(tokenizer, variant)
+        super().__init__(config, *asked, counter, policy.max_tokens, policy.reply_seconds)
+        for task in (*tasks, *held_out):
+            # The tests may run twice, with the attempt's work and without.
+            seconds = min(policy.seconds, task.agent_seconds) + 2 * task.verifier_seconds
+            seconds += task.build_seconds
+            if seconds >= config.seconds:
+                raise ValueError(
+                    f"task {task.name!r} may take {seconds:g} s with its image and its tests, and a rollout has "
+                    f"{config.seconds:g} s; raise seconds of the service, or leave the task out"
+                )
+        self._policy, self._trials = policy, Trials(images)
+
+    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+        async with self._trials:
+            async for _ in super().opened(app):
+                yield
+
+    async def work(self, task: Task, client: ChatClient) -> tuple[Trace | None, Reward]:
+        traces: list[Trace] = []
+        policy = Policy(
+            lambda: contextlib.nullcontext(client),
+            self._counter,
+            self._policy,
+            told=lambda _, trace: traces.append(trace),
+        )
+        result = await self._trials.run(task.data["task"], policy)
+        reward = Reward(result.reward, result.parts, result.error or "")
+        return (traces[0] if traces else None), reward
