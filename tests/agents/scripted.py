@@ -1,7 +1,10 @@
-"""Models that say what a test has them say, as a client of chats."""
+"""Models that say what a test has them say, as a client of chats and as a server."""
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
+
+from glm5_jax.core.server import HttpServer, ListenConfig, as_json, read_json
 
 
 class Scripted:
@@ -39,3 +42,23 @@ def calling(*calls, number=0, reasoning="I look."):
     ]
     message = {"role": "assistant", "content": None, "reasoning_content": reasoning}
     return {"message": message | {"tool_calls": made}, "finish_reason": "tool_calls"}
+
+
+class ScriptedServer(HttpServer):
+    """OpenAI's API, also behind the sessions of a gateway, of a model that is scripted; a choice with "sleep" comes after so
+    many seconds. paths: that were asked."""
+
+    def __init__(self, replies: Sequence | Callable, config: ListenConfig = ListenConfig(port=0)):
+        super().__init__(config)
+        self.scripted, self.paths = Scripted(replies), []
+
+    def routes(self):
+        path = "/v1/chat/completions"
+        return {"POST": {path: self._chat, "/sessions/{id}" + path: self._chat}}
+
+    async def _chat(self, request):
+        self.paths.append(request.path)
+        choice = await self.scripted.chat(**read_json(await request.read()))
+        if "sleep" in choice:
+            await asyncio.sleep(choice["sleep"])
+        return as_json({"choices": [choice]})

@@ -12,7 +12,7 @@ import pytest
 from glm5_jax.agents.context import ContextConfig
 from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.core.server import ApiError
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.service import AgentService
@@ -23,8 +23,8 @@ from glm5_jax.rl.rollout import ToolError
 from glm5_jax.rl.service import Outcome, ServiceConfig, outcome
 from glm5_jax.rl.types import Reward, Task, settled
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.agents.scripted import Scripted
-from tests.rl.fleet import Engine, gateway, hub_config, service_config, until
+from tests.agents.scripted import ScriptedServer
+from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config, told, until
 
 TOKENIZER = Tokenizer.load("bytes")
 PRODUCT = ("calculate", {"expression": "6*7"})
@@ -42,28 +42,10 @@ async def verify(task, attempt):
     return settled(attempt) or Reward(float(attempt.reply == "42"), {"right": 1.0})
 
 
-class Model(HttpServer):
-    """A gateway's side of any session, of a model that is scripted."""
-
-    def __init__(self, replies):
-        super().__init__(ListenConfig(port=0))
-        self.scripted, self.paths = Scripted(replies), []
-
-    def routes(self):
-        return {"POST": {"/sessions/{id}/v1/chat/completions": self._chat}}
-
-    async def _chat(self, request):
-        self.paths.append(request.path)
-        choice = await self.scripted.chat(**read_json(await request.read()))
-        if "sleep" in choice:
-            await asyncio.sleep(choice["sleep"])
-        return as_json({"choices": [choice]})
-
-
 @contextlib.contextmanager
 def serving(replies=(), *, tools=None, verifier=verify, loop=LOOP, count=5, held_out=2, **options):
     """(ask, service, model): ask(number, **fields) has a rollout attempted."""
-    model = Model(replies)
+    model = ScriptedServer(replies)
     toolbox = Toolbox(tools or {"calculate": calculate, "lookup": calculate})
     config = service_config(NOWHERE, **{"seconds": 10.0} | options)
     more = tasks(count), tasks(held_out, "held-out")
@@ -71,17 +53,10 @@ def serving(replies=(), *, tools=None, verifier=verify, loop=LOOP, count=5, held
     with model.running() as url, service.running() as own:
 
         def ask(number=0, path="/rollout", **fields):
-            body = {
-                "rollout_id": f"r{number}",
-                "group_id": "g",
-                "number": number,
-                "held_out": False,
-                "base_url": f"{url}/sessions/r{number}",
-                "seed": 1,
-            }
-            body = fields if path != "/rollout" else body | fields
-            with Client(own).open(path, json.dumps(body).encode(), timeout=30) as answer:
-                return json.load(answer)
+            if path != "/rollout":
+                return told(own, path, fields)
+            base_url = f"{url}/sessions/r{number}"
+            return rollout(own, number, **{"base_url": base_url} | fields)
 
         yield ask, service, model
 
@@ -268,8 +243,8 @@ def test_what_a_service_cannot_take_it_says(body, words):
 def test_a_service_without_its_hub_says_so():
     with serving() as (_, service, _):
         with Client(f"http://127.0.0.1:{service.port}").open("/health") as answer:
-            told = until(lambda: "no server answers" in service._problem) and json.load(answer)
-    assert told["status"] == "ok" and not told["registered"] and told["problem"]
+            health = until(lambda: "no server answers" in service._problem) and json.load(answer)
+    assert health["status"] == "ok" and not health["registered"] and health["problem"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import time
 from aiohttp import web
 
 from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.inference.client import Client
 from glm5_jax.rl.buffer import BufferConfig
 from glm5_jax.rl.client import JsonClient
 from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
@@ -159,6 +160,19 @@ def gateway(engine, **options):
     options = QUICK | dict(probe_seconds=0.1, seconds=30.0) | options
     with Gateway(Tokenizer.load("bytes"), [engine], GatewayConfig(**options)).running() as url:
         yield url
+
+
+def told(url, path, body):
+    """What a server says to a body of JSON."""
+    with Client(url).open(path, json.dumps(body).encode(), timeout=60) as answer:
+        return json.load(answer)
+
+
+def rollout(url, number=0, **fields):
+    """What a service says of a rollout that it is asked for as by the hub; fields: others of what is asked, `base_url`
+    always."""
+    ids = {"rollout_id": f"r{number}", "group_id": "g", "number": number}
+    return told(url, "/rollout", ids | {"held_out": False, "seed": 1} | fields)
 
 
 def until(holds, seconds=20.0):

@@ -1,0 +1,365 @@
+"""A policy at terminal tasks, over real HTTP and in real sandboxes: what it is told, how it ends, and whose fault is what."""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+
+from glm5_jax.agents.client import ChatClient
+from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
+from glm5_jax.core.server import ApiError
+from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError
+from glm5_jax.envs.terminal import (
+    BashConfig,
+    Policy,
+    PolicyConfig,
+    Shell,
+    TerminalTask,
+    Trials,
+    load_task,
+)
+from glm5_jax.envs.terminal.bash import LONGEST, MOST_SHOWN, Bash
+from glm5_jax.rl.rollout import ToolError
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.agents.scripted import Scripted, ScriptedServer
+from tests.envs.leftovers import run
+from tests.envs.terminal.folders import TOML, needs_root, own, shipped
+
+pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
+COUNTER = TokenCounter(Tokenizer.default())
+CONFIG = PolicyConfig(max_turns=6)
+NOWHERE = "http://127.0.0.1:9"
+SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+MEDIAN = """def median(values):
+    xs = sorted(values)
+    n = len(xs)
+    if not n:
+        raise ValueError("no values")
+    return xs[n // 2] if n % 2 else (xs[n // 2 - 1] + xs[n // 2]) / 2
+"""
+
+
+def bash(command, **arguments):
+    return "bash", {"command": command, **arguments}
+
+
+async def attempt(trials, folder, server, config=CONFIG, fields=None):
+    """(result, trace or None) of an attempt by a policy at this server."""
+    traces = []
+    policy = Policy(
+        lambda: ChatClient(server, seconds=config.reply_seconds),
+        COUNTER,
+        config,
+        fields,
+        lambda task, trace: traces.append(trace),
+    )
+    result = await trials.run(load_task(folder), policy)
+    return result, *(traces or [None])
+
+
+def tried(folder, replies, config=CONFIG, fields=None):
+    """(result, trace or None, (messages, fields) of each request)"""
+    server = ScriptedServer(replies)
+
+    async def work(url):
+        async with Trials() as trials:
+            return await attempt(trials, folder, url, config, fields)
+
+    with server.running() as url:
+        return *run(work(url)), server.scripted.asked
+
+
+def answers(trace):
+    return [message["content"] for message in trace.messages if message["role"] == "tool"]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_task_is_solved_over_several_turns(tmp_path):
+    folder = shipped("fix-median", tmp_path)
+    replies = [
+        [bash("ls; cat stats.py")],
+        [
+            bash(f"cat > stats.py <<'PY'\n{MEDIAN}PY"),
+            bash("python3 -c 'import stats; print(stats.median([3, 1, 2]))'"),
+        ],
+        "It is mended.",
+    ]
+    result, trace, asked = tried(folder, replies, fields={"temperature": 0.7})
+    assert (result.reward, result.error) == (1.0, None)
+    listed, written, checked = answers(trace)
+    assert listed.startswith("stats.py\n") and listed.endswith("\n[exit code 0]")
+    # One after the other, in one sandbox.
+    assert (written, checked) == ("[exit code 0]", "2\n[exit code 0]")
+    for messages, fields in asked:
+        assert [message["role"] for message in messages[:2]] == ["system", "user"]
+        assert messages[0]["content"] == CONFIG.system
+        assert messages[1]["content"] == load_task(folder).instruction
+        assert fields["tools"] == [CONFIG.bash.tool()] and fields["temperature"] == 0.7
+        assert fields["max_tokens"] == 8192 and "chat_template_kwargs" not in fields
+    assert [len(messages) for messages, _ in asked] == [2, 4, 7]
+    assert asked[2][0][2:] == list(trace.messages[:-1])
+
+
+SCORES = [bash("echo 0.5 > score")]
+LENGTH = {"message": {"role": "assistant", "content": "I th"}, "finish_reason": "length"}
+SLEEPS, SILENT = [bash("sleep 60")], {"sleep": 60, **LENGTH}
+TOO_LONG, DOWN = ApiError("the prompt has 99 tokens", 400), ApiError("no engine answers", 502)
+FORGES = [bash("echo 1 > /logs/verifier/reward.txt")]
+TASK = TerminalTask("t", None, "Do it.\n")
+FEW = COUNTER.prompt(CONFIG.asked(TASK)) + 60
+LATE, FAILED = "the agent had no end within 4 s", "the policy's server failed: "
+# Name -> (what the model says, limits, the reward, how its trace ends, the error). All have 4 s for the task `short`.
+CASES = {
+    "no call": (["I cannot do that."], {}, 0.0, "answer", None),
+    "nothing done": ([[bash("true")], "Done."], {}, 0.0, "answer", None),
+    "reward forged": ([FORGES, "Done."], {}, 0.0, "answer", None),
+    "done": ([SCORES, "Done."], {}, 0.5, "answer", None),
+    "turns": (
+        [SCORES] * 9,
+        {"max_turns": 2},
+        0.5,
+        "max_turns",
+        "ended after 2 replies (max_turns)",
+    ),
+    "tokens": (
+        [SCORES] * 99,
+        {"max_tokens": FEW},
+        0.5,
+        "max_tokens",
+        f"after {FEW} tokens (max_tokens)",
+    ),
+    "seconds": ([SCORES, SLEEPS], {"seconds": 4.0}, 0.5, "seconds", "ended after 4 s (seconds)"),
+    "cut off": ([SCORES, LENGTH], {}, 0.5, "length", "ended by a reply that was cut off"),
+    "unread": (
+        [SCORES, TOO_LONG],
+        {},
+        0.5,
+        "refused",
+        "reads no more of it (the prompt has 99 tokens)",
+    ),
+    "short command": ([SCORES, SLEEPS], {}, 0.5, "seconds", LATE),
+    "short reply": ([SCORES, SILENT], {}, 0.5, "seconds", LATE),
+    # From here on the server fails.
+    "down": ([DOWN], {}, None, None, f"{FAILED}no engine answers"),
+    "later down": ([SCORES, DOWN], {}, None, None, f"{FAILED}no engine answers"),
+    "key": (
+        [ApiError("the API key is wrong", 401)],
+        {},
+        None,
+        None,
+        f"{FAILED}the API key is wrong",
+    ),
+    "unread at once": ([TOO_LONG], {}, None, None, f"{FAILED}the prompt has 99 tokens"),
+    "garbage": ([{"message": "none"}], {}, None, None, f"{FAILED}the answer is no chat completion"),
+    "slow": ([SCORES, SILENT], {"reply_seconds": 0.5}, None, None, "has not answered within 0.5 s"),
+    "short silent": ([SILENT], {}, None, None, f"{FAILED}no reply has come in all the time"),
+    "gone": (None, {}, None, None, f"{FAILED}no server answers at http://127.0.0.1:9"),
+    "no room": (["Done."], {"max_tokens": 50}, None, None, "max_tokens is 50; raise it"),
+}
+
+
+@pytest.fixture(scope="module")
+def attempted(tmp_path_factory):
+    """(result, trace or None) of each case by name."""
+    folder = tmp_path_factory.mktemp("tasks")
+    usual = own(folder, test=SCORED)
+    short = own(
+        folder, "short", test=SCORED, toml=TOML.replace("timeout_sec = 30.0", "timeout_sec = 4.0")
+    )
+
+    async def work(urls):
+        places = asyncio.Semaphore(5)
+
+        async def one(trials, name):
+            config = dataclasses.replace(CONFIG, **CASES[name][1])
+            async with places:
+                return await attempt(
+                    trials, short if "short" in name else usual, urls[name], config
+                )
+
+        async with Trials() as trials:
+            return await asyncio.gather(*(one(trials, name) for name in CASES))
+
+    with contextlib.ExitStack() as stack:
+        urls = {
+            name: stack.enter_context(ScriptedServer(case[0]).running()) if case[0] else NOWHERE
+            for name, case in CASES.items()
+        }
+        return dict(zip(CASES, run(work(urls))))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_an_attempt_is_worth(attempted, name):
+    """Its work as it is when a limit ends it; nothing is known of it when the server fails."""
+    result, trace = attempted[name]
+    _, _, reward, ended, error = CASES[name]
+    assert result.reward == reward
+    assert error in result.error if error else result.error is None
+    assert (trace.ended if trace else None) == ended
+
+
+def test_a_sandbox_that_breaks_is_the_policys_doing_if_others_work(tmp_path, monkeypatch):
+    started, works = Sandbox.start, [True]
+
+    async def broken(*args, **options):
+        works[0] = later
+        raise SandboxError("its first process has ended")
+
+    async def start(box):
+        if not works[0]:
+            raise SandboxError("no process is left")
+        await started(box)
+
+    monkeypatch.setattr(Shell, "exec", broken)
+    monkeypatch.setattr(Sandbox, "start", start)
+    later = True
+    result, trace, asked = tried(own(tmp_path, test=SCORED), [SCORES, "Done."])
+    assert (result.reward, result.error) == (0.0, "its first process has ended")
+    assert trace.ended == "broken" and len(asked) == 1
+    later = False
+    result, *_ = tried(own(tmp_path, test=SCORED), [SCORES, "Done."])
+    assert (result.reward, result.error) == (None, "no process is left")
+
+
+def test_old_results_are_left_out_where_that_is_asked_for():
+    config = dataclasses.replace(CONFIG, context=ContextConfig(1, None), thinking=False)
+    client, traces = Scripted([[bash("echo a")], [bash("echo b")], "Done."]), []
+
+    async def work():
+        connect = functools.partial(contextlib.nullcontext, client)
+        policy = Policy(connect, COUNTER, config, told=lambda task, trace: traces.append(trace))
+        async with Sandbox() as box:
+            return await policy.run(TASK, Shell(box, "root", "/app", 60.0))
+
+    assert run(work()) is None
+    seen = [[m["content"] for m in sent if m["role"] == "tool"] for sent, _ in client.asked]
+    a, b = (message["content"] for message in traces[0].messages if message["role"] == "tool")
+    assert seen == [[], [a], [OMITTED, b]] and a == "a\n[exit code 0]"
+    assert {own["chat_template_kwargs"]["enable_thinking"] for _, own in client.asked} == {False}
+
+
+# -- the tool --------------------------------------------------------------------------------------------
+
+
+def told(*calls, config=BashConfig(), side_by_side=False):
+    """What is answered to calls in one sandbox, given as arguments."""
+
+    async def work():
+        async with Sandbox(SandboxConfig(seconds=20.0)) as box:
+            tool = Bash(Shell(box, "root", "/app", 60.0), config)
+            if side_by_side:
+                return await asyncio.gather(*(tool(None, call) for call in calls))
+            return [await tool(None, call) for call in calls]
+
+    return run(work())
+
+
+def test_what_a_command_did_is_told():
+    commands = {
+        "echo out; echo err >&2; echo out": "out\nerr\nout\n[exit code 0]",
+        "exit 3": "[exit code 3]",
+        "if": "/bin/bash: -c: line 2: syntax error: unexpected end of file\n[exit code 2]",
+        "cat": "[exit code 0]",
+        "printf 'a\\377b'": "a\N{REPLACEMENT CHARACTER}b\n[exit code 0]",
+        "x=1; cd /; echo 2 > /app/file": "[exit code 0]",
+        "echo $x; pwd; cat file": "\n/app\n2\n[exit code 0]",
+        "kill -9 $$": "[exit code 137]",
+        "echo <|user|></think>": "/bin/bash: -c: line 1: syntax error near unexpected token `|'\n"
+        "/bin/bash: -c: line 1: `echo <|user|></think>'\n[exit code 2]",
+        "rm -rf /app": "[exit code 0]",
+        "pwd; mkdir /app": "/\n[exit code 0]",
+        "pwd": "/app\n[exit code 0]",
+    }
+    found = told(*({"command": command} for command in commands))
+    assert dict(zip(commands, found)) == commands
+
+
+def test_what_runs_on_and_what_is_ended():
+    calls = (
+        {"command": "sleep 1005 & echo on"},
+        {"command": "echo begun; sleep 1006", "timeout_sec": 0.5},
+        {"command": "pgrep -fc 'sleep 100[5]'; pgrep -fc 'sleep 100[6]'"},
+    )
+    on, late, left = told(*calls)
+    assert on == "on\n[exit code 0]"
+    assert late == "begun\n[no end within 0.5 s, so it was ended]"
+    assert left == "1\n0\n[exit code 1]"
+    [late] = told({"command": "sleep 60"}, config=BashConfig(seconds=0.2))
+    assert late == "[no end within 0.2 s, so it was ended]"
+
+
+def test_of_much_that_is_printed_the_beginning_and_the_end():
+    calls = ({"command": f"seq 1 {count}; echo END"} for count in (9, 999, 999_999))
+    little, some, much = told(*calls, config=BashConfig(characters=60))
+    lines = [str(i) for i in range(1, 100)]
+    head = "\n".join(lines)[:30]
+    assert little == "\n".join([*lines[:9], "END", "[exit code 0]"])
+    assert (
+        some
+        == f"{head}\n[...]\n" + "\n".join(map(str, range(993, 1000)))[-26:] + "\nEND\n[exit code 0]"
+    )
+    tail = "\n".join(map(str, range(999_990, 1_000_000)))[-26:]
+    assert much == f"{head}\n[...]\n{tail}\nEND\n[exit code 0]"
+
+
+def test_calls_of_one_reply_go_one_after_the_other():
+    calls = (
+        {"command": f"sleep {pause}; cat file; echo {pause} >> file"} for pause in (0.3, 0.1, 0)
+    )
+    found = told(*calls, {"command": "cat file"}, side_by_side=True)
+    assert found[-1] == "0.3\n0.1\n0\n[exit code 0]" and found[1] == "0.3\n[exit code 0]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"command": 1}, "command is no text"),
+        ({"command": "\0"}, "command holds a null character"),
+        ({"command": "\ud800"}, "command holds half a character"),
+        ({"command": "x" * (LONGEST + 1)}, f"command is longer than {LONGEST} bytes"),
+        ({"command": "true", "timeout_sec": 601}, "timeout_sec is no number above 0 and up to 600"),
+        ({"command": "true", "timeout_sec": 0}, "timeout_sec is no number"),
+        ({"command": "true", "timeout_sec": "9"}, "timeout_sec is no number"),
+        ({"command": "true", "timeout_sec": True}, "timeout_sec is no number"),
+        ({"command": "true", "timeout_sec": float("nan")}, "timeout_sec is no number"),
+    ],
+)
+def test_what_is_no_command_is_answered(arguments, words):
+    [found] = told(arguments)
+    assert found.startswith("Error: ") and words in found
+
+
+def test_the_longest_command_runs():
+    [found] = told({"command": "echo " + "x" * (LONGEST - 5)}, config=BashConfig(characters=4))
+    assert found == "xx\n[...]\nxx\n[exit code 0]"
+
+
+def test_a_sandbox_that_fails_raises():
+    async def work():
+        tool = Bash(Shell(Sandbox(), "root", "/app", 60.0), BashConfig())
+        with pytest.raises(ToolError, match="SandboxError: the sandbox does not run") as caught:
+            await tool(None, {"command": "true"})
+        assert isinstance(caught.value.__cause__, SandboxError)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PolicyConfig(max_turns=0), "max_turns is 0"),
+        (lambda: PolicyConfig(seconds=-1.0), "seconds is -1"),
+        (lambda: PolicyConfig(reply_seconds=0.0), "reply_seconds is 0"),
+        (lambda: BashConfig(seconds=0.0), "seconds is 0.0 and most_seconds 600"),
+        (lambda: BashConfig(seconds=601.0), "seconds is 601.0 and most_seconds 600"),
+        (
+            lambda: BashConfig(characters=MOST_SHOWN + 1),
+            f"characters is {MOST_SHOWN + 1}; use 2 to",
+        ),
+    ],
+)
+def test_limits_out_of_range_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
