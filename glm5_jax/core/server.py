@@ -184,9 +184,12 @@ class HttpServer:
             loop.add_signal_handler(number, stop.set)
         runner = web.AppRunner(self.app(), handler_cancellation=True, access_log=None)
         await runner.setup()
-        told = self.config.activity_file
-        with Activity(told, lambda: self._active) if told else contextlib.nullcontext():
+        with self._saying():
             await self._listen(runner, stop, ready)
+
+    def _saying(self) -> contextlib.AbstractContextManager:
+        path = self.config.activity_file
+        return Activity(path, lambda: self._active) if path else contextlib.nullcontext()
 
     async def _listen(self, runner, stop, ready) -> None:
         try:
@@ -229,7 +232,8 @@ class HttpServer:
         thread = threading.Thread(target=loop.run_until_complete, args=(run(),), name="server")
         thread.start()
         try:
-            yield ready.result()
+            with self._saying():
+                yield ready.result()
         finally:
             loop.call_soon_threadsafe(ended.set)
             thread.join()

@@ -8,11 +8,12 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from glm5_jax.core import hosts
 from glm5_jax.core.activity import FOLDER, Activity
 from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.data.loader import Batch
@@ -21,6 +22,7 @@ from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.admission import BufferConfig
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.buffer import Taken
+from glm5_jax.rl.client import heard_taken, told_taken
 from glm5_jax.rl.experiment import RlConfig
 from glm5_jax.rl.pushed import NotPushed, Pusher
 from glm5_jax.rl.streams import credited_rollouts
@@ -97,16 +99,12 @@ class Asynchronous(Stage):
         step_maker: Callable[..., Step] = make_step,
         before: Stage | None = None,
     ):
-        self._hub, self._pusher = hub, pusher
+        self._hub = hub if jax.process_count() == 1 else _OfPod(hub)
+        self._pusher = pusher
         super().__init__(config, workdir, step_maker, before)
 
     def _check(self) -> None:
         config = self.config
-        if jax.process_count() > 1:
-            raise ValueError(
-                f"the trainer of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
-                "in one, on all devices of a host"
-            )
         shards = self._region.size(BATCH_AXES) * config.step.microbatches
         if config.rows % shards:
             raise ValueError(
@@ -117,19 +115,21 @@ class Asynchronous(Stage):
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
     def _open(self) -> Source:
-        self._batches = Batches(self.config, self._hub)
+        self._batches = Batches(self.config, self._hub, self._group, self._num_groups)
         return self._batches
 
     def _rows(self, tokens_seen: int) -> int:
-        return self.config.rows
+        return self.config.rows // self._num_groups
 
     def _intends(self) -> str:
         rollout = self.config.rollout
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
 
     def _train(self, stop: loop.StopSignal) -> None:
-        told = self.workdir / FOLDER / "train.jsonl"
-        with Activity(told, lambda: not self._batches.waiting):
+        first = jax.process_index() == 0
+        path = self.workdir / FOLDER / "train.jsonl"
+        doing = Activity(path, lambda: not self._batches.waiting)
+        with doing if first else contextlib.nullcontext():
             super()._train(stop)
 
     def _begin(self, state: dict) -> None:
@@ -176,7 +176,7 @@ class Asynchronous(Stage):
 
 
 class Batches:
-    """The hub's batches as the learner reads them.
+    """The hub's batches as the learner reads them, of each the part `group` of `num_groups` equal ones of its rows.
 
     Attributes:
       step: of the next one.
@@ -187,8 +187,9 @@ class Batches:
     records: list[TokenRecord]
     waiting = False
 
-    def __init__(self, config: AsynchronousConfig, hub: Hub):
+    def __init__(self, config: AsynchronousConfig, hub: Hub, group: int = 0, num_groups: int = 1):
         self._config, self._hub, self.step = config, hub, 0
+        self._group, self._num_groups = group, num_groups
         self.metrics: dict = {}
 
     def next(self, batch_size: int) -> Batch:
@@ -209,11 +210,14 @@ class Batches:
                 f"in none of the batch's {len(groups)} groups attempts differ in what they are worth, and credit.drop_flat "
                 "leaves such out; give tasks that are solved at times, larger groups, or credit.drop_flat=false"
             )
-        batch, _ = lay_out(self.records, config.length, batch_size, config.streams)
+        multiple = batch_size * self._num_groups
+        batch, _ = lay_out(self.records, config.length, multiple, config.streams)
         if config.credit.pull == "uniform":
             batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
         self.metrics = told(groups, self.step) | {"seconds": {"waiting": waited}}
-        return batch
+        rows = len(batch["token_ids"]) // self._num_groups
+        own = slice(rows * self._group, rows * (self._group + 1))
+        return {name: values[own] for name, values in batch.items()}
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
@@ -235,6 +239,47 @@ class Batches:
 
     def close(self) -> None:
         """The hub is others'."""
+
+
+class _OfPod:
+    """A hub that the first process of a pod asks, for all; its methods are those of `Hub`."""
+
+    hindered: Sequence[str] = ()
+
+    def __init__(self, hub: Hub):
+        self._hub = hub
+
+    def begin(self, step: int, version: int) -> None:
+        self._ask(lambda: self._hub.begin(step, version))
+
+    def take(self, step: int, seconds: float) -> list[Taken] | None:
+        def take():
+            groups = self._hub.take(step, seconds)
+            return groups and list(map(told_taken, groups)), list(self._hub.hindered)
+
+        groups, self.hindered = self._ask(take)
+        return groups and list(map(heard_taken, groups))
+
+    def trained(self, step: int) -> None:
+        self._ask(lambda: self._hub.trained(step))
+
+    def push(self, version: int) -> None:
+        self._ask(lambda: self._hub.push(version))
+
+    def evaluate(self, count: int) -> dict[str, dict]:
+        return self._ask(lambda: self._hub.evaluate(count))
+
+    def _ask(self, what: Callable[[], Any]) -> Any:
+        def ask():
+            try:
+                return what()
+            except ServerError as error:
+                raise ValueError(str(error)) from error
+
+        try:
+            return hosts.of_first(ask)
+        except ValueError as error:
+            raise ServerError(str(error)) from error
 
 
 def told(groups: Sequence[Taken], step: int) -> dict:
@@ -270,11 +315,10 @@ def told(groups: Sequence[Taken], step: int) -> dict:
             "padded": 1 - len(members) / size,
             "seconds": float(np.mean([member.seconds for member in members])),
         },
-        "policy": {
-            "staleness": float(max(ages)),
-            "staleness_mean": float(np.mean(ages)),
-            "version_span": float(max(spans)),
-        },
+        # Beside those of the step, which a dictionary would replace.
+        "policy/staleness": float(max(ages)),
+        "policy/staleness_mean": float(np.mean(ages)),
+        "policy/version_span": float(max(spans)),
     }
 
 

@@ -198,6 +198,8 @@ def test_moments_begin_anew_behind_each_push(quick, tmp_path):
         assert column(rows, "push/bytes") == ([2, 4], [7, 7])
         steps, ages = column(rows, "policy/staleness")
         assert steps == [1, 2, 3, 4] and ages == hub.ages and max(ages) <= 2
+        told = {"entropy", "below", "above", "ratio", "mismatch", "staleness_mean", "version_span"}
+        assert all(column(rows, f"policy/{name}")[0] == steps for name in told)
     assert not same(weights(tmp_path / "kept"), weights(tmp_path / "new"))
 
 

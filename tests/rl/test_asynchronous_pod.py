@@ -1,0 +1,154 @@
+"""The asynchronous trainer as several processes: one asks the hub, all learn what one process would."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from glm5_jax.core import hosts
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.server import free_port
+from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.asynchronous import Asynchronous
+from glm5_jax.rl.buffer import Taken
+from glm5_jax.rl.pushed import Pushed
+from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.types import Reward
+from glm5_jax.training import report
+from glm5_jax.training.experiment import MeshConfig
+from glm5_jax.training.metrics import TrainingStopped
+from glm5_jax.training.schedule import ScheduleConfig
+from tests.contracts.source_tree import ROOT
+from tests.rl.test_asynchronous import SHARED, config_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+DEVICES, STEPS = 4, 4
+UNCACHED = {
+    "JAX_ENABLE_COMPILATION_CACHE": "false"
+}  # pallas_kernels.compat.read_no_program_of_a_mesh says why
+
+
+class Recorded:
+    """A hub whose groups are made up, the same each time, and what takes weights. ends: the step at which it is gone."""
+
+    hindered = ()
+
+    def __init__(self, ends=STEPS):
+        self.ends, self.asked, self.pushed = ends, [], []
+
+    def begin(self, step, version):
+        self.asked.append("begin")
+
+    def take(self, step, seconds):
+        assert jax.process_index() == 0
+        if step == self.ends:
+            raise ServerError("no server answers")
+        draw = np.random.default_rng(step)
+
+        def member(order, place):
+            ids, name = draw.integers(15, 60, 20 + 3 * place), f"{order}-{place}"
+            mask = np.arange(len(ids)) >= 8
+            logp = np.where(mask, -5.0, np.nan)
+            record = TokenRecord(
+                ids,
+                mask,
+                rollout_logp=logp,
+                weight_version=np.where(mask, step, -1),
+                group_id=str(order),
+                rollout_id=name,
+            )
+            reward = Reward(float(draw.random()))
+            return Trajectory(name, str(order), "math", 0, (), reward, (record,), {}, 0.1)
+
+        found = []
+        for order in range(3 * step, 3 * step + 3):
+            members = tuple(member(order, place) for place in range(4))
+            worth = tuple(own.reward.value for own in members)
+            found.append(Taken(str(order), "math", 0, order, members, worth, 0))
+        return found
+
+    def trained(self, step):
+        self.asked.append(f"trained {step}")
+
+    def push(self, *said, rewind=False):
+        if len(said) == 1:
+            self.asked.append(f"version {said[0]}")
+            return None
+        self.pushed.append(said[1])
+        return Pushed(said[1], "", 7, 7, 0.0, ())
+
+    def evaluate(self, count):
+        assert jax.process_index() == 0
+        return {"math": {"reward": count / 8, "count": count, "failed": 0}}
+
+
+def train(workdir, ends=STEPS):
+    """What each process does."""
+    report.write_page = lambda workdir: None
+    policy = SHARED["policy"]
+    config = config_of(
+        "bytes",
+        policy=dataclasses.replace(policy, correction="unclipped"),
+        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, STEPS),
+        train=dataclasses.replace(SHARED["train"], eval_interval=2),
+        evaluation=dataclasses.replace(SHARED["evaluation"], tasks=4),
+        mesh=MeshConfig(fsdp=DEVICES),
+    )
+    hub = Recorded(ends)
+    try:
+        Asynchronous(config, workdir, hub, hub).run()
+    except TrainingStopped as error:
+        print("stopped:", error)
+    assert hub.pushed == list(range(min(ends, STEPS) + 1)), "all push"
+    assert bool(hub.asked) == (jax.process_index() == 0), "one asks"
+    hosts.anyone(False)
+
+
+def processes(count, workdir, ends=STEPS):
+    """Their outputs."""
+    code = "import sys\nimport jax\n"
+    if count > 1:
+        code += (
+            f"jax.distributed.initialize('localhost:{free_port()}', {count}, int(sys.argv[1]))\n"
+        )
+    code += f"from tests.rl.test_asynchronous_pod import train\ntrain({str(workdir)!r}, {ends})\n"
+    flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(i)],
+            cwd=ROOT,
+            env=os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}"} | UNCACHED,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+    outputs = [process.communicate(timeout=400)[0] for process in started]
+    for process, output in zip(started, outputs):
+        assert process.returncode == 0, output
+    return outputs
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    for count in (1, 2):
+        processes(count, tmp_path / str(count))
+    one, two = (read(tmp_path / str(count)) for count in (1, 2))
+    assert column(one, "group/order") == column(two, "group/order")
+    for name in ("reward/mean", "loss/rl", "policy/entropy", "grad_norm/adamw"):
+        found = [column(rows, name) for rows in (one, two)]
+        assert found[0][0] == list(range(1, STEPS + 1))
+        np.testing.assert_allclose(found[1][1], found[0][1], rtol=2e-5, atol=1e-7)
+    entropy = column(one, "policy/entropy")[1]
+    assert entropy[0] != entropy[-1], "it has learnt something"
+    assert column(two, "held_out/math") == ([2, 4], [0.5, 0.5])
+
+
+def test_what_the_hub_cannot_do_ends_all(tmp_path):
+    outputs = processes(2, tmp_path / "run", ends=2)
+    assert all("stopped:" in out and "no server answers" in out for out in outputs)
