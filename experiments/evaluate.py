@@ -37,7 +37,6 @@ from rich.text import Text
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
 from glm5_jax.agents.loop import Trace
-from glm5_jax.checkpoint.models import load_tokenizer
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.server import check_url
 from glm5_jax.envs.sandbox import SandboxError
@@ -136,6 +135,8 @@ def _script(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
 
 
 def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
+    from glm5_jax.checkpoint.models import load_tokenizer
+
     end, chats = config.endpoint, workdir / "chats"
     given = {"temperature": end.temperature, "top_p": end.top_p}
 

@@ -9,12 +9,15 @@ import time
 
 import pytest
 
+from glm5_jax.core.server import ListenConfig, free_port
 from launch import run as launch
+from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
 from tests.envs.terminal.folders import needs_root, own, shipped
 
 EVALUATE = f"--experiment={ROOT}/experiments/evaluate.py:harbor"
+POLICY = {"agent": "policy", "endpoint.base_url": "http://127.0.0.1:9"}
 SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 
 pytestmark = needs_root
@@ -70,16 +73,73 @@ def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
     assert refused[0] == 2 and "results of another script" in refused[2].err
 
 
+def hello(messages):
+    """A policy that writes one file, whatever it is asked for, and looks at it."""
+    commands = ["echo 'Hello, world!' > /app/hello.txt", "cat /app/hello.txt"]
+    number = sum(message["role"] == "assistant" for message in messages)
+    return [("bash", {"command": commands[number]})] if number < 2 else "I have written it."
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_policy_works_with_a_shell(capsys, tmp_path):
+    tasks, out = tmp_path / "tasks", tmp_path / "out"
+    shipped("hello-file", tasks)
+    own(tasks, "other", test=SCORED)
+    server = ScriptedServer(hello, ListenConfig(port=free_port(), api_key="secret"))
+    given = {
+        "endpoint.base_url": f"http://127.0.0.1:{server.config.port}",
+        "endpoint.api_key": "secret",
+        "endpoint.model": "glm-5-tiny",
+        "policy.max_turns": 3,
+    }
+    # Nothing can be said of attempts without a server; the same command attempts them again.
+    code, results, said = evaluate(capsys, tasks, out, "policy", **given)
+    assert code == 0 and {row["reward"] for row in results.values()} == {None}
+    for row in results.values():
+        assert row["error"].startswith("the policy's server failed: no server answers at http")
+    assert "2 could not be graded: the same command attempts them again" in said.out
+    assert "Traceback" not in said.err
+    with server.running():
+        code, results, said = evaluate(capsys, tasks, out, "policy", **given)
+        assert code == 0 and {name: row["reward"] for name, row in results.items()} == {
+            "hello-file": 1.0,
+            "other": 0.0,
+        }
+        assert all(row["error"] is None and row["seconds"] > 0 for row in results.values())
+        asked = len(server.scripted.asked)
+        assert asked == 6
+        evaluate(capsys, tasks, out, "policy", **given)
+        assert len(server.scripted.asked) == asked
+    chat = json.loads((out / "chats" / "hello-file.json").read_text())
+    roles = ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert chat["ended"] == "answer" and [m["role"] for m in chat["messages"]] == roles
+    assert chat["messages"][5]["content"] == "Hello, world!\n[exit code 0]"
+    for _, fields in server.scripted.asked:
+        assert (fields["model"], fields["temperature"], fields["top_p"]) == ("glm-5-tiny", 0.7, 1.0)
+    assert "secret" not in (out / "config.json").read_text()
+    refused = evaluate(capsys, tasks, out, "policy", **given | {"policy.max_turns": 4})
+    assert refused[0] == 2 and "results of another policy.max_turns (3, not 4)" in refused[2].err
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"tasks": None}, "no tasks; give --experiment.tasks=DIR"),
         ({"tasks": "/none/such"}, "no folder /none/such"),
         ({"tasks": str(ROOT / "launch")}, "none of its folders has a task.toml"),
-        ({"agent": "human"}, "agent is 'human'; it can be oracle, nop, script"),
+        ({"agent": "human"}, "agent is 'human'; it can be oracle, nop, script, policy"),
         ({"agent": "script"}, "--experiment.agent=script --experiment.script=FILE"),
         ({"script": "x"}, "agent is 'oracle' and script is 'x'"),
         ({"agent": "script", "script": "/none/such"}, "no file /none/such for the agent to run"),
+        ({"agent": "policy"}, "--experiment.agent=policy --experiment.endpoint.base_url=http"),
+        ({"endpoint.base_url": "http://a:1"}, "agent is 'oracle' and endpoint.base_url is 'http"),
+        (POLICY | {"endpoint.base_url": "a:1"}, "endpoint: base_url is 'a:1', which is no URL"),
+        (POLICY | {"endpoint.base_url": "http://a:1/v1/"}, "leave /v1 out"),
+        (POLICY | {"endpoint.temperature": -1.0}, "temperature is -1.0; it must not be negative"),
+        (POLICY | {"endpoint.top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
+        (POLICY | {"endpoint.tokenizer": "/none/such"}, "/none/such"),
+        (POLICY | {"policy.max_turns": 0}, "policy: max_turns is 0; it must be positive"),
+        (POLICY | {"policy.bash.seconds": 900.0}, "policy.bash: seconds is 900.0 and most_seconds"),
         ({"at_once": 0}, "at_once is 0; it must be positive"),
         (
             {"images": "{'a': '/none'}"},

@@ -48,8 +48,7 @@ class Engine(HttpServer):
         said = read_json(await request.read())
         own = random.Random(said["sampling_params"]["sampling_seed"])
         await asyncio.sleep(self._random.uniform(0, 2 * self.delay))
-        # Digits, in the byte tokenizer.
-        ids = [CLOSES, *(own.randrange(15, 25) for _ in range(self.tokens)), STOPS]
+        ids = self.reply(said["input_ids"], own)
         meta = {
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-own.random(), i, None] for i in ids],
@@ -57,6 +56,10 @@ class Engine(HttpServer):
             "cached_tokens": 0,
         }
         return as_json({"output_ids": ids, "meta_info": meta})
+
+    def reply(self, prompt, draw):
+        """The ids of a reply: digits, in the byte tokenizer."""
+        return [CLOSES, *(draw.randrange(15, 25) for _ in range(self.tokens)), STOPS]
 
     async def _set(self, request):
         self.version = read_json(await request.read())["version"]

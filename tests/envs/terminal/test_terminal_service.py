@@ -1,0 +1,142 @@
+"""Terminal tasks as a task service, asked as the hub asks it: rewards, what is masked, and what is trained on."""
+
+import contextlib
+
+import pytest
+
+from glm5_jax.core.server import ApiError
+from glm5_jax.envs.terminal import PolicyConfig, TaskError, load_task
+from glm5_jax.envs.terminal.service import TerminalService, load_tasks
+from glm5_jax.rl.client import HubClient
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.agents.scripted import ScriptedServer
+from tests.envs.terminal.folders import TOML, needs_root, own, shipped
+from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config
+
+pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
+TOKENIZER = Tokenizer.load("bytes")
+CONFIG = PolicyConfig(max_turns=4)
+NOWHERE = "http://127.0.0.1:9"
+PARTS = """echo '{"reward": 0.5, "speed": 2}' > /logs/verifier/reward.json"""
+WRITES = ("bash", {"command": "echo 'Hello, world!' > hello.txt"})
+BUILDS = "FROM nginx:1.25\n"
+
+
+def service_of(tasks, held_out=(), hub=NOWHERE, policy=CONFIG, **options):
+    options = {"seconds": 1000.0, "max_inflight": 4} | options
+    tasks, held_out = ([load_task(folder) for folder in part] for part in (tasks, held_out))
+    return TerminalService(service_config(hub, **options), tasks, held_out, TOKENIZER, policy)
+
+
+# What is asked of whom, the reward, a part of its error, and of its metrics.
+CASES = {
+    "solved": ([[WRITES], "Done."], False, 1.0, "", "ended_answer"),
+    "nothing": (["Done."], False, 0.0, "", "ended_answer"),
+    "turns": ([[WRITES]] * 9, False, 1.0, "ended after 4 replies (max_turns)", "ended_max_turns"),
+    "parts": (["Done."], True, 0.5, "", "ended_answer"),
+    "down": (
+        [[WRITES], ApiError("no engine answers", 502)],
+        False,
+        None,
+        "no engine answers",
+        None,
+    ),
+    "refused": ([ApiError("temperature is 2", 400)], False, None, "temperature is 2", None),
+}
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_rollouts_are_worth_what_an_evaluation_says(tmp_path):
+    tasks = [shipped("hello-file", tmp_path)]
+    held_out = [own(tmp_path, "parts", test=PARTS), own(tmp_path, "built", dockerfile=BUILDS)]
+    found = {}
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(service_of(tasks, held_out).running())
+        for number, (name, (replies, other, *_)) in enumerate(CASES.items()):
+            model = ScriptedServer(replies)
+            base_url = stack.enter_context(model.running()) + f"/sessions/{number}"
+            place = {"number": 0, "rollout_id": name, "held_out": other, "base_url": base_url}
+            found[name] = rollout(url, **place), model
+        fails = rollout(url, 1, held_out=True, base_url=base_url)
+        gone = rollout(url, 2, base_url=NOWHERE)
+    for name, (_, _, reward, error, metric) in CASES.items():
+        said, model = found[name]
+        assert said["reward"]["value"] == reward and error in said["reward"]["error"], (name, said)
+        assert bool(said["reward"]["error"]) == bool(error)
+        assert (metric in said["metrics"]) == (metric is not None)
+        assert set(model.paths) == {f"/sessions/{list(CASES).index(name)}/v1/chat/completions"}
+        # The gateway says how to sample.
+        assert all("temperature" not in fields for _, fields in model.scripted.asked)
+    roles = [message["role"] for message in found["solved"][0]["messages"]]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
+    assert found["solved"][0]["metrics"]["replies"] == 2
+    assert found["parts"][0]["reward"]["parts"] == {"reward": 0.5, "speed": 2.0}
+    assert [said["reward"]["value"] for said in (fails, gone)] == [None, None]
+    assert "image nginx:1.25 is not on this machine" in fails["reward"]["error"]
+    assert "no server answers" in gone["reward"]["error"]
+
+
+class Shellful(Engine):
+    """Runs a command that solves the task or, as is drawn, does not; then it is done."""
+
+    def reply(self, prompt, draw):
+        text = "</think>Done.<|user|>"
+        if TOKENIZER.encode("<|observation|>", parse_special=True)[0] not in prompt:
+            score = draw.choice(("0", "1"))
+            text = f"I write {score}.</think><tool_call>bash<arg_key>command</arg_key><arg_value>echo {score} > score"
+            text += "</arg_value></tool_call><|observation|>"
+        return TOKENIZER.encode(text, parse_special=True)
+
+
+def test_its_rollouts_are_trained_on_as_the_gateway_kept_them(tmp_path):
+    """With a hub, the real gateway, and an engine that writes tokens of calls."""
+    task = own(tmp_path, test="cat /app/score > /logs/verifier/reward.txt")
+    with contextlib.ExitStack() as stack:
+        gate = stack.enter_context(gateway(stack.enter_context(Shellful().running())))
+        config = hub_config(gate, batch_groups=2, max_running=4)
+        url = stack.enter_context(Orchestrator(config).running())
+        stack.enter_context(service_of([task], hub=url, name="terminal").running())
+        client = HubClient(url, patience=10.0)
+        client.begin(0, 0)
+        groups = client.take(0, 100)
+    members = [member for group in groups for member in group.members]
+    assert {member.reward.value for member in members} == {0.0, 1.0}
+    for member in members:
+        [record] = member.records
+        learnt = TOKENIZER.decode(record.token_ids[record.loss_mask > 0].tolist())
+        score = f"{member.reward.value:g}"
+        assert learnt.startswith(f"I write {score}.</think><tool_call>bash") and "Done." in learnt
+        everything = TOKENIZER.decode(record.token_ids.tolist())
+        assert "<tool_response>[exit code 0]</tool_response>" in everything
+        assert "[exit code 0]" not in learnt and "Do it." in everything
+
+
+def test_tasks_of_a_folder_are_learnt_from_or_held_out(tmp_path):
+    for number in range(20):
+        own(tmp_path, f"task-{number:02}", **{"instruction.md": f"Do {number}.\n"})
+    tasks, held_out = load_tasks(tmp_path, 0.3)
+    names = [task.name for task in (*tasks, *held_out)]
+    assert sorted(names) == [f"task-{number:02}" for number in range(20)]
+    assert 0 < len(held_out) < 15 and held_out == load_tasks(tmp_path, 0.3)[1]
+    assert all(task in load_tasks(tmp_path, 0.6)[1] for task in held_out)
+    assert load_tasks(tmp_path)[1] == []
+    own(tmp_path, "wrong", toml="[[steps]]\n")
+    with pytest.raises(TaskError, match="task wrong: steps"):
+        load_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seconds": 660.0}, r"task 'own' may take 690 s .* a rollout has 660 s; raise seconds"),
+        ({"policy": PolicyConfig(max_tokens=300)}, "task 'own' has .* max_tokens is 300; raise it"),
+    ],
+)
+def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        service_of([own(tmp_path, toml=TOML)], **options)
+    with pytest.raises(ValueError, match="0 tasks"):
+        service_of([])
+    # With less time for the policy the same rollouts end in time.
+    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=PolicyConfig(seconds=5.0))
