@@ -42,10 +42,10 @@ from glm5_jax.core.server import check_url
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import (
     Agent,
+    AttemptConfig,
     Nop,
     Oracle,
     Policy,
-    PolicyConfig,
     Result,
     Script,
     TaskError,
@@ -106,7 +106,7 @@ class EvaluateConfig:
     agent: str = "oracle"
     script: str | None = None
     endpoint: EndpointConfig = EndpointConfig()
-    policy: PolicyConfig = PolicyConfig()
+    policy: AttemptConfig = AttemptConfig()
     images: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_once: int = 2
 

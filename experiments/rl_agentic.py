@@ -8,19 +8,21 @@ what trains. launch/local.py starts them all on this machine, and again what die
 do so on several. DIR has the report, in which a timeline shows who did what when, and what each program said in
 DIR/roles. The same command goes on with a run that was stopped or killed.
 
-:tiny    two services, on two CPU cores in about ten minutes: products, by a calculator that must be called and whose
-         answer must be told, and chains of four values
-:small   an engine and a trainer on an accelerator each: search, products, programs and terminals
+:tiny    two services, on two CPU cores in about ten minutes: products of one digit and of two, by a
+         calculator that must be called and whose answer must be told
+:small   an engine and a trainer on an accelerator each: search, products and programs
 :glm5    64 engines of 8 chips each, and a trainer on 1,024. Bring tasks of your own; those that are shipped here are few.
 
 --experiment.max_staleness=0 is synchronous training: nobody samples while it learns.
+--experiment.tasks="({'folder': 'DIR'},)" are terminal tasks, folders in Harbor's format in DIR, each attempted with a shell
+in a sandbox (as experiments/evaluate.py does), for which their program needs root.
 """
 
 import asyncio
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from experiments import rl_reasoning, serve as serving
 from experiments.rl_reasoning import Share
@@ -35,6 +37,8 @@ from glm5_jax.core.server import HttpServer, ListenConfig
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.envs.service import AgentService
+from glm5_jax.envs.terminal import AttemptConfig, BashConfig
+from glm5_jax.envs.terminal.service import TerminalService, load_tasks
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
@@ -65,6 +69,35 @@ ALL = (
     Share(TaskConfig("products", size=10_000, digits=6)),
     Share(TaskConfig("mbpp", size=10_000)),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalShare:
+    """Terminal tasks, and how much of all that is learnt from they are to be. Construction refuses values out of range
+    (ValueError).
+
+    Attributes:
+      folder: of task folders in Harbor's format.
+      name: of their service.
+      held_out_fraction: share of the tasks that is for evaluation.
+      images: names of images and the root file systems that stand for them, or "host".
+      bash: limits of commands.
+    """
+
+    folder: str = ""
+    weight: float = 1.0
+    name: str = "terminal"
+    held_out_fraction: float = 0.1
+    images: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bash: BashConfig = BashConfig()
+
+    def __post_init__(self):
+        if not self.folder:
+            raise ValueError("folder is empty; give one that holds task folders")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(
+                f"held_out_fraction is {self.held_out_fraction}; it must be from 0 to below 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +153,8 @@ class LayoutConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AgenticConfig(AsynchronousConfig):
-    """Replies and turns of an attempt are those of `rollout`, its tokens at most `length`; `tool_seconds` of it holds too.
+    """Replies and turns of an attempt are those of `rollout`, its tokens at most `length`; `tool_seconds` of it holds too,
+    but in terminals.
 
     Attributes:
       tasks: each a service of its own, with its share of what is learnt from.
@@ -134,7 +168,7 @@ class AgenticConfig(AsynchronousConfig):
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
     agreement: AgreementConfig = AgreementConfig(attempts=0)
-    tasks: tuple[Share, ...] = rl_reasoning.ALL
+    tasks: tuple[Share | TerminalShare, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
     context: ContextConfig = ContextConfig()
     agent_seconds: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
@@ -285,6 +319,25 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
         seconds=config.agent_seconds + config.judge_seconds,
         seed=config.seed,
     )
+    if isinstance(share, TerminalShare):
+        limits = AttemptConfig(
+            config.rollout.max_turns,
+            config.length,
+            config.rollout.max_tokens,
+            config.agent_seconds,
+            config.agent_seconds,
+            config.context,
+            share.bash,
+            config.rollout.thinking,
+        )
+        return TerminalService(
+            own,
+            *load_tasks(share.folder, share.held_out_fraction),
+            _tokenizer(config),
+            limits,
+            images=share.images,
+            variant=config.rollout.variant,
+        )
     tasks, held_out = share.tasks_of(), share.tasks_of(evaluation=True)
     return AgentService(
         own,

@@ -6,11 +6,14 @@ import pytest
 import yaml
 
 from experiments import rl_agentic
-from experiments.rl_agentic import LayoutConfig, PlaceConfig
+from experiments.rl_agentic import LayoutConfig, PlaceConfig, TerminalShare
 from experiments.rl_reasoning import Share
 from glm5_jax.core.placement import ordered
+from glm5_jax.envs.terminal import BashConfig
+from glm5_jax.text.tokenizer import Tokenizer
 from launch import gke, run, slurm
 from launch.local import LocalPlacement, Machine
+from tests.envs.terminal.folders import needs_root, own
 
 FILE = rl_agentic.__file__
 POD = ["--image=registry/glm5:1", "--claim=shared", "--accelerator=tpu-v5p-slice", "--workdir=/run"]
@@ -71,13 +74,36 @@ def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, m
 
 
 def test_its_flags_are_those_of_the_same_run(tmp_path):
-    tasks = (Share(rl_agentic.TaskConfig("chain", size=30), 2.0),)
+    terminals = TerminalShare("tasks", 0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0))
+    tasks = (Share(rl_agentic.TaskConfig("chain", size=30), 2.0), terminals)
     config = tiny(tasks=tasks, seed=3, max_staleness=1, place=PlaceConfig())
     words = config.programs()
     found = run.parse(["run", *words, f"--workdir={tmp_path}"])
     # The module is another one, as it is read from its file.
     assert dataclasses.asdict(found.config) == dataclasses.asdict(config)
     assert not dataclasses.replace(config, place=PlaceConfig("hub")).programs()
+    flags = ["run", f"--experiment={FILE}:tiny", "--experiment.tasks=({'folder': 'tasks'},)"]
+    [share] = run.parse(flags).config.tasks
+    assert dataclasses.asdict(share) == dataclasses.asdict(TerminalShare("tasks"))
+
+
+@needs_root
+def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(rl_agentic, "_tokenizer", lambda config: Tokenizer.load("bytes"))
+    for number in range(9):
+        own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
+    place = PlaceConfig("task", hub="http://127.0.0.1:1")
+    tasks = (TerminalShare(str(tmp_path), 2.0, held_out_fraction=0.3),)
+    config = tiny(tasks=tasks, place=place, length=4096)
+    # The image and the tests of a task may take longer than the run gives it.
+    with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
+        rl_agentic.PROGRAMS["task"](config, tmp_path)
+    config = dataclasses.replace(config, judge_seconds=900.0)
+    service = rl_agentic.PROGRAMS["task"](config, tmp_path)
+    assert (service.config.name, service.config.weight) == ("terminal", 2.0)
+    assert service.size + service.held_out == 9 and service.held_out > 0
+    limits = dataclasses.asdict(service._limits.loop())
+    assert limits | {"tool_seconds": 60.0} == dataclasses.asdict(config.loop())
 
 
 def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
@@ -101,6 +127,7 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
         ({"place": PlaceConfig("judge")}, "use one of train, engine, gateway, hub, task"),
         ({"agreement": rl_agentic.AgreementConfig(attempts=1)}, "so give 0"),
         ({"agent_seconds": 0.0}, "seconds is 0.0"),
+        ({"tasks": (TerminalShare("a"), TerminalShare("b"))}, "two of the tasks have one name"),
     ],
 )
 def test_contradictions_are_refused(changes, why):
@@ -109,6 +136,10 @@ def test_contradictions_are_refused(changes, why):
 
 
 def test_layouts_and_variants_are_refused():
+    with pytest.raises(ValueError, match="folder is empty"):
+        TerminalShare()
+    with pytest.raises(ValueError, match="held_out_fraction is 1.0"):
+        TerminalShare("tasks", held_out_fraction=1.0)
     with pytest.raises(ValueError, match="engines is 0"):
         LayoutConfig(engines=0)
     with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, small, glm5"):

@@ -1,7 +1,7 @@
 """A language model at terminal tasks: it is told what to do, and works with the tool `bash` until it replies without a
 call.
 
-    agent = Policy(lambda: ChatClient("http://127.0.0.1:8000"), TokenCounter(tokenizer), PolicyConfig())
+    agent = Policy(lambda: ChatClient("http://127.0.0.1:8000"), TokenCounter(tokenizer), AttemptConfig())
     async with Trials() as trials:
         result = await trials.run(task, agent)
 
@@ -44,7 +44,7 @@ SYSTEM = (
 
 
 @dataclasses.dataclass(frozen=True)
-class PolicyConfig:
+class AttemptConfig:
     """Limits of an attempt, and what a policy is told. Construction refuses values out of range (ValueError).
 
     Attributes:
@@ -107,7 +107,7 @@ class Policy:
         self,
         connect: Callable[[], AbstractAsyncContextManager[Chats]],
         counter: Counter,
-        config: PolicyConfig,
+        config: AttemptConfig,
         fields: Mapping[str, Any] | None = None,
         told: Callable[[TerminalTask, Trace], None] = lambda task, trace: None,
     ):

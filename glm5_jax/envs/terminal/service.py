@@ -16,7 +16,7 @@ from glm5_jax.agents.context import TokenCounter
 from glm5_jax.agents.loop import Trace
 from glm5_jax.data.sources import held_out as is_held_out
 from glm5_jax.envs.service import ChatService
-from glm5_jax.envs.terminal.policy import Policy, PolicyConfig
+from glm5_jax.envs.terminal.policy import AttemptConfig, Policy
 from glm5_jax.envs.terminal.task import TerminalTask, find_tasks, load_task
 from glm5_jax.envs.terminal.trial import Trials
 from glm5_jax.rl.service import ServiceConfig
@@ -49,24 +49,24 @@ class TerminalService(ChatService):
         tasks: Sequence[TerminalTask],
         held_out: Sequence[TerminalTask],
         tokenizer: Tokenizer,
-        policy: PolicyConfig = PolicyConfig(),
+        limits: AttemptConfig = AttemptConfig(),
         *,
         images: Mapping[str, str] | None = None,
         variant: str = "glm5",
     ):
-        asked = ([policy.asked(task) for task in own] for own in (tasks, held_out))
+        asked = ([limits.asked(task) for task in own] for own in (tasks, held_out))
         counter = TokenCounter(tokenizer, variant)
-        super().__init__(config, *asked, counter, policy.max_tokens, policy.reply_seconds)
+        super().__init__(config, *asked, counter, limits.max_tokens, limits.reply_seconds)
         for task in (*tasks, *held_out):
             # The tests may run twice, with the attempt's work and without.
-            seconds = min(policy.seconds, task.agent_seconds) + 2 * task.verifier_seconds
+            seconds = min(limits.seconds, task.agent_seconds) + 2 * task.verifier_seconds
             seconds += task.build_seconds
             if seconds >= config.seconds:
                 raise ValueError(
                     f"task {task.name!r} may take {seconds:g} s with its image and its tests, and a rollout has "
                     f"{config.seconds:g} s; raise seconds of the service, or leave the task out"
                 )
-        self._policy, self._trials = policy, Trials(images)
+        self._limits, self._trials = limits, Trials(images)
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         async with self._trials:
@@ -78,7 +78,7 @@ class TerminalService(ChatService):
         policy = Policy(
             lambda: contextlib.nullcontext(client),
             self._counter,
-            self._policy,
+            self._limits,
             told=lambda _, trace: traces.append(trace),
         )
         result = await self._trials.run(task.data["task"], policy)

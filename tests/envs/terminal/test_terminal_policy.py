@@ -12,9 +12,9 @@ from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
 from glm5_jax.core.server import ApiError
 from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError
 from glm5_jax.envs.terminal import (
+    AttemptConfig,
     BashConfig,
     Policy,
-    PolicyConfig,
     Shell,
     TerminalTask,
     Trials,
@@ -29,7 +29,7 @@ from tests.envs.terminal.folders import TOML, needs_root, own, shipped
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 COUNTER = TokenCounter(Tokenizer.default())
-CONFIG = PolicyConfig(max_turns=6)
+CONFIG = AttemptConfig(max_turns=6)
 NOWHERE = "http://127.0.0.1:9"
 SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
 MEDIAN = """def median(values):
@@ -349,9 +349,9 @@ def test_a_sandbox_that_fails_raises():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PolicyConfig(max_turns=0), "max_turns is 0"),
-        (lambda: PolicyConfig(seconds=-1.0), "seconds is -1"),
-        (lambda: PolicyConfig(reply_seconds=0.0), "reply_seconds is 0"),
+        (lambda: AttemptConfig(max_turns=0), "max_turns is 0"),
+        (lambda: AttemptConfig(seconds=-1.0), "seconds is -1"),
+        (lambda: AttemptConfig(reply_seconds=0.0), "reply_seconds is 0"),
         (lambda: BashConfig(seconds=0.0), "seconds is 0.0 and most_seconds 600"),
         (lambda: BashConfig(seconds=601.0), "seconds is 601.0 and most_seconds 600"),
         (

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from glm5_jax.core.server import ApiError
-from glm5_jax.envs.terminal import PolicyConfig, TaskError, load_task
+from glm5_jax.envs.terminal import AttemptConfig, TaskError, load_task
 from glm5_jax.envs.terminal.service import TerminalService, load_tasks
 from glm5_jax.rl.client import HubClient
 from glm5_jax.rl.orchestrator import Orchestrator
@@ -16,7 +16,7 @@ from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 TOKENIZER = Tokenizer.load("bytes")
-CONFIG = PolicyConfig(max_turns=4)
+CONFIG = AttemptConfig(max_turns=4)
 NOWHERE = "http://127.0.0.1:9"
 PARTS = """echo '{"reward": 0.5, "speed": 2}' > /logs/verifier/reward.json"""
 WRITES = ("bash", {"command": "echo 'Hello, world!' > hello.txt"})
@@ -130,7 +130,10 @@ def test_tasks_of_a_folder_are_learnt_from_or_held_out(tmp_path):
     ("options", "words"),
     [
         ({"seconds": 660.0}, r"task 'own' may take 690 s .* a rollout has 660 s; raise seconds"),
-        ({"policy": PolicyConfig(max_tokens=300)}, "task 'own' has .* max_tokens is 300; raise it"),
+        (
+            {"policy": AttemptConfig(max_tokens=300)},
+            "task 'own' has .* max_tokens is 300; raise it",
+        ),
     ],
 )
 def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
@@ -139,4 +142,4 @@ def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match="0 tasks"):
         service_of([])
     # With less time for the policy the same rollouts end in time.
-    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=PolicyConfig(seconds=5.0))
+    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=AttemptConfig(seconds=5.0))
