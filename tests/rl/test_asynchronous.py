@@ -7,23 +7,19 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint import models
-from glm5_jax.core.coroutines import wait_for
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.client import ServerError
-from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.model import glm5
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.buffer import Buffer
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.in_process import InProcess
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.pushed import NotPushed, Pushed
-from glm5_jax.rl.rollout import RolloutConfig, Rollouts
-from glm5_jax.rl.stage import Reinforcement, World, judge
+from glm5_jax.rl.pushed import NotPushed
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.streams import CreditConfig
-from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages
@@ -82,58 +78,33 @@ async def likes_low_bytes(task, attempt):
 WORLD = World(InTurn(), {}, likes_low_bytes)
 
 
-class Together:
-    """A hub, with the buffer that decides, an engine, which samples all that there is room for when it is asked, and what
-    gives it weights."""
+class Together(InProcess):
+    """As it is, with what was asked of it; it gives the engine weights too."""
 
     hindered = ("the service is gone",)
 
     def __init__(self, config):
-        self.config, self.buffer, self.engine = config, Buffer(config.buffer()), None
+        super().__init__(config, dataclasses.replace(WORLD, tasks=InTurn()), TOKENIZER)
         self.pushed, self.begun, self.ages = [], [], []
 
     def push(self, *said, rewind=False):
         if len(said) == 1:
-            self.buffer.push(*said)
-            return None
-        params, version = said
-        params = jax.tree.map(np.array, params)
-        if self.engine is None:
-            model = glm5.Glm5(self.config.model, params=params, param_dtype="float32")
-            options = dataclasses.asdict(self.config.engine)
-            self.engine = Engine(model, TOKENIZER, version=version, **options)
-        else:
-            self.engine.update_weights(params, version)
-        self.pushed.append((version, rewind))
-        return Pushed(version, "", 7, 7, 0.0, ())
+            return super().push(*said)
+        self.pushed.append((said[1], rewind))
+        pushed = self.pusher.push(*said, rewind=rewind)
+        return dataclasses.replace(pushed, bytes=7)
 
     def begin(self, step, version):
         self.begun.append((step, version))
-        self.buffer.begin(step, version)
+        super().begin(step, version)
 
     def take(self, step, seconds):
-        for _ in range(self.buffer.room()):
-            self._sample(self.buffer.admit("math", 0))
-        found = self.buffer.take(step)
+        found = super().take(step, seconds)
         self.ages.append(max(group.staleness for group in found))
         return found
 
-    def trained(self, step):
-        self.buffer.trained(step)
-
     def evaluate(self, count):
         return {"math": {"reward": count / 8, "count": count, "failed": 0}}
-
-    def _sample(self, own):
-        rollouts = Rollouts(self.engine, TOKENIZER, self.config.rollout, 0.8)
-        task = TASKS[own.order % len(TASKS)]
-        [group] = rollouts.sample([task], self.config.seed, first=own.order, name=own.group_id)
-        wait_for(judge([group], WORLD, 8))
-        members = [
-            Trajectory(record.rollout_id, own.group_id, "math", 0, (), reward, (record,))
-            for record, reward in zip(group.records, group.rewards)
-        ]
-        self.buffer.put(own.group_id, members)
 
 
 @pytest.fixture

@@ -1,0 +1,182 @@
+"""Learning from samples that are old: what masks of the ratio do when they are 0, 4 and 16 steps behind (GLM-5 4.1.2).
+
+    python -m experiments.ablations.stale_policies [tiny] [WORKDIR]
+
+The policy of rl_reasoning.py:addition learns to add from rewards, as the asynchronous system would have it learn: with a
+hub and an engine in the same process (rl/in_process.py), so that samples are as old as they may be, and no clock decides.
+Their age is that of all batches but the first, which nobody has learnt before.
+
+- double sided: GLM-5's f(r) A log p, tokens out of the window (Eq. 3-5) do not count;
+- ppo: the clip of PPO on the same ratio to what sampled;
+- unclipped: the ratio alone.
+
+Reported, of all seeds: sums that are exactly right, over the last tenth of the steps; how far what learns is from what
+sampled; the share of tokens that the window takes.
+
+:tiny    for two CPU cores: two to three minutes for each of 3 x 3 arms and three seeds
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+from experiments import rl_general, rl_reasoning
+from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.command import ablate
+from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
+from experiments.rl_reasoning import Share, Verifiers
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.envs.reasoning import VerifierConfig
+from glm5_jax.envs.task_mixture import TaskMixture
+from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.in_process import InProcess
+from glm5_jax.rl.stage import World
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.experiment import choose
+
+SEEDS = (0, 1, 2)
+AGES = (0, 4, 16)
+LOSSES = {"double sided": "double_sided", "ppo": "ppo", "unclipped": "unclipped"}
+STEPS = (
+    400  # of the 700 of rl_reasoning.py: by then a run without delay is past half of what it learns
+)
+TAIL = 0.1
+EXACT = "reward_part/exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class StaleConfig(AsynchronousConfig):
+    """Attributes:
+    tasks: what is learnt, by parts of the answer too (`rl_reasoning.digits_right`).
+    """
+
+    tasks: tuple[Share, ...] = (Share(),)
+
+    def stage(self, workdir, evaluator=None, before=None, **options) -> Asynchronous:
+        del evaluator
+        kinds = {share.name: share.tasks_of() for share in self.tasks}
+        weights = {share.name: share.weight for share in self.tasks}
+        held_out = {share.name: share.tasks_of(evaluation=True) for share in self.tasks}
+        verify = Verifiers(VerifierConfig(), partly=True)
+        world = World(TaskMixture(kinds, weights, seed=self.seed), held_out, verify)
+        hub = InProcess(self, world, Tokenizer.load(self.tokenizer))
+        return Asynchronous(self, workdir, hub, hub.pusher, before=before, **options)
+
+
+def get_config(variant: str = "tiny") -> dict[str, Arm]:
+    """The variant's arms by name; ValueError lists the variants."""
+    return choose(variant, {"tiny": _arms})
+
+
+def arm_name(loss: str, age: int) -> str:
+    return f"{loss}, {age}"
+
+
+def _arms() -> dict[str, Arm]:
+    base = rl_reasoning.addition()
+    found = {}
+    for loss, correction in LOSSES.items():
+        for age in AGES:
+            name = arm_name(loss, age)
+            stage = StaleConfig(
+                **rl_general.shared(
+                    base,
+                    name=f"stale:{name}",
+                    policy=dataclasses.replace(base.policy, correction=correction),
+                    schedule=dataclasses.replace(base.schedule, total_steps=STEPS),
+                    agreement=dataclasses.replace(base.agreement, attempts=0),
+                ),
+                tasks=base.tasks,
+                max_staleness=age,
+                max_running=(age + 1) * base.rollout.prompts,
+                # One optimiser in all arms: what moments that begin anew do would hide what age does.
+                new_moments=False,
+            )
+            found[name] = Arm(name, (stage,))
+    return found
+
+
+def measure(trial: Trial, folder: pathlib.Path) -> dict:
+    """What an arm's row says of the end of its run."""
+    rows = read(folder)
+
+    def end(name: str) -> float:
+        values = column(rows, name)[1]
+        own = values[-max(1, round(TAIL * len(values))) :]
+        return sum(own) / len(own)
+
+    return {
+        "exact": end(EXACT),
+        "apart": end("policy/mismatch"),
+        "masked": end("policy/below") + end("policy/above"),
+        "age": end("policy/staleness_mean"),
+    }
+
+
+def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
+    """Trains and compares all arms."""
+    rows, exact = {}, {}
+    for name, own in arms.items():
+        trials = [own.trial(seed=seed) for seed in SEEDS]
+        rows[name] = runs(trials)
+        exact[name] = [column(read(runs.folders(trial)[-1]), EXACT) for trial in trials]
+    return finding(rows, exact, command)
+
+
+def finding(rows: dict[str, list[dict]], exact: dict[str, list], command: str) -> Finding:
+    """Table, plots and verdicts from rows {arm: by seed} and what is right {arm: (steps, shares) by seed}."""
+    return Finding(
+        "Learning from old samples",
+        command,
+        tuple(_verdict(rows, age) for age in AGES),
+        (_table(rows),),
+        tuple(
+            Plot(
+                curves(
+                    {arm_name(loss, age): exact[arm_name(loss, age)] for loss in LOSSES},
+                    y_label=f"Sums exactly right, samples {age} steps old",
+                ),
+                "Mean of the seeds; shadow: lowest to highest.",
+            )
+            for age in AGES
+        ),
+    )
+
+
+def _of(rows: dict[str, list[dict]], loss: str, age: int, name: str = "exact") -> list[float]:
+    return [100 * row[name] for row in rows[arm_name(loss, age)]]
+
+
+def _verdict(rows: dict[str, list[dict]], age: int) -> str:
+    first, *others = LOSSES
+    own = _of(rows, first, age)
+    told = [f"samples {age} steps old: {first} {Spread.of(own):.1f}% exactly right"]
+    if age:
+        told.append(f"{paired(own, _of(rows, first, 0)):+.1f} points from none old")
+    told += [f"{paired(own, _of(rows, loss, age)):+.1f} from {loss}" for loss in others]
+    return ", ".join(told)
+
+
+def _table(rows: dict[str, list[dict]]) -> Table:
+    return Table(
+        f"The last tenth of {STEPS} steps, {len(SEEDS)} seeds",
+        ("loss", "may be old", "are old", "exactly right, %", "nats apart", "masked, %"),
+        tuple(
+            (
+                loss,
+                str(age),
+                f"{Spread.of(_of(rows, loss, age, 'age')).mean / 100:.1f}",
+                f"{Spread.of(_of(rows, loss, age)):.1f}",
+                f"{Spread.of(_of(rows, loss, age, 'apart')).mean / 100:.3f}",
+                f"{Spread.of(_of(rows, loss, age, 'masked')).mean:.2f}",
+            )
+            for loss in LOSSES
+            for age in AGES
+        ),
+        "Mean ± half of Student's 95% interval (lowest .. highest seed); of attempts at tasks that are learnt from, sampled "
+        "at temperature 1. Apart: mean |log p - log p_rollout| of sampled tokens.",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(ablate("stale_policies", sys.argv[1:], get_config, run, measure=measure))

@@ -1,0 +1,71 @@
+"""Arms of learning from old samples: what they differ in, and the verdicts; and one of them, in a few steps."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.ablations import stale_policies
+from experiments.ablations.stale_policies import AGES, LOSSES, arm_name
+from glm5_jax.core.metrics_log import column, read
+
+
+def test_arms_differ_in_the_loss_and_the_age_alone():
+    arms = stale_policies.get_config("tiny")
+    assert len(arms) == len(LOSSES) * len(AGES)
+    base = arms[arm_name("double sided", 0)].stages[-1]
+    for loss, correction in LOSSES.items():
+        for age in AGES:
+            [stage] = arms[arm_name(loss, age)].stages
+            assert (stage.policy.correction, stage.max_staleness) == (correction, age)
+            assert stage.max_running >= (age + 1) * stage.rollout.prompts
+            names = ("name", "policy", "max_staleness", "max_running")
+            same = {name: getattr(base, name) for name in names}
+            assert dataclasses.replace(stage, **same) == base
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny"):
+        stale_policies.get_config("huge")
+
+
+def test_samples_get_as_old_as_they_may(tmp_path):
+    config = stale_policies.get_config("tiny")[arm_name("ppo", 4)].stages[-1]
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=7, eval_interval=7, save_interval=0),
+        rollout=dataclasses.replace(config.rollout, prompts=2, group=4),
+        evaluation=dataclasses.replace(config.evaluation, tasks=4),
+    )
+    config.stage(tmp_path).run()
+    rows = read(tmp_path)
+    assert column(rows, "policy/staleness")[1] == [0, 1, 2, 3, 4, 4, 4]
+    orders = np.concatenate(column(rows, "group/order")[1])
+    assert orders.tolist() == list(range(14))
+    assert len(column(rows, "held_out/reward")[1]) == 1
+    found = stale_policies.measure(None, tmp_path)
+    assert found["age"] == 4 and 0 <= found["masked"] <= 1 and found["apart"] > 0
+
+
+def test_the_verdicts_compare_seed_by_seed():
+    rows, exact = {}, {}
+    for place, loss in enumerate(LOSSES):
+        for age in AGES:
+            name = arm_name(loss, age)
+            rows[name] = [
+                {
+                    "exact": 0.5 - 0.1 * place - age / 100 + seed / 1000,
+                    "apart": 0.1,
+                    "masked": 0.02,
+                    "age": age,
+                }
+                for seed in range(3)
+            ]
+            exact[name] = [([1, 2], [0.1, 0.2])] * 3
+    found = stale_policies.finding(rows, exact, "command")
+    assert (
+        len(found.verdicts) == 3 and "+10.0" in found.verdicts[0] and "+20.0" in found.verdicts[0]
+    )
+    assert "-16.0" in found.verdicts[2]
+    [table] = found.tables
+    assert table.rows[2][:3] == ("double sided", "16", "16.0") and table.rows[2][4:] == (
+        "0.100",
+        "2.00",
+    )
