@@ -8,8 +8,8 @@ what trains. launch/local.py starts them all on this machine, and again what die
 do so on several. DIR has the report, in which a timeline shows who did what when, and what each program said in
 DIR/roles. The same command goes on with a run that was stopped or killed.
 
-:tiny    two services, on two CPU cores in about ten minutes: products of one digit and of two, by a
-         calculator that must be called and whose answer must be told
+:tiny    two services, on two CPU cores in about ten minutes: products, by a calculator that must be called and whose
+         answer must be told, and chains of four values
 :small   an engine and a trainer on an accelerator each: search, products and programs
 :glm5    64 engines of 8 chips each, and a trainer on 1,024. Bring tasks of your own; those that are shipped here are few.
 
@@ -55,6 +55,7 @@ from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.router import RouterConfig
 from glm5_jax.rl.service import ServiceConfig
 from glm5_jax.rl.sessions import SessionConfig
+from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.weight_sync import Network, SharedStorage
 from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
@@ -416,11 +417,11 @@ def tiny() -> AgenticConfig:
         name="rl_agentic:tiny",
         model=base.model,
         optimizer=base.optimizer,
-        schedule=ScheduleConfig(kind="linear", peak=5e-4, end=5e-5, warmup_steps=3, total_steps=40),
+        schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
         step=base.step,
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=10),
-        # With their prompts as many as fill 64 rows, not one more.
-        rollout=dataclasses.replace(base.rollout, prompts=4),
+        credit=CreditConfig(drop_flat=True),
+        rollout=dataclasses.replace(base.rollout, prompts=8),
         engine=EngineConfig(
             page_size=128,
             num_pages=1024,
@@ -431,16 +432,18 @@ def tiny() -> AgenticConfig:
         ),
         evaluation=EvaluationConfig(tasks=32),
         length=base.length,
-        rows=base.rows,
+        rows=64,
         max_staleness=2,
-        max_running=12,
+        # A step of Adam whose moments are new is one of signs alone, too coarse for as few steps as here.
+        new_moments=False,
+        max_running=24,
         agent_seconds=600.0,
         judge_seconds=60.0,
         batch_seconds=600.0,
         registry=RegistryConfig(lost_after=60.0),
         tasks=(
-            Share(TaskConfig("products", size=20_000, digits=2)),
-            Share(TaskConfig("products", size=20_000, digits=1)),
+            Share(TaskConfig("products", size=20_000, digits=2), 0.75),
+            Share(TaskConfig("chain", size=20_000, steps=4), 0.25),
         ),
         layout=LayoutConfig(warm=False),
     )

@@ -206,10 +206,9 @@ class Batches:
         waited = time.perf_counter() - began
         self.records = credited_rollouts(groups, config.credit)
         if not self.records:
-            raise ValueError(
-                f"in none of the batch's {len(groups)} groups attempts differ in what they are worth, and credit.drop_flat "
-                "leaves such out; give tasks that are solved at times, larger groups, or credit.drop_flat=false"
-            )
+            # All are left out. The step is made, or hub and trainer would count differently; it has no gradient.
+            whole = dataclasses.replace(config.credit, drop_flat=False)
+            self.records = credited_rollouts(groups, whole)
         multiple = batch_size * self._num_groups
         batch, _ = lay_out(self.records, config.length, multiple, config.streams)
         if config.credit.pull == "uniform":

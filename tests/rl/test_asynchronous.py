@@ -237,3 +237,17 @@ def test_held_out_tasks_are_the_hub_s(quick, tmp_path):
 def test_a_config_that_cannot_be_is_refused(changes, why):
     with pytest.raises(ValueError, match=why):
         config_of("bytes", **changes)
+
+
+def test_a_batch_of_which_nothing_is_left_is_a_step_without_a_gradient(quick, tmp_path):
+    class Same(Together):
+        def take(self, step, seconds):
+            groups = super().take(step, seconds)
+            return [dataclasses.replace(group, baseline=(1.0,) * 4) for group in groups]
+
+    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 2)
+    config = config_of(quick, credit=CreditConfig(drop_flat=True), schedule=schedule)
+    run(config, tmp_path / "run", Same(config))
+    steps, norms = column(read(tmp_path / "run"), "grad_norm/muon")
+    assert steps == [1, 2] and norms == [0, 0]
+    assert column(read(tmp_path / "run"), "rollout/flat_groups")[1] == [1, 1]
