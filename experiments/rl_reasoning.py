@@ -235,10 +235,12 @@ def tools() -> ReasoningConfig:
     return dataclasses.replace(
         base,
         name="rl_reasoning:tools",
-        schedule=ScheduleConfig(kind="linear", peak=5e-4, end=5e-5, warmup_steps=3, total_steps=30),
-        rollout=RolloutConfig(prompts=6, group=16, max_tokens=64, max_turns=3),
-        engine=EngineConfig(page_size=64, max_batch=96, chunk=1024, max_length=512),
+        schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
+        rollout=RolloutConfig(prompts=8, group=16, max_tokens=64, max_turns=3),
+        engine=EngineConfig(page_size=64, max_batch=128, chunk=1024, max_length=512),
+        credit=CreditConfig(drop_flat=True),
         length=512,
+        rows=64,
         tasks=(Share(TaskConfig("products", size=20_000, digits=2)),),
     )
 

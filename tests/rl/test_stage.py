@@ -152,8 +152,8 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     steps, mismatch = column(rows, "policy/mismatch")
     assert steps == [1, 2, 3, 4] and max(mismatch) < 1e-5
     told = """reward/mean reward/math reward/code reward_part/low rollout/tokens rollout/truncated
-        rollout/environment_errors rollout/flat_groups loss/rl policy/mismatch_kl policy/ratio policy/below
-        policy/above policy/entropy agreement/logp_max seconds/rollout seconds/judging"""
+        rollout/environment_errors rollout/flat_groups rollout/used_tools loss/rl policy/mismatch_kl policy/ratio
+        policy/below policy/above policy/entropy agreement/logp_max seconds/rollout seconds/judging"""
     for name in told.split():
         assert len(column(rows, name)[0]) == 4, name
     assert column(rows, "policy/staleness")[1] == [0] * 4

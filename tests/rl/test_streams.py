@@ -140,7 +140,12 @@ def test_what_is_told_of_judged_groups():
     """Groups that tell nothing are counted: a run whose weights stand still has rewards like any other."""
     other = group([0, None, 0.5], [4, 1, 5])
     other.task = dataclasses.replace(TASK, kind="code")
-    other.attempts[2] = Attempt((), "length")
+    call, answer, reply = ({"role": role} for role in ("assistant", "tool", "assistant"))
+    other.attempts = [
+        Attempt((call, answer, reply)),
+        Attempt((call, answer)),
+        Attempt((reply,), "length"),
+    ]
     found = told([group([1, 1]), other])
     assert found["reward"] == {"mean": 0.625, "math": 1, "code": 0.25}
     assert found["reward_part"] == {"right": 0.625}
@@ -149,6 +154,7 @@ def test_what_is_told_of_judged_groups():
             "tokens": (3 + 3 + 4 + 1 + 5) / 5,
             "truncated": 1 / 5,
             "environment_errors": 1 / 5,
+            "used_tools": 1 / 5,
             "flat_groups": 1 / 2,
         }
     )
