@@ -11,6 +11,7 @@ experiments/serve.py, which works with a shell,
 
     --experiment.agent=policy --experiment.endpoint.base_url=http://127.0.0.1:8000
 
+of whose context --experiment.policy.max_tokens takes no more than there is (small models have less than the default).
 OUT/results.json, {task: {reward, error, seconds}}, is written as tasks are done; what their tests printed is in
 OUT/logs, what a policy wrote and was answered in OUT/chats. reward is null, with the reason, where nothing can be said
 of the attempt, as when its server fails; the same command again attempts these and what is left.

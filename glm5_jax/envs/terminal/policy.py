@@ -48,7 +48,8 @@ class AttemptConfig:
     """Limits of an attempt, and what a policy is told. Construction refuses values out of range (ValueError).
 
     Attributes:
-      max_turns, max_tokens, reply_tokens: of `LoopConfig`.
+      max_turns, max_tokens, reply_tokens: of `LoopConfig`; max_tokens at most the context that the server has, unless older
+        rounds are left out (`context`).
       seconds: for all of it; the task's own limit, if that is less.
       reply_seconds: that the server has for a reply; past them it has failed.
       context: what of the conversation each request sends.
