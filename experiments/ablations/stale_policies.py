@@ -69,6 +69,7 @@ def get_config(variant: str = "tiny") -> dict[str, Arm]:
 
 
 def arm_name(loss: str, age: int) -> str:
+    """Of the arm with this loss and samples as old."""
     return f"{loss}, {age}"
 
 
