@@ -10,15 +10,13 @@ sandboxes in which the programs run.
 import asyncio
 import dataclasses
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from experiments import rl_reasoning
 from experiments.rl_reasoning import Share
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.metrics_log import column
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
@@ -26,8 +24,8 @@ from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.rollout import Group
 from glm5_jax.rl.stage import judge
 from glm5_jax.rl.types import Attempt
-from tests.contracts.source_tree import ROOT
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
+from tests.journeys.command import launched
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,21 +91,6 @@ def verdicts(path, of_chosen):
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
-
-
-def launched(env, experiment, workdir, fields):
-    """The metrics of a run in a process of its own."""
-    flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
-    command = [f"--experiment=experiments/{experiment}", f"--workdir={workdir}", *flags]
-    made = subprocess.run(
-        [sys.executable, "-m", "launch.run", *command],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr[-3000:]
-    return read(workdir)
 
 
 def test_both_kinds_are_learnt_from_what_their_verifiers_say(tmp_path, plain_env):
