@@ -201,26 +201,30 @@ def test_what_an_attempt_is_worth(attempted, name):
 
 
 def test_a_sandbox_that_breaks_is_the_policys_doing_if_others_work(tmp_path, monkeypatch):
-    started, works = Sandbox.start, [True]
+    """Which is looked at each time: what worked once may work no more."""
+    started, folder, works = Sandbox.start, own(tmp_path, test=SCORED), True
 
     async def broken(*args, **options):
-        works[0] = later
+        monkeypatch.setattr(Sandbox, "start", started if works else failing)
         raise SandboxError("its first process has ended")
 
-    async def start(box):
-        if not works[0]:
-            raise SandboxError("no process is left")
-        await started(box)
+    async def failing(box):
+        raise SandboxError("no process is left")
+
+    async def work(url):
+        nonlocal works
+        async with Trials() as trials:
+            first = await attempt(trials, folder, url)
+            works = False
+            return first, await attempt(trials, folder, url)
 
     monkeypatch.setattr(Shell, "exec", broken)
-    monkeypatch.setattr(Sandbox, "start", start)
-    later = True
-    result, trace, asked = tried(own(tmp_path, test=SCORED), [SCORES, "Done."])
-    assert (result.reward, result.error) == (0.0, "its first process has ended")
-    assert trace.ended == "broken" and len(asked) == 1
-    later = False
-    result, *_ = tried(own(tmp_path, test=SCORED), [SCORES, "Done."])
-    assert (result.reward, result.error) == (None, "no process is left")
+    server = ScriptedServer(lambda messages: SCORES)
+    with server.running() as url:
+        (first, trace), (second, _) = run(work(url))
+    assert (first.reward, first.error) == (0.0, "its first process has ended")
+    assert (second.reward, second.error) == (None, "no process is left")
+    assert trace.ended == "broken" and len(server.scripted.asked) == 2
 
 
 def test_old_results_are_left_out_where_that_is_asked_for():
