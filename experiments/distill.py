@@ -6,10 +6,11 @@
 
 The policy attempts tasks of each earlier stage, once each, and the checkpoint that this stage ended with scores what it
 wrote, token by token: the advantage is log p_teacher - log p of each (Eq. 2), with the windows of Eq. 1. No reward takes
-part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning" and "general".
+part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning", "agentic"
+and "general".
 
 :tiny  within lifecycle.py:tiny, in about two minutes.
-:small for one accelerator, from teachers of both stages of reinforcement learning.
+:small for one accelerator, from teachers of the three stages of reinforcement learning.
 :glm5  the same for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
 """
 
@@ -17,7 +18,8 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
-from experiments import rl_general, rl_reasoning
+from experiments import rl_agentic, rl_general, rl_reasoning
+from experiments.rl_agentic import AgenticConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
 from glm5_jax.envs.reasoning import VerifierConfig
@@ -28,19 +30,26 @@ from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 
-ORIGINS = {"sft": "sft", "reasoning": "rl_reasoning", "general": "rl_general"}  # and their stages
+# And their stages.
+ORIGINS = {
+    "sft": "sft",
+    "reasoning": "rl_reasoning",
+    "agentic": "rl_agentic",
+    "general": "rl_general",
+}
 EARLIER = "workdir/lifecycle_{}"  # where lifecycle.py trains by default
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig(RlConfig):
     """Attributes:
-    sft, reasoning, general: the tasks of each earlier stage, whose teacher has the origin of that name.
+    sft, reasoning, agentic, general: the tasks of each earlier stage, whose teacher has the origin of that name.
     """
 
     learns: str = "teachers"
     sft: tuple[rl_reasoning.Share, ...] = ()
     reasoning: tuple[rl_reasoning.Share, ...] = ()
+    agentic: tuple[rl_reasoning.Share, ...] = ()
     general: tuple[rl_general.Share, ...] = ()
 
     def __post_init__(self):
@@ -103,42 +112,50 @@ def teachers(folder: str) -> tuple[Teacher, ...]:
 
 def tiny() -> DistillConfig:
     """Rate, batch and lengths are ours, as those of rl_reasoning.py."""
-    base = rl_reasoning.tiny()
+    base, agentic = rl_reasoning.tiny(), rl_agentic.tiny()
+    turns = agentic.rollout.max_turns
     return DistillConfig(
         **rl_general.shared(
             base,
             name="distill:tiny",
             learns="teachers",
             teachers=teachers(EARLIER.format("tiny")),
-            rollout=dataclasses.replace(base.rollout, prompts=128, group=1),
+            rollout=dataclasses.replace(base.rollout, prompts=128, group=1, max_turns=turns),
+            engine=dataclasses.replace(base.engine, max_length=agentic.length),
+            length=agentic.length,
         ),
         sft=(rl_reasoning.Share(TaskConfig("chain", size=20_000, steps=5)),),
         reasoning=base.tasks[:2],
+        agentic=agentic.tasks[:1],
         general=rl_general.tiny().tasks,
     )
 
 
 def small() -> DistillConfig:
     """For one accelerator."""
-    return of_shipped(rl_reasoning.small(), "small", 256)
+    return of_shipped(rl_reasoning.small(), rl_agentic.small(), "small", 256)
 
 
 def glm5() -> DistillConfig:
     """Group and batch of the paper."""
-    return of_shipped(rl_reasoning.glm5(), "glm5", 1024)  # GLM-5 3.5
+    return of_shipped(rl_reasoning.glm5(), rl_agentic.glm5(), "glm5", 1024)  # GLM-5 3.5
 
 
-def of_shipped(base: rl_reasoning.ReasoningConfig, size: str, prompts: int) -> DistillConfig:
-    """From teachers of two stages, whose tasks are those that are shipped."""
+def of_shipped(
+    base: rl_reasoning.ReasoningConfig, agentic: AgenticConfig, size: str, prompts: int
+) -> DistillConfig:
+    """From teachers of three stages, whose tasks are those that are shipped."""
+    turns = agentic.rollout.max_turns
     return DistillConfig(
         **rl_general.shared(
             base,
             name=f"distill:{size}",
             learns="teachers",
             teachers=teachers(EARLIER.format(size))[1:],
-            rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1),
+            rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1, max_turns=turns),
         ),
         reasoning=base.tasks,
+        agentic=agentic.tasks,
         general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),
     )
 

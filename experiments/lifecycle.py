@@ -18,11 +18,13 @@ from experiments import (
     dsa_warmup,
     midtrain,
     pretrain,
+    rl_agentic,
     rl_general,
     rl_reasoning,
     sft,
 )
 from experiments.distill import ORIGINS, DistillConfig
+from experiments.rl_agentic import AgenticConfig
 from experiments.rl_general import GeneralRlConfig
 from experiments.rl_reasoning import ReasoningConfig
 from glm5_jax.rl.experiment import Teacher
@@ -41,6 +43,7 @@ TINY = {
     "sft": 5.5,
     "rl_reasoning": 4.5,
     "distill_reasoning": 3.5,
+    "rl_agentic": 11.0,
     "rl_general": 2.5,
     "distill": 3.75,
 }
@@ -59,6 +62,7 @@ class Lifecycle:
     sft: ExperimentConfig
     rl_reasoning: ReasoningConfig
     distill_reasoning: DistillConfig | None
+    rl_agentic: AgenticConfig
     rl_general: GeneralRlConfig
     distill: DistillConfig
 
@@ -78,8 +82,11 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         sft=sft.get_config(f"{size},mixed"),
         rl_reasoning=rl_reasoning.get_config(size),
         distill_reasoning=(
-            dataclasses.replace(last, general=(), teachers=taught[:-1]) if when else None
+            dataclasses.replace(last, agentic=(), general=(), teachers=taught[:-2])
+            if when
+            else None
         ),
+        rl_agentic=rl_agentic.get_config(size),
         rl_general=rl_general.get_config(size),
         distill=dataclasses.replace(last, teachers=taught),
     )

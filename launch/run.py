@@ -17,6 +17,7 @@ import dataclasses
 import importlib.util
 import inspect
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -240,10 +241,18 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
 
 
 def _several(words: tuple[str, ...], workdir: pathlib.Path) -> int:
-    """Runs a stage of several programs on this machine; the exit code."""
+    """Runs a stage of several programs on this machine; the exit code. They get CPUs alone, as this process holds all
+    accelerators until it ends."""
+    import jax
+
     from launch import local  # which imports this module
 
-    return local.main(["launch.local", *words, f"--workdir={workdir}"])
+    words = (*words, f"--workdir={workdir}")
+    if jax.process_count() > 1 or jax.default_backend() != "cpu":
+        start = f"python -m launch.local {shlex.join(words)} (or launch.slurm, launch.gke, launch.on_ray)"
+        told = "this stage is several programs, on accelerators that this one holds; train it with"
+        return _fail(f"{workdir.name}: {told} {start}, then this command goes on", 1)
+    return local.main(["launch.local", *words])
 
 
 class _Refused(Exception):
@@ -284,7 +293,7 @@ def _shares(minutes: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_clock(60 * own)}" for name, own in minutes.items())
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     return code
 

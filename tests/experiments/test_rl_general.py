@@ -138,7 +138,7 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
         ),
         (
             lambda: dataclasses.replace(distill.tiny(), teachers=(Teacher("x", "sft"),)),
-            r"tasks of \['general', 'reasoning', 'sft'\] and teachers of \['sft'\]",
+            r"tasks of \['agentic', 'general', 'reasoning', 'sft'\] and teachers of \['sft'\]",
         ),
         (lambda: rl_general.get_config("huge"), "use one of tiny, small, glm5"),
         (lambda: distill.get_config("huge"), "use one of tiny, small, glm5"),

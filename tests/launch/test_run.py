@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import runpy
+import shlex
 
 import pytest
 
@@ -193,11 +194,14 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
     config = run.parse(["run", spec]).config
     stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
-    for name, count in (("distill_reasoning", 2), ("distill", 3)):
+    for name, count in (("distill_reasoning", 2), ("distill", 4)):
         teachers = [teacher.checkpoint for teacher in stages[name].teachers]
-        earlier = ["sft", "rl_reasoning", "rl_general"][:count]
+        earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]
         assert teachers == [str(tmp_path / one) for one in earlier]
-    assert stages["rl_general"].checkpoint == str(tmp_path / "distill_reasoning")
+    assert stages["rl_agentic"].checkpoint == str(tmp_path / "distill_reasoning")
+    # What starts all its programs goes on from there, too.
+    words = stages["rl_agentic"].programs()
+    assert f"--experiment.checkpoint={tmp_path / 'distill_reasoning'}" in words
 
 
 def test_times_are_told_as_a_clock_does():
@@ -205,7 +209,19 @@ def test_times_are_told_as_a_clock_does():
     assert run._shares({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
 
 
-RL = ["rl_reasoning", "rl_general", "distill"]
+def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tmp_path, capsys):
+    import jax
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    words = ("--experiment=a.py:small", "--experiment.tasks=({'folder': 'x y'},)")
+    assert run._several(words, tmp_path / "rl_agentic") == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: rl_agentic: this stage is several programs, on accelerators")
+    start = line[line.index("launch.local ") :].partition(" (or")[0]
+    assert shlex.split(start)[1:] == [*words, f"--workdir={tmp_path / 'rl_agentic'}"]
+
+
+RL = ["rl_reasoning", "rl_agentic", "rl_general", "distill"]
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small", "glm5"])
@@ -216,7 +232,7 @@ def test_every_variant_of_every_experiment_loads(file, variant):
 
 
 @pytest.mark.parametrize(
-    "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", *RL[1:], "lifecycle"]
+    "file", ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft", *RL[2:], "lifecycle"]
 )
 def test_running_the_file_itself_prints_the_command(file, capsys):
     runpy.run_path(f"{ROOT}/experiments/{file}.py", run_name="__main__")
