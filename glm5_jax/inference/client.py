@@ -5,6 +5,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
+INSTANCE = "X-Instance"  # the header of an answer of `/generate` that tells whose it is
+
 
 class ServerError(Exception):
     """The server cannot be reached, or has answered with an error, which the message says.

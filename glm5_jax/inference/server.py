@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from aiohttp import web
@@ -27,6 +28,7 @@ from glm5_jax.core.server import (
     read_json,
 )
 from glm5_jax.inference import protocol, replies
+from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import FINISH, Engine
 from glm5_jax.inference.gauges import Gauges
 from glm5_jax.inference.protocol import Asked, Defaults, Reader
@@ -96,6 +98,7 @@ class Server(HttpServer):
             defaults=config.defaults,
         )
         self._gauges = Gauges(engine)
+        self._instance = secrets.token_hex(8)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         post = {
@@ -145,7 +148,11 @@ class Server(HttpServer):
         return await self._answer(request, self._reader.completion, replies.Completions)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, self._reader.generate, replies.Generated)
+        response = await self._answer(request, self._reader.generate, replies.Generated)
+        # So that who has looked at /weights knows whose answer it is.
+        if not response.prepared:
+            response.headers[INSTANCE] = self._instance
+        return response
 
     async def _answer(self, request: web.Request, read, form) -> web.StreamResponse:
         """Reads a body, submits what it asks for and answers in a form of replies.py, whole or in pieces."""
@@ -234,7 +241,7 @@ class Server(HttpServer):
         return as_json({"success": True, **answer})
 
     async def _held_weights(self, request: web.Request) -> web.Response:
-        return as_json(self._weights.status())
+        return as_json(self._weights.status() | {"instance": self._instance})
 
     async def _begin_push(self, request: web.Request) -> web.Response:
         said = await self._told(request, protocol.BEGIN)

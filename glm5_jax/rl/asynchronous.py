@@ -2,10 +2,14 @@
 
 It asks the hub for a batch, learns, says so, and every few updates gives the engines its weights. Nothing is known here
 of tasks, tools and engines. With `max_staleness=0` it is the synchronous trainer: nobody samples while it learns.
+
+While it waits, engines that were started anew get its weights, and those that a push has not reached: without any
+that has them no batch would come, and without a batch no push.
 """
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -24,12 +28,14 @@ from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.client import heard_taken, told_taken
 from glm5_jax.rl.experiment import RlConfig
-from glm5_jax.rl.pushed import NotPushed, Pusher
+from glm5_jax.rl.pushed import NotPushed, Pushed, Pusher
 from glm5_jax.rl.streams import credited_rollouts
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Source, Stage
 from glm5_jax.training.step import Step, make_step, with_new_moments
+
+_log = logging.getLogger(__name__)
 
 
 class Hub(Protocol):
@@ -37,13 +43,13 @@ class Hub(Protocol):
 
     hindered: Sequence[str]
 
-    def begin(self, step: int, version: int) -> None: ...
+    def begin(self, step: int, version: int, checksum: str | None) -> None: ...
 
     def take(self, step: int, seconds: float) -> list[Taken] | None: ...
 
     def trained(self, step: int) -> None: ...
 
-    def push(self, version: int) -> None: ...
+    def push(self, version: int, checksum: str | None) -> None: ...
 
     def evaluate(self, count: int) -> dict[str, dict]: ...
 
@@ -55,6 +61,7 @@ class AsynchronousConfig(RlConfig):
     push_every: updates between two pushes of weights (K of GLM-5 4.1.1).
     new_moments: whether the optimiser begins anew behind each push (GLM-5 4.1.1).
     batch_seconds: that a batch may take to come; past them the run ends.
+    refresh_seconds: that a batch is waited for between two looks whether all engines have the weights.
     """
 
     max_staleness: int = 4  # not disclosed
@@ -63,13 +70,13 @@ class AsynchronousConfig(RlConfig):
     push_every: int = 1  # not disclosed
     new_moments: bool = True
     batch_seconds: float = 7200.0  # ours
+    refresh_seconds: float = 10.0  # ours
 
     def __post_init__(self):
         super().__post_init__()
-        if self.push_every < 1 or not self.batch_seconds > 0:
-            raise ValueError(
-                f"push_every is {self.push_every} and batch_seconds {self.batch_seconds}; make both positive"
-            )
+        for name in ("push_every", "batch_seconds", "refresh_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.max_staleness < self.push_every - 1:
             raise ValueError(
                 f"max_staleness is {self.max_staleness} and push_every {self.push_every}: behind the update that comes "
@@ -80,6 +87,10 @@ class AsynchronousConfig(RlConfig):
                 f"learns is {self.learns!r} and credit.pull {self.credit.pull!r}; this trainer has no teachers"
             )
         self.buffer()
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        return *super().free, "batch_seconds", "refresh_seconds"
 
     def buffer(self) -> BufferConfig:
         """The hub's; ValueError if there can be none."""
@@ -115,7 +126,8 @@ class Asynchronous(Stage):
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
     def _open(self) -> Source:
-        self._batches = Batches(self.config, self._hub, self._group, self._num_groups)
+        rows = self._group, self._num_groups
+        self._batches = Batches(self.config, self._hub, *rows, self._refresh)
         return self._batches
 
     def _rows(self, tokens_seen: int) -> int:
@@ -134,27 +146,50 @@ class Asynchronous(Stage):
 
     def _begin(self, state: dict) -> None:
         """The engines have these weights before anything is sampled for them, those that a lost trainer made too."""
-        done = self._batches.step = int(state["step"])
+        done = self._batches.step = self._version = int(state["step"])
+        self._params, self._early = state["params"], False
         with _stopping():
-            self._pusher.push(state["params"], done, rewind=True)
-            self._hub.begin(done, done)
+            pushed = self._pusher.push(self._params, done, rewind=True)
+            self._hub.begin(done, done, pushed.shown)
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
         taken, config = self._batches, self.config
+        if self._early:
+            state = with_new_moments(state)
         state, metrics = super()._update(state, batch)
         done = taken.step + 1
         told = dict(taken.metrics)
         with _stopping():
-            if done % config.push_every == 0:
-                pushed = self._pusher.push(state["params"], done)
+            # First, as a trainer that has been replaced learns here that it must not push anything.
+            self._hub.trained(taken.step)
+            pushed = self._push(state["params"], done) if done % config.push_every == 0 else None
+            if pushed is not None:
                 told["push"] = {"bytes": pushed.bytes, "lost": len(pushed.lost)}
                 told["seconds"] = told["seconds"] | {"push": pushed.seconds}
-                self._hub.push(done)
                 if config.new_moments:
                     state = with_new_moments(state)
-            self._hub.trained(taken.step)
-        taken.step = done
+        taken.step, self._params, self._early = done, state["params"], False
         return state, metrics | told
+
+    def _push(self, params, version: int, again: bool = False) -> Pushed | None:
+        """Gives engines the weights; again: those that need them. None: it reached none, and is tried again while there is no
+        batch."""
+        push = self._pusher.refresh if again else self._pusher.push
+        try:
+            pushed = push(params, version)
+        except NotPushed as error:
+            _log.warning("%s", error)
+            return None
+        if pushed is not None:
+            self._hub.push(version, pushed.shown)
+            self._version = version
+        return pushed
+
+    def _refresh(self) -> None:
+        """Nothing is sampled, perhaps, as no engine has the weights."""
+        before, done = self._version, self._batches.step
+        if self._push(self._params, done, again=True) and done != before:
+            self._early = self.config.new_moments
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         count = self.config.evaluation.tasks
@@ -187,8 +222,16 @@ class Batches:
     records: list[TokenRecord]
     waiting = False
 
-    def __init__(self, config: AsynchronousConfig, hub: Hub, group: int = 0, num_groups: int = 1):
-        self._config, self._hub, self.step = config, hub, 0
+    def __init__(
+        self,
+        config: AsynchronousConfig,
+        hub: Hub,
+        group: int = 0,
+        num_groups: int = 1,
+        refresh: Callable[[], None] = lambda: None,
+    ):
+        """refresh: called now and then while there is no batch."""
+        self._config, self._hub, self._refresh, self.step = config, hub, refresh, 0
         self._group, self._num_groups = group, num_groups
         self.metrics: dict = {}
 
@@ -197,7 +240,7 @@ class Batches:
         config, began = self._config, time.perf_counter()
         try:
             with self.waits():
-                groups = self._hub.take(self.step, config.batch_seconds)
+                groups = self._taken()
         except ServerError as error:
             raise ValueError(str(error)) from error
         if groups is None:
@@ -217,6 +260,13 @@ class Batches:
         rows = len(batch["token_ids"]) // self._num_groups
         own = slice(rows * self._group, rows * (self._group + 1))
         return {name: values[own] for name, values in batch.items()}
+
+    def _taken(self) -> list[Taken] | None:
+        left, most = self._config.batch_seconds, self._config.refresh_seconds
+        while (groups := self._hub.take(self.step, min(left, most))) is None and left > most:
+            left -= most
+            self._refresh()
+        return groups
 
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
@@ -248,8 +298,8 @@ class _OfPod:
     def __init__(self, hub: Hub):
         self._hub = hub
 
-    def begin(self, step: int, version: int) -> None:
-        self._ask(lambda: self._hub.begin(step, version))
+    def begin(self, step: int, version: int, checksum: str | None) -> None:
+        self._ask(lambda: self._hub.begin(step, version, checksum))
 
     def take(self, step: int, seconds: float) -> list[Taken] | None:
         def take():
@@ -262,8 +312,8 @@ class _OfPod:
     def trained(self, step: int) -> None:
         self._ask(lambda: self._hub.trained(step))
 
-    def push(self, version: int) -> None:
-        self._ask(lambda: self._hub.push(version))
+    def push(self, version: int, checksum: str | None) -> None:
+        self._ask(lambda: self._hub.push(version, checksum))
 
     def evaluate(self, count: int) -> dict[str, dict]:
         return self._ask(lambda: self._hub.evaluate(count))

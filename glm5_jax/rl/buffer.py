@@ -16,6 +16,7 @@ from glm5_jax.rl.admission import BufferConfig, must_wait, room
 from glm5_jax.rl.journal import Entry, Journal
 from glm5_jax.rl.repair import FAILED, LOST, STALE, left_out, repaired, versions
 from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.types import Weights
 
 _STATE = "state"  # the name of the journal's entry that is no group
 _KEPT = ("group", "batch_groups", "max_staleness")  # what a journal's batches were made by
@@ -84,11 +85,13 @@ class Buffer:
     Attributes:
       step: updates of the trainer; version: of the weights that the engines have.
       lease: of the trainer that began last, later than all before it; 0: none has begun.
+      checksum: of the engines' weights, None: they tell none.
     """
 
     def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None, life: str = ""):
         self.config, self._life = config, life
         self.step = self.version = self.lease = 0
+        self.checksum: str | None = None
         self._trained: collections.Counter[str] = collections.Counter()  # trajectories by task
         self._next = 0  # the next new place
         self._begun: collections.Counter[str] = collections.Counter()  # new places by task
@@ -128,6 +131,11 @@ class Buffer:
     def begun(self) -> dict[str, int]:
         """By task, groups that were admitted to a place of their own: after a restart, its new numbers go on there."""
         return dict(self._begun)
+
+    @property
+    def weights(self) -> Weights | None:
+        """That the engines have; None: no trainer has begun."""
+        return Weights(self.lease, self.version, self.checksum) if self.lease else None
 
     @property
     def owed(self) -> list[str]:
@@ -228,17 +236,17 @@ class Buffer:
         self.step = step + 1
         self._forget(gone)
 
-    def push(self, version: int) -> None:
+    def push(self, version: int, checksum: str | None = None) -> None:
         """The engines have the weights of this version: one that the trainer has made, and not older than before."""
         if not self.version <= version <= self._updates:
             raise ValueError(
                 f"version is {version}; after version {self.version} and {self.step} updates it can be up to "
                 f"{self._updates}, and older ones follow begin() alone"
             )
-        self.version = version
+        self.version, self.checksum = version, checksum
         self._write_state()
 
-    def begin(self, step: int, version: int, least: int = 0) -> None:
+    def begin(self, step: int, version: int, checksum: str | None = None, least: int = 0) -> None:
         """A trainer starts or goes on at this step, and the engines have this version. least: of its lease.
 
         Batches of earlier steps were trained on; later ones are waiting again. What was sampled by weights newer than
@@ -257,7 +265,7 @@ class Buffer:
             self._lost.append((step, newest))
         for place in self._running.values():
             place.version = min(place.version, version)  # what is sampled from now on
-        self.step, self.version = step, version
+        self.step, self.version, self.checksum = step, version, checksum
         self.lease = max(self.lease + 1, least)
         self._forget(gone)
         for place in list(self._waiting.values()):
@@ -386,6 +394,7 @@ class Buffer:
                 "step": self.step,
                 "version": self.version,
                 "lease": self.lease,
+                "checksum": self.checksum,
                 "next": self._next,
                 "begun": self._begun,
                 "taken": list(self._taken.items()),
@@ -419,6 +428,7 @@ class Buffer:
                     "that, or another folder"
                 )
         self.step, self.version, self.lease = state["step"], state["version"], state["lease"]
+        self.checksum = state["checksum"]
         self._lost = [(low, high) for low, high in state["lost"]]
         self._trained.update(state["trained"])
         self._counts["groups/torn"] = len(torn)

@@ -94,14 +94,16 @@ class HubClient:
         if not patience >= 0:
             raise ValueError(f"patience is {patience}; it must not be negative")
         self._client, self._patience = Client(url, api_key, direct=True), patience
-        self._version: int | None = None
+        self._weights: dict[str, Any] | None = None  # that the engines have
         self._lease = 0  # of this trainer, once it has begun
         self.hindered: tuple[str, ...] = ()
 
-    def begin(self, step: int, version: int) -> None:
-        """After a start or resume: the trainer has done `step` updates, and the engines have the weights of `version`."""
-        self._lease = self._ask("/trainer/begin", {"step": step, "version": version})["lease"]
-        self._version = version
+    def begin(self, step: int, version: int, checksum: str | None = None) -> None:
+        """After a start or resume: the trainer has done `step` updates, and the engines have the weights of `version`,
+        with the checksum that they tell of them."""
+        weights = {"version": version, "checksum": checksum}
+        self._lease = self._ask("/trainer/begin", {"step": step, **weights})["lease"]
+        self._weights = weights
 
     def take(self, step: int, seconds: float = 60.0) -> list[Taken] | None:
         """The batch that the trainer of `step` updates learns from, waited for so long; None: it is not there yet. Asked
@@ -121,10 +123,11 @@ class HubClient:
         """The trainer has learnt from the batch of `step`, and has now done one update more."""
         self._known(step + 1, "/groups/trained", {"step": step})
 
-    def push(self, version: int) -> None:
-        """The engines have the weights of `version`."""
-        self._known(version, "/version", {"version": version})
-        self._version = version
+    def push(self, version: int, checksum: str | None = None) -> None:
+        """The engines have the weights of `version`; those that have others are asked for nothing."""
+        weights = {"version": version, "checksum": checksum}
+        self._known(version, "/version", weights)
+        self._weights = weights
 
     def evaluate(self, count: int, seconds: float = 3600.0) -> dict[str, dict[str, Any]]:
         """By task, what became of attempts at so many held-out tasks at most: "reward", the mean, None if there is none;
@@ -148,9 +151,9 @@ class HubClient:
         try:
             return self._ask(path, body | {"lease": self._lease}, seconds)
         except ServerError as error:
-            if error.status != NOT_BEGUN or self._version is None:
+            if error.status != NOT_BEGUN or self._weights is None:
                 raise
-        self.begin(step, min(step, self._version))
+        self.begin(step, **self._weights)
         if path == "/groups/trained":
             return {}
         return self._ask(path, body | {"lease": self._lease}, seconds)

@@ -3,14 +3,17 @@
     gateway = Gateway(tokenizer, ["http://10.0.0.1:8000"], GatewayConfig(port=9000, journal="DIR"))
     asyncio.run(gateway.serve())
 
-    POST   /sessions                              begins a rollout: {"id": ...}
+    POST   /sessions                              {id, seed, weights}: begins a rollout
     POST   /sessions/ID/v1/chat/completions       OpenAI's API, for an agent that knows nothing of all this
     GET    /sessions/ID                           what has been said so far, in numbers
     POST   /sessions/ID/samples                   records of all branches
     DELETE /sessions/ID                           ends it
+    POST   /weights                               {lease, version, checksum}: what engines must hold from now on
 
 A reply is written to the journal before it is told, and what was not told left nothing behind: a gateway that is killed
-goes on with all its sessions, an agent that asks again is answered again.
+goes on with all its sessions, an agent that asks again is answered again. Once it has been told which weights are sampled
+from, engines with others serve nobody: one that was started anew, or that a push has not reached, is lost until it has
+them.
 """
 
 import asyncio
@@ -18,7 +21,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import pathlib
 import re
 import secrets
 import time
@@ -31,10 +33,13 @@ from aiohttp import web
 
 from glm5_jax.core.schema import checked, of_fields
 from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.protocol import CHAT, thinking_of
 from glm5_jax.rl.router import NoRank, Router, RouterConfig
-from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError, Turn
+from glm5_jax.rl.session_journal import SessionJournal
+from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError
 from glm5_jax.rl.trajectory import told
+from glm5_jax.rl.types import Weights
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
@@ -57,7 +62,7 @@ class GatewayConfig(ListenConfig):
       max_tokens: of a reply that is not asked for with fewer.
       seconds: that a reply may take, from one engine.
       tries: engines that are asked for a reply, at most.
-      probe_seconds: between two looks whether a lost engine is there again.
+      probe_seconds: between two looks whether a lost engine is there again, and that it has to answer one.
       max_sessions: at once; more are refused with 429.
       journal: folder with what has been said, for the next gateway; None: none.
       model: the name of what is served.
@@ -108,8 +113,12 @@ class Gateway(HttpServer):
         self._tokenizer, self._ranks = tokenizer, tuple(ranks)
         self._router = Router(ranks, config.router)
         self._sessions: dict[str, _Open] = {}
-        self._journal = None if config.journal is None else _Journal(pathlib.Path(config.journal))
+        self._wanted: Weights | None = None  # of all engines that serve
+        self._seen: dict[str, str | None] = {}  # the processes that were seen to have them, by rank
+        self._looking = asyncio.Lock()
+        self._journal = None if config.journal is None else SessionJournal(config.journal)
         if self._journal is not None:
+            self._wanted = self._journal.wanted()
             for name, seed, turns, rank in self._journal.read():
                 own = self._sessions[name] = _Open(Session(tokenizer, config.session, seed))
                 for turn in turns:
@@ -122,6 +131,7 @@ class Gateway(HttpServer):
                 "/sessions": self._begin,
                 "/sessions/{id}/v1/chat/completions": self._chat,
                 "/sessions/{id}/samples": self._samples,
+                "/weights": self._set_weights,
             },
             "GET": {
                 "/sessions/{id}": self._describe,
@@ -135,12 +145,17 @@ class Gateway(HttpServer):
         if isinstance(error, SessionError):
             return ApiError(str(error), error.status)
         if isinstance(error, NoRank):
-            return ApiError("no engine answers; ask again later", 502, "unavailable")
+            which = (
+                f" that has the weights of version {self._wanted.version}" if self._wanted else ""
+            )
+            return ApiError(f"no engine{which} answers; ask again later", 502, "unavailable")
         return super().refusal(error)
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector) as self._client:
+            if self._wanted is not None:
+                await self._look(self._ranks, self._wanted)
             probe = asyncio.create_task(self._probe())
             yield
             probe.cancel()
@@ -151,6 +166,8 @@ class Gateway(HttpServer):
 
     async def _begin(self, request: web.Request) -> web.Response:
         said = checked(read_json(await request.read() or b"{}"), _BEGIN)
+        if "weights" in said:
+            await self._want(Weights(**said["weights"]))
         name = said.get("id") or secrets.token_hex(16)
         if not _NAME.fullmatch(name):
             raise ApiError(
@@ -252,6 +269,7 @@ class Gateway(HttpServer):
         for _ in range(self.config.tries):
             rank = self._router.rank_of(name)
             url, number = _address(rank)
+            wanted, seen = self._wanted, self._seen.get(rank)
             body = {"input_ids": plan.ids, "sampling_params": sampling, "return_logprob": True}
             if number is not None:
                 body["data_parallel_rank"] = number
@@ -262,11 +280,16 @@ class Gateway(HttpServer):
                         f"{url}/generate", json=body, headers=headers, timeout=_FOREVER
                     ) as response:
                         status, found = response.status, await response.json()
+                        instance = response.headers.get(INSTANCE)
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
                 status, found = 503, {}
                 why = f"{rank} does not answer: {type(error).__name__} {error}"
             if status == 200 and found["meta_info"]["finish_reason"]["type"] != "abort":
-                return found
+                versions = found["meta_info"]["weight_versions"]
+                if wanted is None or (instance == seen and min(versions) >= wanted.version):
+                    return found
+                status = 503
+                why = f"{rank} was started anew, or has not the weights of version {wanted.version}"
             if status < 500 and status != 200:
                 message = found.get("error", {}).get("message", "no reason")
                 code = "context_length_exceeded" if "token" in message else None
@@ -274,7 +297,7 @@ class Gateway(HttpServer):
             why = why or f"{rank} has failed: {str(found)[:200]}"
             _log.warning("session %s: %s", name, why)
             if status != 200 and rank in self._router.loads:
-                self._router.lose(rank)
+                self._lose(rank)
         raise ApiError(
             f"no engine has answered, of {self.config.tries} tries; {why}", 502, "unavailable"
         )
@@ -327,32 +350,83 @@ class Gateway(HttpServer):
 
     # -- engines -------------------------------------------------------------------------------------------
 
+    async def _set_weights(self, request: web.Request) -> web.Response:
+        await self._want(Weights(**checked(read_json(await request.read()), _WEIGHTS)))
+        return as_json(self._wanted._asdict())
+
+    async def _want(self, weights: Weights) -> None:
+        """From now on engines must have these, unless later ones were wanted before; who has others is lost."""
+        async with self._looking:
+            before = self._wanted
+            if before is not None and weights[:2] <= before[:2]:
+                return
+            strict = before is None or weights.lease != before.lease
+            await self._look(self._ranks, weights, strict)
+            self._wanted = weights
+            if self._journal is not None:
+                self._journal.want(weights)
+
     async def _probe(self) -> None:
-        """Takes lost engines in again once they say that they are well."""
+        """Takes lost engines in again once they are well."""
         while True:
             await asyncio.sleep(self.config.probe_seconds)
-            for rank in self._ranks:
-                if rank not in self._router.loads and await self._is_well(rank):
-                    _log.info("%s is there again", rank)
-                    self._router.add(rank)
+            async with self._looking:
+                lost = [rank for rank in self._ranks if rank not in self._router.loads]
+                await self._look(lost, self._wanted)
 
-    async def _is_well(self, rank: str) -> bool:
+    async def _look(
+        self, ranks: Sequence[str], wanted: Weights | None, strict: bool = False
+    ) -> None:
+        """Takes in those that are well, and loses others."""
+        found = await asyncio.gather(*(self._is_well(rank, wanted, strict) for rank in ranks))
+        for rank, well in zip(ranks, found):
+            if well and rank not in self._router.loads:
+                _log.info("%s is there again", rank)
+                self._router.add(rank)
+            elif not well and rank in self._router.loads:
+                _log.warning("%s has not the weights of version %d", rank, wanted.version)
+                self._lose(rank)
+
+    def _lose(self, rank: str) -> None:
+        self._router.lose(rank)
+        self._seen.pop(rank, None)
+
+    async def _is_well(self, rank: str, wanted: Weights | None, strict: bool) -> bool:
+        """Whether an engine answers and has the weights, or later ones: those are pushed before they are wanted. strict: only
+        the same, as what another trainer pushed may seem to be later; so may what a new process was started with."""
+        url, _ = _address(rank)
+        if await self._asked(f"{url}/health") is None:
+            return False
+        if wanted is None:
+            return True
+        said = await self._asked(f"{url}/weights") or {}
+        version, instance = said.get("version", -1), said.get("instance")
+        if version == wanted.version:
+            well = wanted.checksum in (None, said.get("checksum"))
+        else:
+            same = not strict and rank in self._seen and self._seen[rank] == instance
+            well = same and version > wanted.version
+        if well:
+            self._seen[rank] = instance
+        return well
+
+    async def _asked(self, url: str) -> dict | None:
+        """What an engine says; None unless it does so soon."""
         limit = aiohttp.ClientTimeout(total=self.config.probe_seconds)
         try:
-            url, _ = _address(rank)
-            async with self._client.get(f"{url}/health", timeout=limit) as response:
-                return response.status == 200
-        except (TimeoutError, aiohttp.ClientError, OSError):
-            return False
+            async with self._client.get(url, timeout=limit) as response:
+                return await response.json() if response.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
 
     async def _health(self, request: web.Request) -> web.Response:
         state = "draining" if self._draining else "ok" if self._router.loads else "no engine"
         return as_json({"status": state}, 200 if state == "ok" else 503)
 
     async def _info(self, request: web.Request) -> web.Response:
-        return as_json(
-            {"sessions": len(self._sessions), "active": self._active, "loads": self._router.loads}
-        )
+        told = {"sessions": len(self._sessions), "active": self._active}
+        weights = self._wanted and self._wanted._asdict()
+        return as_json(told | {"loads": self._router.loads, "weights": weights})
 
 
 def _address(rank: str) -> tuple[str, int | None]:
@@ -362,7 +436,11 @@ def _address(rank: str) -> tuple[str, int | None]:
 
 
 _FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
-_BEGIN = of_fields(id={"type": "string"}, seed={"type": "integer", "minimum": 0})
+_COUNT = {"type": "integer", "minimum": 0}
+_WEIGHTS = of_fields(
+    ("lease", "version"), lease=_COUNT, version=_COUNT, checksum={"type": "string"}
+)
+_BEGIN = of_fields(id={"type": "string"}, seed=_COUNT, weights=_WEIGHTS)
 
 
 class _Open:
@@ -382,45 +460,3 @@ class _Open:
     def left(self, plan: Plan) -> None:
         """The request was answered, or is over."""
         self._asked.remove(plan.ids)
-
-
-class _Journal:
-    """A file for each open session: its first line tells the seed, each further one a turn and the rank that has it."""
-
-    def __init__(self, folder: pathlib.Path):
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def read(self):
-        """(id, seed, turns, rank of the last turn or None) of each session. A last line that was cut off was never
-        answered."""
-        for path in sorted(self._folder.glob("*.jsonl")):
-            lines = path.read_bytes().split(b"\n")
-            if whole := lines[:-1]:
-                first, *turns = map(json.loads, whole)
-                if lines[-1]:
-                    path.write_bytes(b"\n".join(whole) + b"\n")
-                ranks = [turn.pop("rank", None) for turn in turns]
-                yield path.stem, first["seed"], list(map(_turn, turns)), (ranks or [None])[-1]
-            else:
-                path.unlink()
-
-    def begin(self, name: str, seed: int) -> None:
-        self._append(name, {"seed": seed})
-
-    def add(self, name: str, turn: Turn, rank: str | None) -> None:
-        self._append(name, dataclasses.asdict(turn) | {"rank": rank})
-
-    def end(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
-
-    def _append(self, name: str, value: Mapping) -> None:
-        with self._path(name).open("ab") as file:
-            file.write(json.dumps(value).encode() + b"\n")
-
-    def _path(self, name: str) -> pathlib.Path:
-        return self._folder / f"{name}.jsonl"
-
-
-def _turn(said: Mapping) -> Turn:
-    return Turn(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})

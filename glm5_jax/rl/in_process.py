@@ -39,8 +39,8 @@ class InProcess:
         self._config, self._world, self._tokenizer = config, world, tokenizer
         self.buffer, self.pusher = Buffer(config.buffer()), _Pusher(config, tokenizer)
 
-    def begin(self, step: int, version: int) -> None:
-        self.buffer.begin(step, version)
+    def begin(self, step: int, version: int, checksum: str | None = None) -> None:
+        self.buffer.begin(step, version, checksum)
 
     def take(self, step: int, seconds: float) -> list[Taken] | None:
         """See `Hub`; a batch is there as soon as it is asked for."""
@@ -52,8 +52,8 @@ class InProcess:
     def trained(self, step: int) -> None:
         self.buffer.trained(step)
 
-    def push(self, version: int) -> None:
-        self.buffer.push(version)
+    def push(self, version: int, checksum: str | None = None) -> None:
+        self.buffer.push(version, checksum)
 
     def evaluate(self, count: int) -> dict[str, dict]:
         found, own = {}, self._config.evaluation
@@ -109,3 +109,6 @@ class _Pusher:
             # Weights of its own: the learner writes over those that it was made with.
             self._reshard = Reshard([self.engine])
         return self._reshard.push(params, version, rewind=rewind)
+
+    def refresh(self, params, version: int) -> Pushed | None:
+        return self._reshard.refresh(params, version)

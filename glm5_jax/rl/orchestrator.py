@@ -6,11 +6,12 @@
     POST   /tasks                     a service (`service.TaskService`) is there, and says what it has
     POST   /tasks/NAME/heartbeat      it still is
     DELETE /tasks/NAME                it takes nothing more
-    POST   /trainer/begin             {step, version} -> {lease}: the trainer starts, or goes on from a checkpoint
+    POST   /trainer/begin             {step, version, checksum} -> {lease}: the trainer starts, or goes on from a
+                                      checkpoint
     POST   /groups/take               {lease, step, seconds}: the batch of a step, waited for so long
     POST   /groups/trained            {lease, step}: it was learnt from
     POST   /groups/cancel             {group_id, again}: a group that is under way is called off
-    POST   /version                   {lease, version}: of the weights that the engines have now
+    POST   /version                   {lease, version, checksum}: of the weights that the engines have now
     POST   /evaluate                  {count, seconds}: attempts at held-out tasks
     POST   /pause, /resume            whether groups begin
     GET    /status                    how everything is doing
@@ -151,6 +152,7 @@ class Orchestrator(HttpServer):
             self._remote = Remote(
                 self._client, config.gateway, config.seed, config.remote, self._clock
             )
+            self._remote.weights = self._buffer.weights
             for group_id in self._buffer.owed:
                 self._remote.abandon(group_id, config.buffer.group)
             self._filling = self._started(self._fill())
@@ -289,10 +291,12 @@ class Orchestrator(HttpServer):
         with _conflicts():
             # By the clock they differ from those of a hub that has left no journal, too.
             least = int(1e3 * time.time())
-            self._buffer.begin(int(said["step"]), int(said["version"]), least)
+            self._buffer.begin(int(said["step"]), int(said["version"]), said.get("checksum"), least)
+        lease = self._buffer.lease
         self._collect()
         self._tell()
-        return as_json(self._position() | {"lease": self._buffer.lease})
+        await self._remote.want(self._buffer.weights)
+        return as_json(self._position() | {"lease": lease})
 
     async def _take(self, request: web.Request) -> web.Response:
         said = await _said(request, _TAKE)
@@ -326,8 +330,9 @@ class Orchestrator(HttpServer):
         said = await _said(request, _VERSION)
         self._check_lease(said)
         with _conflicts():
-            self._buffer.push(int(said["version"]))
+            self._buffer.push(int(said["version"]), said.get("checksum"))
         self._tell()
+        await self._remote.want(self._buffer.weights)
         return as_json(self._position())
 
     def _check_lease(self, said: Mapping[str, Any]) -> None:
@@ -450,10 +455,11 @@ async def _said(request: web.Request, schema: Mapping) -> Any:
 
 _COUNT, _POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
 _SECONDS = {"type": "number", "minimum": 0}
-_BEGIN = of_fields(("step", "version"), step=_COUNT, version=_COUNT)
+_TEXT = {"type": "string"}
+_BEGIN = of_fields(("step", "version"), step=_COUNT, version=_COUNT, checksum=_TEXT)
 _TAKE = of_fields(("lease", "step", "seconds"), lease=_COUNT, step=_COUNT, seconds=_SECONDS)
 _TRAINED = of_fields(("lease", "step"), lease=_COUNT, step=_COUNT)
-_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_COUNT)
+_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_COUNT, checksum=_TEXT)
 _EVALUATE = of_fields(("count", "seconds"), count=_POSITIVE, seconds=_SECONDS)
-_CANCEL = of_fields(("group_id",), group_id={"type": "string"}, again={"type": "boolean"})
-_BEAT = of_fields(instance={"type": "string"})
+_CANCEL = of_fields(("group_id",), group_id=_TEXT, again={"type": "boolean"})
+_BEAT = of_fields(instance=_TEXT)

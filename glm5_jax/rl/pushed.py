@@ -21,6 +21,7 @@ class SyncConfig:
       dtype: in which weights travel; None: in which the model computes.
       seconds: that an engine has for any answer but the last, after which it is lost.
       load_seconds: for the last one, until which it ends what is under way, if that is the policy, and loads.
+      look_seconds: that it has to tell what it holds, between two pushes.
       tries: of a message whose connection breaks.
       bucket_bytes: of a message; an engine's `ServerConfig.max_part` must be more.
       delta: whether only what changed since the last push travels. Trainer and engines then keep a copy in host memory.
@@ -32,6 +33,7 @@ class SyncConfig:
     dtype: str | None = None
     seconds: float = 60.0  # these and the following are ours
     load_seconds: float = 900.0
+    look_seconds: float = 5.0
     tries: int = 2
     bucket_bytes: int = 64 * 2**20
     delta: bool = False
@@ -41,7 +43,7 @@ class SyncConfig:
     def __post_init__(self):
         if self.policy not in POLICIES:
             raise ValueError(f"policy is {self.policy!r}; use one of {', '.join(POLICIES)}")
-        for name in ("seconds", "load_seconds", "tries", "keep"):
+        for name in ("seconds", "load_seconds", "look_seconds", "tries", "keep"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if self.bucket_bytes < 1024:
@@ -66,6 +68,7 @@ class Pushed:
     whole_bytes: of all weights, once.
     seconds: in all.
     engines: one by one.
+    shown: the checksum, if engines tell it of what they hold (GET /weights).
     """
 
     version: int
@@ -74,6 +77,7 @@ class Pushed:
     whole_bytes: int
     seconds: float
     engines: tuple[Told, ...]
+    shown: str | None = None
 
     @property
     def lost(self) -> tuple[str, ...]:
@@ -89,6 +93,10 @@ class Pusher(Protocol):
     """`Network`, `SharedStorage` and `Reshard`. ValueError if the parameters are of another model; NotPushed."""
 
     def push(self, params, version: int, *, rewind: bool = False) -> Pushed: ...
+
+    def refresh(self, params, version: int) -> Pushed | None:
+        """Between two pushes: as `push`, with rewind, if engines that answer do not hold what was pushed last, as those that
+        were started anew, or were not reached; if it was another version, to all that answer. None: all hold it."""
 
 
 def reported(

@@ -15,7 +15,7 @@ from glm5_jax.rl.service import Outcome, outcome
 from glm5_jax.rl.sessions import seed_of
 from glm5_jax.rl.shares import CLOSED, OPEN, Breaker, BreakerConfig
 from glm5_jax.rl.trajectory import Trajectory, heard
-from glm5_jax.rl.types import Reward
+from glm5_jax.rl.types import Reward, Weights
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class RemoteConfig:
       again_after: seconds before another try.
       call_seconds: that the gateway may take for a session or its samples.
       cancel_seconds: that a service may take to see that it is called off.
+      look_seconds: that the gateway may take to see which engines have new weights.
       look: seconds between two looks whether a service has room for an evaluation.
       slack: seconds beyond its own deadline that a service may take to answer.
       breaker: of the gateway.
@@ -38,12 +39,13 @@ class RemoteConfig:
     again_after: float = 1.0  # ours
     call_seconds: float = 60.0  # ours: samples of long rollouts are megabytes
     cancel_seconds: float = 5.0  # ours
+    look_seconds: float = 20.0  # ours: a gateway looks at all at once, for 5 s each time
     look: float = 0.1  # ours
     slack: float = 15.0  # ours
     breaker: BreakerConfig = BreakerConfig()
 
     def __post_init__(self):
-        for name in ("tries", "call_seconds", "cancel_seconds", "look"):
+        for name in ("tries", "call_seconds", "cancel_seconds", "look_seconds", "look"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("again_after", "slack"):
@@ -61,7 +63,10 @@ class Remote:
     Attributes:
       gateway: whether that works.
       error: what was last wrong with it.
+      weights: that the gateway's engines must have; None: any.
     """
+
+    weights: Weights | None = None
 
     def __init__(
         self,
@@ -150,6 +155,16 @@ class Remote:
         mean = sum(rewards) / len(rewards) if rewards else None
         return {"reward": mean, "count": len(rewards), "failed": count - len(rewards)}
 
+    async def want(self, weights: Weights) -> None:
+        """From now on engines must have these. A gateway that is down is told with the next session."""
+        self.weights = weights
+        if self.gateway.state == CLOSED:
+            try:
+                limit = self._config.look_seconds
+                await self._at_gateway("POST", "/weights", weights._asdict(), limit)
+            except GatewayError as error:
+                _log.warning("weights of version %d: %s", weights.version, error)
+
     async def forget(self, name: str) -> None:
         """Ends a session, if there is one; what a gateway that is down has left of it, `sweep` ends."""
         try:
@@ -177,8 +192,10 @@ class Remote:
         """What is in a trajectory of one try. ServerError if the environment failed."""
         name = asked["rollout_id"]
         begin = {"id": name, "seed": asked["seed"]}
+        if self.weights is not None:
+            begin["weights"] = self.weights._asdict()
         try:
-            await self._open(begin)
+            await self._opened(begin)
             said = await self._asked(service, asked)
             if said.reward.value is None:
                 raise ServerError(said.reward.error or "the environment failed")
@@ -203,6 +220,14 @@ class Remote:
             )
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise GatewayError(f"the samples of session {name} are none: {error}") from None
+
+    async def _opened(self, begin: Mapping[str, Any]) -> None:
+        """As `_open`; who cancels it waits for its end, or the session might begin once it has been ended."""
+        opening = asyncio.ensure_future(self._open(begin))
+        try:
+            await asyncio.shield(opening)
+        finally:
+            await asyncio.wait({opening})
 
     async def _open(self, begin: Mapping[str, Any]) -> None:
         try:
@@ -244,12 +269,13 @@ class Remote:
         except ServerError as error:
             _log.debug("cancel %s: %s", name, error)
 
-    async def _at_gateway(self, method: str, path: str, body: Any = None) -> Any:
+    async def _at_gateway(
+        self, method: str, path: str, body: Any = None, seconds: float | None = None
+    ) -> Any:
         """Its answer. GatewayError."""
+        seconds = self._config.call_seconds if seconds is None else seconds
         try:
-            found = await self._client.ask(
-                method, self._url + path, body, seconds=self._config.call_seconds
-            )
+            found = await self._client.ask(method, self._url + path, body, seconds=seconds)
         except ServerError as error:
             # What it refuses it has at least answered.
             if error.status is None or error.status >= 429:

@@ -38,15 +38,21 @@ class Reshard:
             )
         self._engines, self._config, self._count = tuple(engines), config, len(engines)
         self._held: dict[int, tuple[int, str]] = {}  # by the engine's place
+        self._given: int | None = None  # the version that all should have
 
     def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
         """The weights on the engines' devices. WeightsLost if the numbers that arrived are not those that were sent:
         the engine has then failed."""
         jax.block_until_ready(params)
-        began = time.perf_counter()
+        began, self._given = time.perf_counter(), None
         told, checksums = zip(*(self._one(i, params, version, rewind) for i in range(self._count)))
-        sent = sum(own.bytes for own in told)
+        sent, self._given = sum(own.bytes for own in told), version
         return reported(version, checksums[0], sent, self._size(params, 0), began, told)
+
+    def refresh(self, params, version: int) -> Pushed | None:
+        """See `Pusher`: these engines live as long as the trainer, but one may not have taken a push in time."""
+        held = {self._inner(i).version for i in range(self._count)}
+        return None if held == {self._given} else self.push(params, version, rewind=True)
 
     def _one(self, place: int, params, version: int, rewind: bool) -> tuple[Told, str]:
         engine, (held, known) = self._inner(place), self._held.get(place, (None, None))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_content, tool_calls
 
@@ -69,6 +69,15 @@ class Reward:
         for name, value in {"value": self.value, **self.parts}.items():
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"a reward's {name} is {value}; it must be finite or None")
+
+
+class Weights(NamedTuple):
+    """What engines have that are sampled from. lease: of the trainer, later ones are of those that replaced it; version:
+    the optimiser's steps; checksum: as engines tell it, None: they do not."""
+
+    lease: int
+    version: int
+    checksum: str | None = None
 
 
 class Unreadable(ValueError):

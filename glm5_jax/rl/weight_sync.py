@@ -38,7 +38,46 @@ from glm5_jax.inference.weights import AT, MASK, VALUES
 from glm5_jax.rl.pushed import CHANGES, HELD, WHOLE, Pushed, SyncConfig, Told, reported
 
 
-class SharedStorage:
+class _Engines:
+    """Behind HTTP. Subclasses push to those in `engines`, which may be set anew between pushes."""
+
+    def __init__(self, engines: Sequence[str], config: SyncConfig):
+        self.engines, self._config = tuple(engines), config
+        self._given: tuple[int, str] | None = None  # version and checksum that all should have
+
+    def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
+        raise NotImplementedError
+
+    def refresh(self, params, version: int) -> Pushed | None:
+        """See `Pusher`."""
+        given, limit = self._given, self._config.look_seconds
+        states = hosts.of_first(lambda: wait_for(self._states(limit)))
+        there = [url for url, own in states.items() if "error" not in own]
+        lacking = [url for url in there if _held(states[url]) != given]
+        if not lacking:
+            return None
+        others = self.engines
+        self.engines = tuple(lacking if given and given[0] == version else there)
+        try:
+            return self.push(params, version, rewind=True)
+        finally:
+            self.engines = others
+
+    async def _states(self, seconds: float | None = None) -> dict[str, dict]:
+        """What engines hold; of those that do not answer, the error."""
+        async with _opened(self.engines, self._config) as engines:
+            asked = (engine.trying(engine.ask("/weights", seconds=seconds)) for engine in engines)
+            found = await asyncio.gather(*asked)
+        return {engine.url: own or {"error": engine.error} for engine, own in zip(engines, found)}
+
+    def _reported(self, version: int, checksum: str, sent: int, *more) -> Pushed:
+        """As `reported`; what all engines should have is then known."""
+        pushed = reported(version, checksum, sent, *more)
+        self._given = (version, checksum)
+        return dataclasses.replace(pushed, shown=checksum)
+
+
+class SharedStorage(_Engines):
     """Through a folder that trainer and engines see under one path: FOLDER/VERSION is a HuggingFace folder with a
     manifest, whole or not there. The folder is one trainer's alone. On a pod all processes push."""
 
@@ -52,23 +91,24 @@ class SharedStorage:
     ):
         """engines: URLs of servers that take weights, without any the folder is only written; it may be set anew
         between pushes. tokenizer: saved with every version, so that it can be served."""
-        self.engines = tuple(engines)
-        self._cfg, self._config, self._tokenizer = cfg, config, tokenizer
+        super().__init__(engines, config)
+        self._cfg, self._tokenizer = cfg, tokenizer
         self._folder = pathlib.Path(folder).absolute()
 
     def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
         """The weights in the folder, and in the engines that it was told. OSError or ValueError if they cannot be
         written; what was there before still is."""
         jax.block_until_ready(params)
-        began, out = time.perf_counter(), self._folder / str(version)
-        hosts.first_does(lambda: self._clear(version if rewind else None))
+        began, out, self._given = time.perf_counter(), self._folder / str(version), None
+        hosts.first_does(lambda: self._clear(version + 1 if rewind else None))
         there = hosts.everyones(out.exists())[0]
         manifest = Manifest(version, self._cfg.arithmetic)
         if there:
             for name, tensor in named_tensors(params, self._cfg, self._kinds):
                 manifest.add(name, tensor)
-            hosts.first_does(lambda: self._check_same(out, manifest))
-        else:
+            there = hosts.of_first(lambda: self._is_same(out, manifest, rewind))
+        if not there:
+            manifest = Manifest(version, self._cfg.arithmetic)
             # Experts that become int4 are written as they are: engines make them so.
             cfg = dataclasses.replace(
                 self._cfg, int4_group=None, dtype=self._config.dtype or self._cfg.dtype
@@ -82,16 +122,21 @@ class SharedStorage:
 
         checksum, whole, told = _of_first(tell)
         told = [Told(*own) for own in told]
-        pushed = reported(version, checksum, 0 if there else whole, whole, began, told)
+        pushed = self._reported(version, checksum, 0 if there else whole, whole, began, told)
         hosts.first_does(self._prune)
         return pushed
 
-    def _check_same(self, out: pathlib.Path, manifest: Manifest) -> None:
-        if manifest.checksum != Manifest.read(out).checksum:
+    def _is_same(self, out: pathlib.Path, manifest: Manifest, rewind: bool) -> bool:
+        """Whether a folder has these numbers; one of a lineage that was left is removed."""
+        if manifest.checksum == Manifest.read(out).checksum:
+            return True
+        if not rewind:
             raise ValueError(
                 f"{out} holds version {manifest.version} with other numbers; if the trainer went back and made it "
                 "anew, say so with rewind"
             )
+        shutil.rmtree(out)
+        return False
 
     @property
     def _kinds(self) -> dict[str, np.dtype]:
@@ -129,14 +174,14 @@ class SharedStorage:
         return sorted(int(name) for name in own if name.isdecimal())
 
 
-class Network:
+class Network(_Engines):
     """Over HTTP, to all engines at once: a pass over the weights, of which a bucket at a time is in memory, and each
     engine takes them only when all has come. On a pod all processes push, and the first one sends."""
 
     def __init__(self, cfg: ModelConfig, engines: Sequence[str], config: SyncConfig = SyncConfig()):
         """engines: URLs of servers that take weights; they may be set anew between pushes."""
-        self.engines = tuple(engines)
-        self._cfg, self._config = cfg, config
+        super().__init__(engines, config)
+        self._cfg = cfg
         self._base: tuple[Manifest, dict[str, np.ndarray]] | None = None  # what was pushed last
 
     def push(self, params, version: int, *, rewind: bool = False) -> Pushed:
@@ -145,7 +190,7 @@ class Network:
         if not self.engines:
             raise ValueError(f"version {version} has nowhere to go; give the URL of an engine")
         jax.block_until_ready(params)
-        began = time.perf_counter()
+        began, self._given = time.perf_counter(), None
         manifest = Manifest.of(self._cfg, version, self._config.dtype)
         states = _of_first(lambda: wait_for(self._states()))
         # Which of those that hold this version have these numbers, only all of them tell.
@@ -158,18 +203,10 @@ class Network:
         )
         told = [Told(*own) for own in told]
         sent = sum(own.bytes for own in told)
-        return reported(version, checksum, sent, manifest.num_bytes, began, told)
+        return self._reported(version, checksum, sent, manifest.num_bytes, began, told)
 
     def _tensors(self, params) -> Iterator[tuple[str, np.ndarray]]:
         return named_tensors(params, self._cfg, travelling(self._cfg, self._config.dtype))
-
-    async def _states(self) -> dict[str, dict]:
-        """What engines hold; of those that do not answer, the error."""
-        async with _opened(self.engines, self._config) as engines:
-            found = await asyncio.gather(
-                *(engine.trying(engine.ask("/weights")) for engine in engines)
-            )
-        return {engine.url: own or {"error": engine.error} for engine, own in zip(engines, found)}
 
     async def _send(self, tensors, manifest: Manifest, states: Mapping, rewind: bool):
         """(checksum, what became of it at each engine)."""
@@ -206,7 +243,8 @@ class Network:
                 left = [own for own in taking if own.begun and not own.done]
                 abort = (own.trying(own.ask("/weights/abort", {"push": name})) for own in left)
                 await asyncio.gather(*abort)
-            self._base = (manifest, sent) if sent is not None else None
+            if sent is not None:
+                self._base = (manifest, sent)
         return manifest.checksum, [engine.told for engine in engines]
 
     async def _begin(self, engine: "_Remote", name: str, manifest: Manifest, rewind: bool) -> None:
@@ -234,6 +272,8 @@ class Network:
 
     async def _stream(self, tensors, manifest: Manifest, engines, name: str) -> dict | None:
         """Sends all that there is; the tensors, if they are kept for changes to come."""
+        if not _well(engines):
+            return None
         sent = {} if self._config.delta else None
         buckets = self._buckets(tensors, manifest, {own.how for own in _well(engines)}, sent)
         loop = asyncio.get_running_loop()
@@ -403,5 +443,8 @@ def _well(engines: Iterable[_Remote]) -> list[_Remote]:
 
 def _is(state: Mapping, base: Manifest) -> bool:
     """Whether an engine holds a base, and has it where changes can be applied."""
-    held = state.get("version"), state.get("checksum")
-    return bool(state.get("base")) and held == (base.version, base.checksum)
+    return bool(state.get("base")) and _held(state) == (base.version, base.checksum)
+
+
+def _held(state: Mapping) -> tuple[int | None, str | None]:
+    return state.get("version"), state.get("checksum")

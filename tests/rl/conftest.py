@@ -1,11 +1,33 @@
-"""What tests of pushes have in common."""
+"""What tests of pushes, and of hubs, have in common."""
+
+import contextlib
 
 import pytest
 
-from tests.rl.pushing import serving
+from tests.rl.fleet import ENGINE, gateway
 
 
 @pytest.fixture
 def served():
+    from tests.rl.pushing import serving  # of which most tests have no need
+
     with serving() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with ENGINE.running() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def gate(engine):
+    with gateway(engine) as url:
+        yield url
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack

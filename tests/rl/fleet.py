@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import random
+import secrets
 import subprocess
 import sys
 import time
@@ -18,9 +19,9 @@ import time
 from aiohttp import web
 
 from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
-from glm5_jax.inference.client import Client
+from glm5_jax.inference.client import INSTANCE, Client
 from glm5_jax.rl.buffer import BufferConfig
-from glm5_jax.rl.client import JsonClient
+from glm5_jax.rl.client import HubClient, JsonClient
 from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
 from glm5_jax.rl.registry import RegistryConfig
 from glm5_jax.rl.remote import RemoteConfig
@@ -33,16 +34,18 @@ CLOSES, STOPS = 278, 263
 
 
 class Engine(HttpServer):
-    """Answers `/generate` after a random delay of so many seconds on average. version: of what it samples."""
+    """Answers `/generate` after a random delay of so many seconds on average. version: of what it samples; instance: which
+    process it seems to be."""
 
     def __init__(self, config=ListenConfig(port=0), delay=0.01, tokens=8):
         super().__init__(config)
         self.version, self.delay, self.tokens = 0, delay, tokens
+        self.checksum, self.instance = None, secrets.token_hex(4)
         self._random = random.Random(0)
 
     def routes(self):
         post = {"/generate": self._generate, "/version": self._set}
-        return {"POST": post, "GET": {"/health": self._health}}
+        return {"POST": post, "GET": {"/health": self._health, "/weights": self._held}}
 
     async def _generate(self, request):
         said = read_json(await request.read())
@@ -55,7 +58,13 @@ class Engine(HttpServer):
             "weight_versions": [self.version] * len(ids),
             "cached_tokens": 0,
         }
-        return as_json({"output_ids": ids, "meta_info": meta})
+        answer = as_json({"output_ids": ids, "meta_info": meta})
+        answer.headers[INSTANCE] = self.instance
+        return answer
+
+    async def _held(self, request):
+        held = {"version": self.version, "checksum": self.checksum}
+        return as_json(held | {"instance": self.instance})
 
     def reply(self, prompt, draw):
         """The ids of a reply: digits, in the byte tokenizer."""
@@ -187,6 +196,50 @@ def until(holds, seconds=20.0):
     return found
 
 
+ENGINE = Engine()  # of the fixtures `engine` and `gate`
+
+
+class Fleet:
+    """A hub and its services, and what their trainer does. services: options by name; a list: of the same ones."""
+
+    def __init__(self, stack, gate, services=("sums",), **options):
+        self.stack, self.hub = stack, Orchestrator(hub_config(gate, **options))
+        self.url = stack.enter_context(self.hub.running())
+        self.client = HubClient(self.url, patience=10.0)
+        self.services = {}
+        ENGINE.version, self.step = 0, 0
+        for name in services:
+            self.add(name, **(services[name] if isinstance(services, dict) else {}))
+
+    def add(self, name, stack=None, *, turns=2, pause=0.0, size=100, **options):
+        """A service, once it is registered."""
+        made = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
+        self.services[name] = made
+        (stack or self.stack).enter_context(made.running())
+        until(lambda: made.registered)
+        return made
+
+    def begin(self):
+        self.client.begin(self.step, self.step)
+        return self
+
+    def train(self, updates=1, seconds=20.0):
+        """The groups of so many batches."""
+        found = []
+        for _ in range(updates):
+            taken = self.client.take(self.step, seconds)
+            assert taken is not None, json.dumps(self.client.status(), indent=1)
+            self.client.trained(self.step)
+            self.step += 1
+            ENGINE.version = self.step
+            self.client.push(self.step)
+            found += taken
+        return found
+
+    def told(self, name="sums"):
+        return self.client.status()["tasks"][name]
+
+
 # -- as processes ---------------------------------------------------------------------------------------------
 
 
@@ -203,6 +256,26 @@ def process(part, *, env=None, **options):
         child.kill()
         child.wait()
         child.stdout.close()
+
+
+class Parts:
+    """Processes by name, which can be killed and started anew at the same port with the same journal."""
+
+    def __init__(self, stack):
+        self._stack, self._started = stack, {}
+
+    def start(self, name, part, /, **options):
+        own = contextlib.ExitStack()
+        url, _ = own.enter_context(process(part, **options))
+        self._stack.push(own)
+        port = int(url.rpartition(":")[2])
+        self._started[name] = own, part, options | {"port": port}
+        return url
+
+    def kill(self, name):
+        own, part, options = self._started[name]
+        own.close()  # with SIGKILL
+        self.start(name, part, **options)
 
 
 def resident(child, what="VmRSS"):

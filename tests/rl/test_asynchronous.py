@@ -1,5 +1,6 @@
 """The asynchronous trainer beside a hub and an engine of this process: real ones, without the network between."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -10,17 +11,24 @@ from glm5_jax.checkpoint import models
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.client import ServerError
+from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
+from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.model import glm5
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.client import HubClient, JsonClient
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
 from glm5_jax.rl.in_process import InProcess
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.pushed import NotPushed
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.pushed import NotPushed, SyncConfig
 from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.service import Outcome, TaskService
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.streams import CreditConfig
-from glm5_jax.rl.types import Reward, Task
+from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.weight_sync import Network
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages
 from glm5_jax.training.loop import TrainConfig
@@ -29,6 +37,7 @@ from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
 from glm5_jax.training.step import make_step
 from tests.model.small import one_layer
+from tests.rl import fleet
 
 TASKS = [Task(f"t{i}", "math", ({"role": "user", "content": f"{i}?"},)) for i in range(8)]
 TOKENIZER = Tokenizer.load("bytes")
@@ -88,15 +97,15 @@ class Together(InProcess):
         self.pushed, self.begun, self.ages = [], [], []
 
     def push(self, *said, rewind=False):
-        if len(said) == 1:
+        if isinstance(said[0], int):
             return super().push(*said)
         self.pushed.append((said[1], rewind))
         pushed = self.pusher.push(*said, rewind=rewind)
         return dataclasses.replace(pushed, bytes=7)
 
-    def begin(self, step, version):
+    def begin(self, step, version, checksum):
         self.begun.append((step, version))
-        super().begin(step, version)
+        super().begin(step, version, checksum)
 
     def take(self, step, seconds):
         found = super().take(step, seconds)
@@ -216,6 +225,145 @@ def test_weights_that_no_engine_takes_end_the_run_in_words(quick, tmp_path):
         run(config, tmp_path / "run", pusher=Nowhere())
 
 
+class Outage(Together):
+    """An engine that some pushes do not reach, by their number, and that is started anew before a batch of some steps: it
+    serves nobody until it has the weights. waits: seconds that the trainer has waited for batches."""
+
+    def __init__(self, config, unreached=(), anew=()):
+        super().__init__(config)
+        self.unreached, self.anew = unreached, set(anew)
+        self.tried, self.waits, self.given = 0, [], None
+
+    def push(self, *said, rewind=False):
+        if not isinstance(said[0], int):
+            self.tried, self.given = self.tried + 1, None
+            if self.tried in self.unreached:
+                raise NotPushed("no engine has taken it: all are gone")
+            self.given = said[1]
+        return super().push(*said, rewind=rewind)
+
+    def refresh(self, params, version):
+        return None if self.given is not None else self.push(params, version, rewind=True)
+
+    def take(self, step, seconds):
+        self.waits.append(seconds)
+        if step in self.anew:
+            self.anew.discard(step)
+            self.given = None
+        return None if self.given is None else super().take(step, seconds)
+
+
+def test_engines_that_no_push_has_reached_get_the_weights_while_a_batch_is_waited_for(
+    quick, tmp_path
+):
+    """Without staleness no batch would ever come; once they have them it is the one that would have come anyway."""
+    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 4), "max_staleness": 0}
+    config = config_of(quick, refresh_seconds=2.0, batch_seconds=5.0, **changes)
+    run(config, tmp_path / "whole")
+    hub = run(config, tmp_path / "run", Outage(config, unreached=(3, 4, 6)))
+    assert [version for version, _ in hub.pushed] == [0, 1, 2, 3, 4]
+    assert hub.waits == [2, 2, 2, 2, 1, 2, 2] and hub.ages == [0] * 4
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "run"))
+    hub = Outage(config, unreached=range(3, 9))
+    with pytest.raises(TrainingStopped, match="no batch has come within 5 s"):
+        run(config, tmp_path / "gone", hub)
+    assert hub.waits == [2, 2, 2, 2, 1] and hub.tried == 5
+
+
+def test_engines_that_were_started_anew_do_not_wait_for_the_next_push(quick, tmp_path):
+    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 4)
+    config = config_of(quick, push_every=2, max_staleness=2, schedule=schedule)
+    hub = run(config, tmp_path / "run", Outage(config, anew=(2, 3)))
+    # As those of version 2 are nowhere any more by step 3, all get what there is.
+    assert hub.pushed == [(0, True), (2, False), (2, True), (3, True), (4, False)]
+    assert hub.buffer.version == 4 and max(hub.ages) <= 2
+
+
+class Low(TaskService):
+    """What a reply is worth is what `likes_low_bytes` says."""
+
+    async def attempt(self, asked, place):
+        messages = TASKS[place].messages
+        body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+        async with JsonClient() as client:
+            url = f"{asked.base_url}/v1/chat/completions"
+            said = await client.ask("POST", url, body, seconds=30)
+        message = said["choices"][0]["message"]
+        reward = await likes_low_bytes(TASKS[place], Attempt((message,)))
+        return Outcome((*messages, message), reward)
+
+
+class Hazard(HubClient):
+    """Of a hub whose only engine is killed before it is told of version 1, and before it gets version 2."""
+
+    def __init__(self, url, kill, start):
+        super().__init__(url, patience=10.0)
+        self._kill, self._start = kill, start
+        self.killed, self.dead, self.groups = 0, False, []
+
+    def kill(self):
+        self._kill()
+        self.killed, self.dead = self.killed + 1, True
+
+    def start(self):
+        self._start()
+        self.dead = False
+
+    def push(self, version, checksum):
+        if version == 1 and not self.killed:
+            self.kill()
+            self.start()
+        super().push(version, checksum)
+
+    def trained(self, step):
+        super().trained(step)
+        if step == 1:
+            self.kill()
+
+    def take(self, step, seconds):
+        if self.dead:
+            self.start()
+        found = super().take(step, seconds)
+        self.groups += found or ()
+        return found
+
+
+def test_a_run_whose_engines_are_all_started_anew_goes_on_with_what_it_has_learnt(quick, tmp_path):
+    """With all parts but the programs that they are: without staleness nothing is sampled before an engine has the
+    trainer's weights, whatever those were that it was started with."""
+    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 3), "max_staleness": 0}
+    config = config_of(quick, refresh_seconds=0.3, batch_seconds=60.0, **changes)
+    own, port = contextlib.ExitStack(), 0
+
+    def start():
+        nonlocal port
+        params = glm5.init_params(config.model, jax.random.key(7))
+        model = glm5.Glm5(config.model, params=params)
+        options = dataclasses.asdict(config.engine) | {"max_length": 64}
+        made = Engine(model, TOKENIZER, version=2, **options)
+        server = Server(made, TOKENIZER, ServerConfig(port=port), models.loader_like(model))
+        url = own.enter_context(server.running())
+        port = server.port
+        return url
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(own.close)
+        url = start()
+        sync = SyncConfig(seconds=10.0, load_seconds=30.0)
+        gate = stack.enter_context(fleet.gateway(url, temperature=0.8, max_tokens=6))
+        own_hub = dict(group=4, batch_groups=3, max_staleness=0, journal=str(tmp_path / "hub"))
+        hub = stack.enter_context(Orchestrator(fleet.hub_config(gate, **own_hub)).running())
+        stack.enter_context(Low(fleet.service_config(hub, "math"), len(TASKS), 0).running())
+        client = Hazard(hub, own.close, start)
+        run(config, tmp_path / "run", client, Network(config.model, [url], sync))
+    assert client.killed == 2 and len({group.group_id for group in client.groups}) == 9
+    versions = [
+        {int(own) for m in group.members for r in m.records for own in r.weight_version} - {-1}
+        for group in client.groups
+    ]
+    assert versions == [{0}] * 3 + [{1}] * 3 + [{2}] * 3
+
+
 def test_held_out_tasks_are_the_hub_s(quick, tmp_path):
     train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
     config = config_of(quick, train=train, evaluation=EvaluationConfig(tasks=4))
@@ -228,7 +376,8 @@ def test_held_out_tasks_are_the_hub_s(quick, tmp_path):
     [
         ({"push_every": 4, "max_staleness": 2}, "use at least 3"),
         ({"push_every": 0}, "push_every is 0"),
-        ({"batch_seconds": 0.0}, "batch_seconds 0"),
+        ({"batch_seconds": 0.0}, "batch_seconds is 0"),
+        ({"refresh_seconds": -1.0}, "refresh_seconds is -1"),
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"max_running": 0}, "max_running is 0"),
         ({"credit": CreditConfig(pull="reference")}, "no teachers|needs one"),

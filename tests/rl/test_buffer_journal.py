@@ -157,7 +157,7 @@ def test_a_lease_is_later_than_all_before_it(tmp_path):
     found = []
     for least in (0, 0, 7, 7, 3):
         buffer = Buffer(CONFIG, tmp_path)
-        buffer.begin(0, 0, least)
+        buffer.begin(0, 0, least=least)
         found.append(buffer.lease)
     assert found == [1, 2, 7, 8, 9] and Buffer(CONFIG, tmp_path).lease == 9
 

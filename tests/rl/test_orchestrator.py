@@ -1,6 +1,7 @@
 """The hub with real services and the real gateway, over HTTP, in front of an engine that answers at random: what comes of
 rollouts, whatever fails."""
 
+import asyncio
 import collections
 import contextlib
 import json
@@ -15,75 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.rl.client import HubClient, heard_taken, told_taken
 from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
 from glm5_jax.rl.registry import RegistryConfig
 from glm5_jax.rl.remote import RemoteConfig
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.rl.fleet import Engine, Sums, gateway, hub_config, process, service_config, until
+from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, hub_config, process, service_config, until
 
 TOKENIZER = Tokenizer.load("bytes")
-ENGINE = Engine()
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with ENGINE.running() as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def gate(engine):
-    with gateway(engine) as url:
-        yield url
-
-
-@pytest.fixture
-def stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-class Fleet:
-    """A hub and its services, and what their trainer does. services: options by name; a list: of the same ones."""
-
-    def __init__(self, stack, gate, services=("sums",), **options):
-        self.stack, self.hub = stack, Orchestrator(hub_config(gate, **options))
-        self.url = stack.enter_context(self.hub.running())
-        self.client = HubClient(self.url, patience=10.0)
-        self.services = {}
-        ENGINE.version, self.step = 0, 0
-        for name in services:
-            self.add(name, **(services[name] if isinstance(services, dict) else {}))
-
-    def add(self, name, stack=None, *, turns=2, pause=0.0, size=100, **options):
-        """A service, once it is registered."""
-        made = Sums(service_config(self.url, name, **options), size, turns=turns, pause=pause)
-        self.services[name] = made
-        (stack or self.stack).enter_context(made.running())
-        until(lambda: made.registered)
-        return made
-
-    def begin(self):
-        self.client.begin(self.step, self.step)
-        return self
-
-    def train(self, updates=1, seconds=20.0):
-        """The groups of so many batches."""
-        found = []
-        for _ in range(updates):
-            taken = self.client.take(self.step, seconds)
-            assert taken is not None, json.dumps(self.client.status(), indent=1)
-            self.client.trained(self.step)
-            self.step += 1
-            ENGINE.version = self.step
-            self.client.push(self.step)
-            found += taken
-        return found
-
-    def told(self, name="sums"):
-        return self.client.status()["tasks"][name]
 
 
 def sessions(gate):
@@ -356,6 +298,50 @@ def test_a_group_can_be_called_off(stack, gate, again):
     until(lambda: fleet.client.status()["running"] == 0 and sessions(gate) == 0)
 
 
+class Slow(HttpServer):
+    """A gateway that begins a session later than it was asked to, whether or not who asked still waits."""
+
+    def __init__(self):
+        super().__init__(ListenConfig(port=0))
+        self.sessions, self.asked, self._late = set(), 0, set()
+
+    def routes(self):
+        post = {"/sessions": self._begin, "/weights": self._ignored}
+        return {"POST": post, "DELETE": {"/sessions/{id}": self._end}}
+
+    async def _begin(self, request):
+        name = read_json(await request.read())["id"]
+        self.asked += 1
+
+        async def later():
+            await asyncio.sleep(0.3)
+            self.sessions.add(name)
+
+        self._late.add(task := asyncio.create_task(later()))
+        await asyncio.shield(task)
+        return as_json({"id": name})
+
+    async def _end(self, request):
+        if (name := request.match_info["id"]) not in self.sessions:
+            raise ApiError(f"there is no session {name!r}", 404)
+        self.sessions.remove(name)
+        return as_json({"id": name})
+
+    async def _ignored(self, request):
+        return as_json({})
+
+
+def test_no_session_begins_after_its_group_was_called_off(stack):
+    slow = Slow()
+    fleet = Fleet(stack, stack.enter_context(slow.running())).begin()
+    until(lambda: slow.asked == 48)
+    fleet.client.pause()
+    for name in fleet.client.status()["groups"]:
+        fleet.client.cancel(name)
+    until(lambda: fleet.client.status()["running"] == 0)
+    assert all(task.done() for task in slow._late) and slow.sessions == set()
+
+
 def test_a_paused_hub_begins_nothing(stack, gate):
     fleet = Fleet(stack, gate)
     fleet.client.pause()
@@ -457,117 +443,7 @@ def test_an_evaluation_goes_before_groups(stack, gate):
     fleet.train(2)
 
 
-# -- restarts --------------------------------------------------------------------------------------------------
-
-
-def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
-    """With what has come, what was taken and what was under way: nothing is lost or trained on twice, and each task's
-    turn comes once."""
-    trained, held, port, under_way = [], [], 0, 0
-    client = None
-    ENGINE.version = step = 0
-    with contextlib.ExitStack() as services:
-        for life in range(4):
-            hub = Orchestrator(hub_config(gate, journal=str(tmp_path), port=port))
-            with hub.running() as url:
-                port, client = hub.port, client or HubClient(url, patience=10.0)
-                if life == 0:
-                    made = Sums(service_config(url), pause=0.1)
-                    services.enter_context(made.running())
-                    client.begin(0, 0)
-                for batch in range(3):
-                    taken = until(lambda: client.take(step, 5))  # noqa: B023
-                    if batch == 0 and life:
-                        assert ids(taken) == held
-                    if batch < 2:
-                        client.trained(step)
-                        trained += taken
-                        step += 1
-                        ENGINE.version = step
-                        client.push(step)
-                held, left = ids(taken), client.status()
-                under_way += left["running"]
-            after = Orchestrator(hub_config(gate, journal=str(tmp_path)))._buffer
-            assert after.step == step and after.running == 0 and after.waiting >= left["waiting"]
-    assert under_way > 0
-    numbers = [group.number for group in trained]
-    assert len(set(numbers)) == len(numbers) == 32 == len(set(ids(trained)))
-    assert {group.order for group in trained} == set(numbers)
-    # None was skipped: those before the last that are missing wait or were under way.
-    assert set(range(max(numbers) - 12)) <= set(numbers)
-
-
-def ids(groups):
-    return [group.group_id for group in groups]
-
-
-def test_a_hub_without_a_journal_is_told_anew_where_the_trainer_is(gate):
-    with contextlib.ExitStack() as stack:
-        fleet = Fleet(stack, gate)
-        fleet.begin().train(3)
-        port = fleet.hub.port
-        taken = fleet.client.take(3, 10)
-        assert taken
-        services = stack.pop_all()
-    with services:
-        pass
-    with contextlib.ExitStack() as stack:
-        hub = Orchestrator(hub_config(gate, port=port))
-        stack.enter_context(hub.running())
-        stack.enter_context(Sums(service_config(fleet.url)).running())
-        # The batch that the dead hub gave out is learnt from; the next one comes from the new one.
-        fleet.client.trained(3)
-        fleet.step, ENGINE.version = 4, 4
-        fleet.client.push(4)
-        assert len(fleet.train(2)) == 8
-        assert fleet.client.status()["step"] == 6
-
-
-def test_no_hub_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate):
-    """Agents that the dead one began may still chat in theirs."""
-    names = []
-    for _ in range(2):
-        with contextlib.ExitStack() as stack:
-            fleet = Fleet(stack, gate).begin()
-            names.append({m.rollout_id for group in fleet.train() for m in group.members})
-    assert len(names[0]) == 16 and not names[0] & names[1]
-
-
-@pytest.mark.parametrize("journal", [False, True])
-def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, journal):
-    """It was thought dead, and has learnt from a batch that another trainer now learns from."""
-    options = {"max_staleness": 0} | ({"journal": str(tmp_path)} if journal else {})
-    with contextlib.ExitStack() as life, ThreadPoolExecutor() as threads:
-        fleet = Fleet(life, gate, **options).begin()
-        old, port = HubClient(fleet.url), fleet.hub.port
-        old.begin(0, 0)
-        fleet.begin()
-        held = ids(fleet.client.take(0, 20))
-        waits = threads.submit(fleet.client.take, 1, 60)
-        late = fleet.client
-        fleet.client = HubClient(fleet.url)
-        fleet.begin()
-        with pytest.raises(ServerError, match="has been replaced: one has begun since with lease"):
-            waits.result(20)
-
-        def refused():
-            for said in (
-                lambda: late.trained(0),
-                lambda: late.push(0),
-                lambda: late.take(0, 0.1),
-                lambda: old.trained(0),
-            ):
-                with pytest.raises(ServerError, match="has been replaced") as caught:
-                    said()
-                assert caught.value.status == 409
-
-        refused()
-        assert ids(fleet.train()) == held  # they were not learnt from
-        if not journal:
-            return
-    with Orchestrator(hub_config(gate, port=port, **options)).running():
-        refused()
-        fleet.client.push(1)
+# -- the world outside ---------------------------------------------------------------------------------------
 
 
 def test_a_batch_is_heard_as_it_was_told(stack, gate):
@@ -579,9 +455,6 @@ def test_a_batch_is_heard_as_it_was_told(stack, gate):
         again = heard_taken(told)
         assert again.members[3] is again.members[0] and again.baseline == group.baseline
         assert told_taken(again) == told_taken(group)
-
-
-# -- the world outside -----------------------------------------------------------------------------------------
 
 
 def test_no_proxy_leads_to_a_hub(stack, gate, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import HubClient
-from tests.rl.fleet import process, resident, until
+from tests.rl.fleet import Parts, process, resident, until
 
 pytestmark = pytest.mark.slow
 
@@ -101,26 +101,6 @@ def sessions(gate):
 
 def in_flight(client):
     return sum(own["in_flight"] for own in client.status()["tasks"].values())
-
-
-class Parts:
-    """Processes by name, which can be killed and started anew at the same port with the same journal."""
-
-    def __init__(self, stack):
-        self._stack, self._started = stack, {}
-
-    def start(self, name, part, /, **options):
-        own = contextlib.ExitStack()
-        url, _ = own.enter_context(process(part, **options))
-        self._stack.push(own)
-        port = int(url.rpartition(":")[2])
-        self._started[name] = own, part, options | {"port": port}
-        return url
-
-    def kill(self, name):
-        own, part, options = self._started[name]
-        own.close()  # with SIGKILL
-        self.start(name, part, **options)
 
 
 def test_whoever_is_killed_the_run_goes_on(tmp_path):

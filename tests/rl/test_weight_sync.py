@@ -1,6 +1,7 @@
 """Weights pushed to engines: the same bits by every way, of the version that they are told."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import threading
@@ -132,6 +133,48 @@ def test_reshard_pushes_what_is_held_once():
         pusher.push(params(2), 2)
     pusher.push(params(2), 2, rewind=True)
     assert engine.version == 2 and bits(engine) == loaded(params(2))
+
+
+@pytest.mark.parametrize("way", ["network", "storage"])
+def test_who_lost_the_weights_gets_them_again_and_nobody_else(way, tmp_path):
+    """Also those that think that theirs are newer, and those that the last push did not reach."""
+    with serving() as steady, contextlib.ExitStack() as stack:
+        lost = stack.enter_context(serving())
+        urls = [steady.url, lost.url, "http://127.0.0.1:9"]
+        pusher = {
+            "network": lambda: Network(CFG, urls, SMALL),
+            "storage": lambda: SharedStorage(CFG, tmp_path, urls, SMALL),
+        }[way]()
+        first = pusher.push(params(), 5)
+        assert first.shown == first.checksum
+        assert pusher.refresh(params(), 5) is None
+        before, port = steady.engine.computation.params, int(lost.url.rpartition(":")[2])
+        stack.close()
+        with serving(port=port, version=9) as anew:
+            again = pusher.refresh(params(), 5)
+            assert [own.engine for own in again.engines] == [anew.url]
+            assert again.checksum == first.checksum and anew.bits == loaded(params())
+            assert anew.held == steady.held and steady.engine.computation.params is before
+            assert pusher.refresh(params(), 5) is None and pusher.engines == (*urls,)
+            # Other weights than those that were pushed last are for all that there are.
+            anew.engine.version = 4
+            assert pusher.refresh(params(2), 6).lost == ()
+            assert steady.held == anew.held and steady.bits == anew.bits == loaded(params(2))
+        with pytest.raises(NotPushed):
+            pusher.engines = urls[2:]
+            pusher.push(params(2), 7)
+        assert pusher.refresh(params(2), 7) is None  # nobody answers
+        pusher.engines = urls
+        assert pusher.refresh(params(2), 7).lost == () and steady.held[0] == 7
+
+
+def test_engines_of_the_trainer_s_process_are_refreshed_if_they_have_not_taken_a_push():
+    engines = [made(), made()]
+    pusher = Reshard(engines)
+    assert pusher.push(params(), 3).shown is None and pusher.refresh(params(), 3) is None
+    engines[1].update_weights(params(2), 2)
+    hows = [own.how for own in pusher.refresh(params(), 3).engines]
+    assert hows == ["held", "whole"] and bits(engines[1]) == loaded(params())
 
 
 def test_versions_go_back_only_when_the_trainer_says_so(served, tmp_path):
