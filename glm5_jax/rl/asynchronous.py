@@ -30,6 +30,7 @@ from glm5_jax.rl.client import heard_taken, told_taken
 from glm5_jax.rl.experiment import RlConfig
 from glm5_jax.rl.pushed import NotPushed, Pushed, Pusher
 from glm5_jax.rl.streams import credited_rollouts
+from glm5_jax.rl.types import used_tools
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Source, Stage
@@ -360,6 +361,7 @@ def told(groups: Sequence[Taken], step: int) -> dict:
         "rollout": {
             "tokens": float(np.mean([sum(r.loss_mask.sum() for r in m.records) for m in members])),
             "truncated": float(np.mean([m.records[-1].status == "truncated" for m in members])),
+            "used_tools": float(np.mean([used_tools(m.messages) for m in members])),
             "flat_groups": float(np.mean([len(set(group.baseline)) < 2 for group in groups])),
             "padded": 1 - len(members) / size,
             "seconds": float(np.mean([member.seconds for member in members])),

@@ -26,7 +26,7 @@ from glm5_jax.rl.monitor import agreement
 from glm5_jax.rl.reshard import Reshard
 from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
 from glm5_jax.rl.streams import credited, distilled
-from glm5_jax.rl.types import Attempt, Message, Reward, Task, Verifier
+from glm5_jax.rl.types import Attempt, Reward, Task, Verifier, used_tools
 from glm5_jax.training.stages import Source, Stage
 from glm5_jax.training.step import Step, make_step
 
@@ -368,16 +368,10 @@ def told(groups: Sequence[Group]) -> dict:
             "tokens": float(np.mean(lengths)),
             "truncated": float(np.mean([a.finish_reason == "length" for a in attempts])),
             "environment_errors": float(np.mean([r.value is None for r in rewards])),
-            "used_tools": float(np.mean([_used_tools(a.messages) for a in attempts])),
+            "used_tools": float(np.mean([used_tools(a.messages) for a in attempts])),
             "flat_groups": float(np.mean(flat)),
         },
     }
-
-
-def _used_tools(messages: Sequence[Message]) -> bool:
-    """Whether a reply follows what a tool answered."""
-    roles = [message["role"] for message in messages]
-    return "tool" in roles and "assistant" in roles[roles.index("tool") :]
 
 
 def staleness(records: Iterable[TokenRecord], step: int) -> float:

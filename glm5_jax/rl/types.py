@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_content, tool_calls
@@ -99,3 +99,9 @@ class Verifier(Protocol):
     of None. That must be nothing which a policy can bring about: it would learn to, and its bad attempts be left out."""
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward: ...
+
+
+def used_tools(messages: Sequence[Message]) -> bool:
+    """Whether a reply follows what a tool answered."""
+    roles = [message["role"] for message in messages]
+    return "tool" in roles and "assistant" in roles[roles.index("tool") :]

@@ -400,3 +400,24 @@ def test_a_batch_of_which_nothing_is_left_is_a_step_without_a_gradient(quick, tm
     steps, norms = column(read(tmp_path / "run"), "grad_norm/muon")
     assert steps == [1, 2] and norms == [0, 0]
     assert column(read(tmp_path / "run"), "rollout/flat_groups")[1] == [1, 1]
+
+
+def test_it_is_told_how_many_replied_to_a_tool(quick, tmp_path):
+    asked = {"role": "user", "content": "2*3?"}
+    answered, said = ({"role": name, "content": "6"} for name in ("tool", "assistant"))
+    chats = [(asked, said, answered, said), (asked, said, answered), (asked, said), (asked,)]
+
+    class Calling(Together):
+        def take(self, step, seconds):
+            groups = super().take(step, seconds)
+            return [
+                dataclasses.replace(group, members=tuple(map(chatted, group.members, chats)))
+                for group in groups
+            ]
+
+    def chatted(member, messages):
+        return dataclasses.replace(member, messages=messages)
+
+    config = config_of(quick, schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 2))
+    run(config, tmp_path / "run", Calling(config))
+    assert column(read(tmp_path / "run"), "rollout/used_tools")[1] == [0.25, 0.25]
