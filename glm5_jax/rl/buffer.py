@@ -28,7 +28,7 @@ class Admitted:
 
     Attributes:
       order: its place in line, from 0; a group for one that was dropped has that one's place.
-      group_id: unlike that of any other group, also of those before a restart that had the same journal or another life.
+      group_id: unlike that of any other group of buffers with the same life.
       task, number: whose attempts.
       tries: groups in this place before it. With order, a seed that does not depend on what came when.
     """
@@ -79,17 +79,17 @@ class Buffer:
     """The groups that are outstanding. What it cannot do is a ValueError, and changes nothing.
 
     journal: a folder that outlives the process: whoever opens it next goes on with all groups that had come, taken or
-    not, and is to admit those again that were under way. life: goes before the ids of groups, of a buffer that has no
-    journal to tell it which there were.
+    not, and is to admit those again that were under way.
 
     Attributes:
+      life: with which the ids of all its groups begin, and of those that open the same journal after it.
       step: updates of the trainer; version: of the weights that the engines have.
       lease: of the trainer that began last, later than all before it; 0: none has begun.
       checksum: of the engines' weights, None: they tell none.
     """
 
     def __init__(self, config: BufferConfig, journal: pathlib.Path | None = None, life: str = ""):
-        self.config, self._life = config, life
+        self.config, self.life = config, life
         self.step = self.version = self.lease = 0
         self.checksum: str | None = None
         self._trained: collections.Counter[str] = collections.Counter()  # trajectories by task
@@ -137,12 +137,6 @@ class Buffer:
         """That the engines have; None: no trainer has begun."""
         return Weights(self.lease, self.version, self.checksum) if self.lease else None
 
-    @property
-    def owed(self) -> list[str]:
-        """Ids of the groups whose places are to be filled again: dropped ones, and after a restart those that were under
-        way."""
-        return [place.admitted.group_id for place in self._owed.values()]
-
     def room(self) -> int:
         """How many groups may be admitted now."""
         return room(self.config, self.step, self.version, self.waiting, self.running)
@@ -159,7 +153,7 @@ class Buffer:
             order, tries = self._next, 0
         else:
             order, tries = owed, self._owed[owed].admitted.tries + 1
-        admitted = Admitted(order, f"{self._life}{order}-{tries}", task, number, tries)
+        admitted = Admitted(order, f"{self.life}{order}-{tries}", task, number, tries)
         place = _Place(admitted, self.version, len(self._lost))
         self._write(place)
         if owed is None:
@@ -391,6 +385,7 @@ class Buffer:
         if self._journal is not None:
             state: dict[str, Any] = {
                 **{name: getattr(self.config, name) for name in _KEPT},
+                "life": self.life,
                 "step": self.step,
                 "version": self.version,
                 "lease": self.lease,
@@ -427,6 +422,7 @@ class Buffer:
                     f"the journal in {folder} is of {name}={state[name]}, not {getattr(self.config, name)}; take "
                     "that, or another folder"
                 )
+        self.life = state["life"]
         self.step, self.version, self.lease = state["step"], state["version"], state["lease"]
         self.checksum = state["checksum"]
         self._lost = [(low, high) for low, high in state["lost"]]

@@ -5,6 +5,7 @@
 
     POST   /sessions                              {id, seed, weights}: begins a rollout
     POST   /sessions/ID/v1/chat/completions       OpenAI's API, for an agent that knows nothing of all this
+    GET    /sessions                              {"sessions": [ID]}: that have begun and not ended
     GET    /sessions/ID                           what has been said so far, in numbers
     POST   /sessions/ID/samples                   records of all branches
     DELETE /sessions/ID                           ends it
@@ -134,6 +135,7 @@ class Gateway(HttpServer):
                 "/weights": self._set_weights,
             },
             "GET": {
+                "/sessions": self._list,
                 "/sessions/{id}": self._describe,
                 "/health": self._health,
                 "/server_info": self._info,
@@ -188,6 +190,9 @@ class Gateway(HttpServer):
             self._journal.begin(name, seed)
         self._sessions[name] = _Open(Session(self._tokenizer, self.config.session, seed))
         return as_json({"id": name})
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return as_json({"sessions": list(self._sessions)})
 
     async def _describe(self, request: web.Request) -> web.Response:
         name, own = self._found(request)

@@ -109,8 +109,7 @@ class Orchestrator(HttpServer):
         self._clock = time.monotonic
         folder = None if config.journal is None else pathlib.Path(config.journal)
         # Agents of a hub that was killed may go on in their sessions, which no other's must be named like.
-        life = "" if folder is not None else f"{secrets.token_hex(4)}-"
-        self._buffer = Buffer(config.buffer, folder, life)
+        self._buffer = Buffer(config.buffer, folder, f"{secrets.token_hex(4)}-")
         self._registry = Registry(config.buffer.group, config.registry)
         self._registry.drawn.update(self._buffer.begun)
         self._collect()
@@ -149,14 +148,11 @@ class Orchestrator(HttpServer):
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         config = self.config
         async with JsonClient(config.api_key, most_bytes=config.most_bytes) as self._client:
-            self._remote = Remote(
-                self._client, config.gateway, config.seed, config.remote, self._clock
-            )
+            own = config.gateway, config.seed, config.remote, self._clock, self._buffer.life
+            self._remote = Remote(self._client, *own)
             self._remote.weights = self._buffer.weights
-            for group_id in self._buffer.owed:
-                self._remote.abandon(group_id, config.buffer.group)
             self._filling = self._started(self._fill())
-            self._started(self._sweep())
+            self._started(self._remote.sweep())
             yield
             tasks = set(self._tasks)
             for task in tasks:
@@ -188,12 +184,6 @@ class Orchestrator(HttpServer):
             if self._buffer.lease and not (self._draining or self._paused):
                 self._start_groups(now)
             await self._hear(news, self.config.tick)
-
-    async def _sweep(self) -> None:
-        """Ends sessions that are left behind."""
-        while True:
-            await self._remote.sweep()
-            await asyncio.sleep(self.config.tick)
 
     def _start_groups(self, now: float) -> None:
         accepted = None

@@ -31,6 +31,7 @@ class RemoteConfig:
       cancel_seconds: that a service may take to see that it is called off.
       look_seconds: that the gateway may take to see which engines have new weights.
       look: seconds between two looks whether a service has room for an evaluation.
+      sweep_seconds: between two looks for sessions that were left behind.
       slack: seconds beyond its own deadline that a service may take to answer.
       breaker: of the gateway.
     """
@@ -41,11 +42,13 @@ class RemoteConfig:
     cancel_seconds: float = 5.0  # ours
     look_seconds: float = 20.0  # ours: a gateway looks at all at once, for 5 s each time
     look: float = 0.1  # ours
+    sweep_seconds: float = 2.0  # ours
     slack: float = 15.0  # ours
     breaker: BreakerConfig = BreakerConfig()
 
     def __post_init__(self):
-        for name in ("tries", "call_seconds", "cancel_seconds", "look_seconds", "look"):
+        own = "tries", "call_seconds", "cancel_seconds", "look_seconds", "look", "sweep_seconds"
+        for name in own:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("again_after", "slack"):
@@ -75,12 +78,14 @@ class Remote:
         seed: int,
         config: RemoteConfig,
         clock: Callable[[], float],
+        life: str,
     ):
+        """life: with which the names of all sessions begin that are this hub's."""
+        self._life, self._under_way = life, set[str]()
         self._client, self._url, self._seed = client, url.rstrip("/"), seed
         self._config, self._clock = config, clock
         self.gateway, self.error = Breaker(config.breaker), ""
         self._examinations = 0
-        self._left: set[str] = set()  # sessions that may still be there
 
     async def rollout(
         self, service: Service, group: Admitted, place: int, *, held_out: bool = False
@@ -130,7 +135,7 @@ class Remote:
 
         async def one(number: int) -> None:
             # Of what is held out always the same seed, and never the same session.
-            group_id = f"held-out-{name}-{number}-{mark}"
+            group_id = f"{self._life}held-out-{name}-{number}-{mark}"
             group = Admitted(-1 - number, group_id, name, number, 0)
             found.append(await self.rollout(service, group, 0, held_out=True))
 
@@ -165,28 +170,19 @@ class Remote:
             except GatewayError as error:
                 _log.warning("weights of version %d: %s", weights.version, error)
 
-    async def forget(self, name: str) -> None:
-        """Ends a session, if there is one; what a gateway that is down has left of it, `sweep` ends."""
-        try:
-            await self._at_gateway("DELETE", f"/sessions/{name}")
-            self._left.discard(name)
-        except GatewayError as error:
-            if error.status == 404:
-                self._left.discard(name)
-            else:
-                self._left.add(name)
-
-    def abandon(self, group_id: str, size: int) -> None:
-        """A hub before this one may have left sessions of a group of so many behind, which `sweep` ends."""
-        for place in range(size):
-            self._left.update(_names(group_id, place, self._config.tries))
-
     async def sweep(self) -> None:
-        """Ends sessions that are left behind, unless the gateway is down."""
-        for name in sorted(self._left):
-            await self.forget(name)
-            if name in self._left:
-                return
+        """Ends sessions of this hub that it knows nothing of: whose gateway was down when they should have ended, or that a
+        hub before it left, which had the same journal and was killed."""
+        while True:
+            try:
+                found = await self._at_gateway("GET", "/sessions")
+                for name in found["sessions"]:
+                    if name.startswith(self._life) and name not in self._under_way:
+                        _log.info("session %s was left behind", name)
+                        await self._at_gateway("DELETE", f"/sessions/{name}")
+            except GatewayError as error:
+                _log.debug("sessions are not looked at: %s", error)
+            await asyncio.sleep(self._config.sweep_seconds)
 
     async def _tried(self, service: Service, asked: Mapping[str, Any]) -> dict[str, Any]:
         """What is in a trajectory of one try. ServerError if the environment failed."""
@@ -194,6 +190,7 @@ class Remote:
         begin = {"id": name, "seed": asked["seed"]}
         if self.weights is not None:
             begin["weights"] = self.weights._asdict()
+        self._under_way.add(name)
         try:
             await self._opened(begin)
             said = await self._asked(service, asked)
@@ -201,7 +198,7 @@ class Remote:
                 raise ServerError(said.reward.error or "the environment failed")
             records = await self._samples(name, asked["group_id"])
         finally:
-            await self.forget(name)
+            await self._end(name)
         if not any(record.loss_mask.any() for record in records):
             raise ServerError(f"{service.spec.name} has sampled nothing in session {name}")
         return {
@@ -210,6 +207,15 @@ class Remote:
             "metrics": said.metrics,
             "records": records,
         }
+
+    async def _end(self, name: str) -> None:
+        """Ends a session, if there is one and the gateway is not down."""
+        try:
+            await self._at_gateway("DELETE", f"/sessions/{name}")
+        except GatewayError as error:
+            _log.debug("session %s: %s", name, error)
+        finally:
+            self._under_way.discard(name)
 
     async def _samples(self, name: str, group_id: str) -> tuple[TokenRecord, ...]:
         """What was sampled in a session. GatewayError."""

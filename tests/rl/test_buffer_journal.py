@@ -98,7 +98,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 
 def test_all_groups_but_those_under_way_are_there_again(tmp_path):
-    buffer = Buffer(CONFIG, tmp_path)
+    buffer = Buffer(CONFIG, tmp_path, "life-")
     groups = [buffer.admit("t", i) for i in range(4)]
     for own in groups[:2]:
         come(buffer, own)
@@ -112,11 +112,11 @@ def test_all_groups_but_those_under_way_are_there_again(tmp_path):
     come(buffer, new[0], version=1, rewards=[None, None])
     assert buffer.running == 1
 
-    again = Buffer(CONFIG, tmp_path)
+    again = Buffer(CONFIG, tmp_path, "another-")
+    assert again.life == "life-"
     assert (again.step, again.version, again.waiting, again.running) == (1, 1, 2, 0)
     assert again.accepted == {"t": 8} and again.begun == {"t": 4, "u": 2}
     assert again.room() == 2
-    assert again.owed == [own.group_id for own in new]
     assert again.again() == [("u", 0), ("u", 1)] and again.again() == []
     assert not come(again, new[1], version=1)  # it was under way
     for was, own in zip(batch, again.take(1), strict=True):

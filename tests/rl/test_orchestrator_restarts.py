@@ -11,6 +11,7 @@ import pytest
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import HubClient
 from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.remote import RemoteConfig
 from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, hub_config, service_config, until
 
 
@@ -87,6 +88,24 @@ def test_no_hub_has_sessions_of_the_same_names_as_one_that_left_no_journal(gate)
     assert len(names[0]) == 16 and not names[0] & names[1]
 
 
+def test_a_hub_ends_the_sessions_that_those_before_it_left(gate, tmp_path):
+    """Whose gateway was down, perhaps, when they were killed. Others' are left alone."""
+    options = {"journal": str(tmp_path), "remote": RemoteConfig(sweep_seconds=0.1)}
+    with contextlib.ExitStack() as stack:
+        fleet = Fleet(stack, gate, **options).begin()
+        life = fleet.train()[0].group_id.partition("-")[0]
+    theirs, others = f"{life}-3-0-1", "another-3-0-1"
+    for name in (theirs, others):
+        ask("POST", f"{gate}/sessions", {"id": name})
+    with contextlib.ExitStack() as stack:
+        fleet = Fleet(stack, gate, **options)
+        until(lambda: theirs not in ask("GET", f"{gate}/sessions")["sessions"])
+        fleet.begin()
+        assert all(group.group_id.startswith(f"{life}-") for group in fleet.train(4))
+    assert ask("GET", f"{gate}/sessions") == {"sessions": [others]}
+    ask("DELETE", f"{gate}/sessions/{others}")
+
+
 @pytest.mark.parametrize("journal", [False, True])
 def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, journal):
     """It was thought dead, and has learnt from a batch that another trainer now learns from."""
@@ -124,10 +143,16 @@ def test_a_trainer_that_was_replaced_is_believed_no_more(stack, gate, tmp_path, 
         fleet.client.push(1)
 
 
+def ask(method, url, body=None):
+    """What a server answers."""
+    request = urllib.request.Request(url, body and json.dumps(body).encode(), method=method)
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
 def weights(gate):
     """What the gateway wants of engines: (version, checksum), or None."""
-    with urllib.request.urlopen(f"{gate}/server_info", timeout=10) as answer:
-        told = json.load(answer)["weights"]
+    told = ask("GET", f"{gate}/server_info")["weights"]
     return told and (told["version"], told["checksum"])
 
 
@@ -137,11 +162,11 @@ def test_the_gateway_knows_at_once_which_weights_engines_must_have(stack, engine
         assert weights(gate) is None
         fleet.begin()
         assert weights(gate) == (0, None)
+        fleet.add("sums")
+        assert fleet.client.take(0, 20)
+        fleet.client.trained(0)
         ENGINE.version, ENGINE.checksum = 1, "c"
         try:
-            fleet.add("sums")
-            fleet.client.take(0, 20)
-            fleet.client.trained(0)
             fleet.client.push(1, "c")
             assert weights(gate) == (1, "c")
         finally:
