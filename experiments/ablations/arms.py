@@ -30,6 +30,7 @@ import jax
 from glm5_jax.checkpoint import store
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.metrics_log import column, read
+from glm5_jax.text.tokenizer import BYTES
 from glm5_jax.training.experiment import ExperimentConfig, StageConfig
 from glm5_jax.training.metrics import Diverged, TrainingStopped
 from glm5_jax.training.pretraining import Setting
@@ -66,9 +67,9 @@ class Trial:
 
 def _by_content(config: dict) -> dict:
     """A config with what its tokenizer is in place of where it lies."""
-    path = config["tokenizer"] and pathlib.Path(config["tokenizer"])
-    if path is None:
+    if config["tokenizer"] in (None, BYTES):
         return config
+    path = pathlib.Path(config["tokenizer"])
     file = path / "tokenizer.json" if path.is_dir() else path
     return config | {"tokenizer": hashlib.sha256(file.read_bytes()).hexdigest()}
 

@@ -37,9 +37,7 @@ from glm5_jax.training.experiment import choose
 SEEDS = (0, 1, 2)
 AGES = (0, 4, 16)
 LOSSES = {"double sided": "double_sided", "ppo": "ppo", "unclipped": "unclipped"}
-STEPS = (
-    400  # of the 700 of rl_reasoning.py: by then a run without delay is past half of what it learns
-)
+STEPS = 400  # of the 700 of rl_reasoning.py: without delay it is past half of what it learns
 TAIL = 0.1
 EXACT = "reward_part/exact"
 

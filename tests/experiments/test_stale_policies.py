@@ -22,6 +22,7 @@ def test_arms_differ_in_the_loss_and_the_age_alone():
             names = ("name", "policy", "max_staleness", "max_running")
             same = {name: getattr(base, name) for name in names}
             assert dataclasses.replace(stage, **same) == base
+    assert len({arm.trial(seed=s).digests[-1] for arm in arms.values() for s in (0, 1)}) == 18
     with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny"):
         stale_policies.get_config("huge")
 
