@@ -149,9 +149,21 @@ class Asynchronous(Stage):
         """The engines have these weights before anything is sampled for them, those that a lost trainer made too."""
         done = self._batches.step = self._version = int(state["step"])
         self._params, self._early = state["params"], False
-        with _stopping():
-            pushed = self._pusher.push(self._params, done, rewind=True)
-            self._hub.begin(done, done, pushed.shown)
+        with _stopping(), self._batches.waits():
+            self._hub.begin(done, done, self._first_push(done).shown)
+
+    def _first_push(self, version: int) -> Pushed:
+        """Engines that were killed together with a trainer before this one are there again soon."""
+        config = self.config
+        for left in reversed(range(1 + int(config.batch_seconds // config.refresh_seconds))):
+            try:
+                return self._pusher.push(self._params, version, rewind=True)
+            except NotPushed as error:
+                if error.refused or not left:
+                    raise
+                _log.warning("%s", error)
+                time.sleep(config.refresh_seconds)
+        raise AssertionError("the last try has raised")
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
         taken, config = self._batches, self.config

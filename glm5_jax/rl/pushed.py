@@ -52,12 +52,13 @@ class SyncConfig:
 
 class Told(NamedTuple):
     """What became of a push at one engine. how: "whole", "changes" or "held", which it did already; bytes: sent to
-    it; error: why it has not taken it, None if it has."""
+    it; error: why it has not taken it, None if it has; refused: it says so itself, and would again."""
 
     engine: str
     how: str
     bytes: int
     error: str | None = None
+    refused: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,12 @@ class Pushed:
 
 
 class NotPushed(Exception):
-    """No engine has taken the weights; the message says why, of each."""
+    """No engine has taken the weights; the message says why, of each. refused: one has refused them, and the others would
+    when they are there again."""
+
+    def __init__(self, message: str, refused: bool = False):
+        super().__init__(message)
+        self.refused = refused
 
 
 class Pusher(Protocol):
@@ -107,6 +113,7 @@ def reported(
     pushed = Pushed(version, checksum, int(sent), int(whole), seconds, tuple(told))
     reasons = "; ".join(f"{own.engine}: {own.error}" for own in told if own.error is not None)
     if reasons and len(pushed.lost) == len(told):
-        raise NotPushed(f"no engine has taken version {version}: {reasons}")
+        refused = any(own.refused for own in told)
+        raise NotPushed(f"no engine has taken version {version}: {reasons}", refused)
     _log.info("version %d: %.3f MB in %.2f s; lost: %s", version, sent / 1e6, seconds, reasons)
     return pushed

@@ -373,11 +373,11 @@ class _Remote:
     def __init__(self, url: str, client: aiohttp.ClientSession, config: SyncConfig):
         self.url, self._client, self._config = url, client, config
         self.how, self.error, self.bytes = WHOLE, None, 0
-        self.begun = self.done = False
+        self.begun = self.done = self.refused = False
 
     @property
     def told(self) -> Told:
-        return Told(self.url, self.how, self.bytes, self.error)
+        return Told(self.url, self.how, self.bytes, self.error, self.refused)
 
     async def trying(self, action):
         """What action gives; None, with the reason in `error`, if the engine does not answer or refuses."""
@@ -385,6 +385,9 @@ class _Remote:
             return await action
         except (_Refused, TimeoutError, aiohttp.ClientError, OSError) as error:
             self.error = self.error or str(error) or type(error).__name__
+            # 409: it is at another push, or holds something else by now.
+            status = error.status if isinstance(error, _Refused) else None
+            self.refused |= status is not None and 400 <= status < 500 and status != 409
             return None
 
     async def send(self, name: str, data: bytes) -> None:

@@ -215,14 +215,36 @@ def test_what_the_hub_cannot_do_ends_the_run_in_words(quick, tmp_path, method, v
         run(config, tmp_path / "run", hub)
 
 
-def test_weights_that_no_engine_takes_end_the_run_in_words(quick, tmp_path):
+@pytest.mark.parametrize("refused, tries", [(True, 1), (False, 4)])
+def test_weights_that_no_engine_takes_end_the_run_in_words(quick, tmp_path, refused, tries):
+    """At once if an engine refuses them; one that is not there may come."""
+    asked = []
+
     class Nowhere:
         def push(self, params, version, rewind=False):
-            raise NotPushed("no engine has taken version 0")
+            asked.append((version, rewind))
+            raise NotPushed("no engine has taken version 0", refused)
 
-    config = config_of(quick)
+    config = config_of(quick, batch_seconds=0.35, refresh_seconds=0.1)
     with pytest.raises(TrainingStopped, match="no engine has taken version 0"):
         run(config, tmp_path / "run", pusher=Nowhere())
+    assert asked == [(0, True)] * tries
+
+
+def test_engines_that_start_with_the_trainer_are_waited_for(quick, tmp_path):
+    class Late(Together):
+        tries = 0
+
+        def push(self, *said, rewind=False):
+            self.tries += 1
+            if self.tries < 3:
+                raise NotPushed("no engine has taken version 0")
+            return super().push(*said, rewind=rewind)
+
+    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 2)
+    config = config_of(quick, schedule=schedule, refresh_seconds=0.1)
+    hub = run(config, tmp_path / "run", Late(config))
+    assert hub.tries > 3 and [version for version, _ in hub.pushed] == [0, 1, 2]
 
 
 class Outage(Together):

@@ -154,8 +154,10 @@ def test_one_push_at_a_time(served, tmp_path):
     ):
         status, told = served.ask(path, body)
         assert status == 409 and "version 1 is being taken" in told["error"]["message"]
-    with pytest.raises(NotPushed, match="version 1 is being taken; push again once that is over"):
+    taken = "version 1 is being taken; push again once that is over"
+    with pytest.raises(NotPushed, match=taken) as caught:
         Network(CFG, [served.url], SMALL).push(params(), 2)
+    assert not caught.value.refused
     for path, body in (
         ("/weights/commit", {"push": "b", "checksums": []}),
         ("/weights/abort", {"push": "b"}),
@@ -235,8 +237,10 @@ def test_an_engine_that_does_not_answer_is_told_of_and_holds_up_nobody(served, s
         )
         assert reasons[1] is None and "Cannot connect" in reasons[2]
         assert served.bits == loaded(params(version))
-    with pytest.raises(NotPushed, match="no engine has taken version 3: http.*no answer to"):
+    none = "no engine has taken version 3: http.*no answer to"
+    with pytest.raises(NotPushed, match=none) as caught:
         Network(CFG, [silent, gone], one).push(params(), 3)
+    assert not caught.value.refused
     with pytest.raises(ValueError, match="nowhere to go"):
         Network(CFG, []).push(params(), 3)
 
@@ -296,7 +300,7 @@ def test_weights_of_another_model_are_refused_before_they_are_sent(served, words
     ):
         with pytest.raises(NotPushed) as caught:
             pusher.push(other, 1)
-        assert words in str(caught.value)
+        assert words in str(caught.value) and caught.value.refused
     assert served.bits == before and served.held == (0, None)
 
 
