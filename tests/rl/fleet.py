@@ -174,9 +174,9 @@ def gateway(engine, **options):
         yield url
 
 
-def told(url, path, body):
+def told(url, path, body, seconds=60.0):
     """What a server says to a body of JSON."""
-    with Client(url).open(path, json.dumps(body).encode(), timeout=60) as answer:
+    with Client(url).open(path, json.dumps(body).encode(), timeout=seconds) as answer:
         return json.load(answer)
 
 
@@ -262,11 +262,11 @@ class Parts:
     """Processes by name, which can be killed and started anew at the same port with the same journal."""
 
     def __init__(self, stack):
-        self._stack, self._started = stack, {}
+        self._stack, self._started, self.processes = stack, {}, {}
 
     def start(self, name, part, /, **options):
         own = contextlib.ExitStack()
-        url, _ = own.enter_context(process(part, **options))
+        url, self.processes[name] = own.enter_context(process(part, **options))
         self._stack.push(own)
         port = int(url.rpartition(":")[2])
         self._started[name] = own, part, options | {"port": port}
@@ -293,16 +293,17 @@ def _gateway(engine, **options):
     from glm5_jax.rl.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
-    return Gateway(Tokenizer.load("bytes"), [engine], GatewayConfig(**QUICK | options))
+    return Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**QUICK | options))
 
 
 def _service(turns=2, pause=0.0, size=100, **options):
     return Sums(service_config(**options), size, turns=turns, pause=pause)
 
 
-def _hub(lost_after=10.0, **options):
+def _hub(lost_after=10.0, call_seconds=60.0, **options):
     registry = dataclasses.replace(SOON["registry"], lost_after=lost_after)
-    return Orchestrator(hub_config(registry=registry, **options))
+    remote = dataclasses.replace(SOON["remote"], call_seconds=call_seconds)
+    return Orchestrator(hub_config(registry=registry, remote=remote, **options))
 
 
 PARTS = {"engine": _engine, "gateway": _gateway, "service": _service, "hub": _hub}

@@ -1,37 +1,43 @@
-"""All parts but the trainer as processes, each killed once while it takes batches."""
+"""All parts but the trainer as processes, each killed once, and each stopped once, while it takes batches."""
 
 import contextlib
 import json
+import signal
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import HubClient
 from tests.rl.fleet import Parts, told, until
 
+pytestmark = pytest.mark.slow
 BUFFER = dict(group=4, batch_groups=4, max_staleness=1, max_running=16)
 VICTIMS = ("gateway", "hub", "service", "engine")
 
 
 def asked(url):
-    with urllib.request.urlopen(url, timeout=60) as answer:
+    with urllib.request.urlopen(url, timeout=2) as answer:
         return json.load(answer)
 
 
 class Trainer:
     """Learns nothing, and gives the engine its weights as a real one does: now, or while it waits for a batch."""
 
-    def __init__(self, hub, engine):
-        self.client, self.engine = HubClient(hub, patience=60.0), engine
+    def __init__(self, hub, engines):
+        self.client, self.engines = HubClient(hub, patience=60.0), engines
         self.step, self.groups, self.refreshed = 0, [], 0
 
     def begin(self):
         self.client.begin(0, 0)
 
     def give(self):
-        with contextlib.suppress(ServerError):  # it is down
-            told(self.engine, "/version", {"version": self.step})
-            self.client.push(self.step)
+        for engine in self.engines:
+            with contextlib.suppress(ServerError, TimeoutError):  # it is down
+                told(engine, "/version", {"version": self.step}, seconds=1.0)
+        self.client.push(self.step)
 
     def take(self):
         for _ in range(60):
@@ -39,7 +45,7 @@ class Trainer:
             if found is not None:
                 return found
             with contextlib.suppress(OSError):
-                if asked(f"{self.engine}/weights")["version"] != self.step:
+                if any(asked(f"{own}/weights")["version"] != self.step for own in self.engines):
                     self.give()
                     self.refreshed += 1
         raise AssertionError(self.client.hindered)
@@ -61,7 +67,7 @@ def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
         journal = str(tmp_path / "hub")
         hub = parts.start("hub", "hub", gateway=gate, journal=journal, **BUFFER)
         parts.start("service", "service", hub=hub, name="sums", pause=0.05)
-        trainer = Trainer(hub, engine)
+        trainer = Trainer(hub, [engine])
         client = trainer.client
         until(lambda: client.status()["tasks"])
         trainer.begin()
@@ -72,14 +78,61 @@ def test_each_part_is_killed_once_and_the_run_goes_on(tmp_path):
             trainer.train()
             killing.result()
             trainer.train()
-        client.pause()
-        until(lambda: client.status()["running"] == 0)
-        until(lambda: asked(f"{gate}/server_info")["sessions"] == 0)
-        status = client.status()
-    assert status["step"] == status["version"] == trainer.step == 1 + 2 * len(VICTIMS)
-    assert status["room"] == 2 * BUFFER["batch_groups"] - status["waiting"]
+        status = ended(client, gate)
+    check(trainer, status, 1 + 2 * len(VICTIMS))
     assert trainer.refreshed  # nothing else would have given the new engine its weights
+
+
+def ended(client, gate):
+    """The hub's status, once nothing is under way."""
+    client.pause()
+    until(lambda: client.status()["running"] == 0)
+    until(lambda: asked(f"{gate}/server_info")["sessions"] == 0)
+    return client.status()
+
+
+def check(trainer, status, steps):
+    """Nothing was trained on twice, and as many groups may begin as if nothing had been."""
+    assert status["step"] == status["version"] == trainer.step == steps
+    assert status["room"] == 2 * BUFFER["batch_groups"] - status["waiting"]
     groups = trainer.groups
     assert len(groups) == 4 * trainer.step == len({group.group_id for group in groups})
-    assert len({group.number for group in groups}) == len(groups)
+    assert len({(group.task, group.number) for group in groups}) == len(groups)
     assert max(group.staleness for group in groups) <= 1
+
+
+def test_who_hangs_holds_nobody_up(tmp_path):
+    """Stopped, not dead: it keeps its connections, and answers nothing. An engine and a service are so for good."""
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as waker:
+        parts = Parts(stack)
+        engines = [parts.start(name, "engine", delay=0.02) for name in ("one", "two")]
+        own = dict(seconds=2.0, probe_seconds=0.2, journal=str(tmp_path / "gateway"))
+        gate = parts.start("gateway", "gateway", engine=",".join(engines), **own)
+        own = dict(lost_after=2.0, call_seconds=2.0, journal=str(tmp_path / "hub"))
+        hub = parts.start("hub", "hub", gateway=gate, **own, **BUFFER)
+        for name in "ab":
+            parts.start(name, "service", hub=hub, name=name, pause=0.05, seconds=10.0)
+        trainer = Trainer(hub, engines)
+        client = trainer.client
+        until(lambda: len(client.status()["tasks"]) == 2)
+        trainer.begin()
+        trainer.train()
+
+        def stop(name, seconds=None):
+            child = parts.processes[name]
+            child.send_signal(signal.SIGSTOP)
+            if seconds is not None:
+                time.sleep(seconds)
+                child.send_signal(signal.SIGCONT)
+
+        for name, seconds in (("b", None), ("two", None), ("gateway", 5.0), ("hub", 5.0)):
+            until(lambda: client.status()["running"])
+            waking = waker.submit(stop, name, seconds)
+            for _ in range(3):
+                trainer.train()
+            waking.result()
+        tasks = client.status()["tasks"]
+        assert tasks["b"]["state"] == "lost"
+        assert set(asked(f"{gate}/server_info")["loads"]) == {engines[0]}
+        status = ended(client, gate)
+    check(trainer, status, 13)
