@@ -124,7 +124,7 @@ def tiny() -> DistillConfig:
             engine=dataclasses.replace(base.engine, max_length=agentic.length),
             length=agentic.length,
         ),
-        sft=(rl_reasoning.Share(TaskConfig("chain", size=20_000, steps=5)),),
+        sft=(rl_reasoning.Share(TaskConfig("chain", size=4000, steps=5)),),
         reasoning=base.tasks[:2],
         agentic=agentic.tasks[:1],
         general=rl_general.tiny().tasks,

@@ -442,8 +442,8 @@ def tiny() -> AgenticConfig:
         batch_seconds=600.0,
         registry=RegistryConfig(lost_after=60.0),
         tasks=(
-            Share(TaskConfig("products", size=20_000, digits=2), 0.75),
-            Share(TaskConfig("chain", size=20_000, steps=4), 0.25),
+            Share(TaskConfig("products", size=4000, digits=2), 0.75),
+            Share(TaskConfig("chain", size=4000, steps=4), 0.25),
         ),
         layout=LayoutConfig(warm=False),
     )

@@ -176,6 +176,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
 
     from glm5_jax.checkpoint.store import SaveError
     from glm5_jax.core import hosts
+    from glm5_jax.core.console import ProgressBar
     from glm5_jax.training import handovers, report
     from glm5_jax.training.metrics import TrainingStopped
 
@@ -197,11 +198,14 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
         return made
 
     try:
-        before = None
-        # What is wrong with the last stage is said before the first one trains.
-        for stage in stages if len(stages) > 1 else ():
-            before = ready(stage, before if stage.follows else None)
-            before.close()
+        if len(stages) > 1:
+            # What is wrong with the last stage is said before the first one trains.
+            before = None
+            with ProgressBar(len(stages), unit="stage") as bar:
+                for number, stage in enumerate(stages):
+                    bar.update(number, f"checking {stage.folder.name}")
+                    before = ready(stage, before if stage.follows else None)
+                    before.close()
         budget = getattr(module, "minutes", lambda _: {})(config)
         if budget:
             print(

@@ -122,7 +122,7 @@ class Chats:
         self._config, self._tokenizer = config, tokenizer
         self._lines, self._paths = None, []
         if isinstance(config.chats, ChatTaskConfig):
-            self._lines = list(lines(config.chats, config.mode))
+            self._lines = lines(config.chats, config.mode)
         else:
             self._paths = _files(config)
         places, wrong, num_bytes, seen = [], [], 0, 0

@@ -73,11 +73,16 @@ class ChatTaskConfig:
         return self.kind + {"chain": f"{self.steps}x{self.turns}"}.get(self.kind, "")
 
 
-def lines(config: ChatTaskConfig, mode: str) -> Iterator[bytes]:
+@functools.lru_cache(32)  # both sides of a split, and every stage that looks ahead, ask for them
+def lines(config: ChatTaskConfig, mode: str) -> tuple[bytes, ...]:
     """The conversations as lines of SFT data (conversation.py), with reasoning as `mode` needs it.
 
     Of turn_level what has reasoning comes twice, its turns with it where the other's have none.
     """
+    return tuple(_lines(config, mode))
+
+
+def _lines(config: ChatTaskConfig, mode: str) -> Iterator[bytes]:
     twice = mode == "turn_level" and config.kind in REASONING
     for number in range(config.size):
         problem = number // 2 if twice else number

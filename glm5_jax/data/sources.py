@@ -8,6 +8,7 @@ text is a ValueError that names the file and the place.
 """
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import itertools
@@ -280,7 +281,8 @@ def _open(config: SourceConfig) -> Source | Sequence[Document]:
     return source
 
 
-def stdlib_paths() -> list[pathlib.Path]:
+@functools.cache
+def stdlib_paths() -> tuple[pathlib.Path, ...]:
     """Python files of the running interpreter's standard library, sorted by their relative path.
 
     Without tests, installed packages, code tables, empty files and files above 256 KiB.
@@ -292,7 +294,7 @@ def stdlib_paths() -> list[pathlib.Path]:
         if STDLIB_SKIPPED.isdisjoint(parts) and not generated:
             if 0 < path.stat().st_size <= STDLIB_MAX_BYTES:
                 paths.append(path)
-    return paths
+    return tuple(paths)
 
 
 def held_out(text: str, fraction: float) -> bool:
