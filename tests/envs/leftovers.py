@@ -1,6 +1,7 @@
 """What sandboxes make on the machine, counted from outside."""
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import tempfile
@@ -18,41 +19,67 @@ def processes_in(namespace: int) -> list[str]:
     found = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            if os.stat(folder / "ns/pid").st_ino == namespace:
+            if namespace_of(folder.name) == namespace:
                 found.append(f"{folder.name} {(folder / 'cmdline').read_bytes()!r}")
         except OSError:  # gone meanwhile, or another user's
             continue
     return found
 
 
-def namespaces() -> set[int]:
-    """Process namespaces that this process's descendants are in, or children are to be in."""
-    own, parents = os.stat("/proc/self/ns/pid").st_ino, {}
+def descendants(top: int) -> dict[int, int]:
+    """The processes below one, and itself: number -> the process namespace that its children are to be in."""
+    parents, spaces = {}, {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            parents[int(folder.name)] = parent, os.stat(folder / "ns/pid").st_ino
+            spaces[int(folder.name)] = namespace_of(folder.name)
+            parents[int(folder.name)] = parent
         except OSError:
             continue
-    found = set()
-    for pid, (_, namespace) in parents.items():
+    found = {}
+    for pid in parents:
         ancestor = pid
-        while ancestor in parents and ancestor != os.getpid():
-            ancestor = parents[ancestor][0]
-        if ancestor == os.getpid() and namespace != own:
-            found.add(namespace)
+        while ancestor in parents and ancestor != top:
+            ancestor = parents[ancestor]
+        if ancestor == top:
+            found[pid] = spaces[pid]
     return found
 
 
-def groups() -> list[str]:
-    """Control groups of this process's sandboxes."""
-    mark = f"-{os.getpid()}-"
+def namespace_of(pid: int | str) -> int:
+    """OSError if the process has ended."""
+    return os.stat(f"/proc/{pid}/ns/pid").st_ino
+
+
+def still_there(processes: dict[int, int]) -> list[int]:
+    """Of what `descendants` found those that have not ended."""
+    found = []
+    for pid, namespace in processes.items():
+        with contextlib.suppress(OSError):
+            found += [pid] if namespace_of(pid) == namespace else []
+    return found
+
+
+def namespaces(top: int | None = None) -> set[int]:
+    """Process namespaces of the sandboxes of a process, or of this one."""
+    own = namespace_of(os.getpid())
+    return {*descendants(top or os.getpid()).values()} - {own}
+
+
+def groups(maker: int | None = None) -> list[str]:
+    """Control groups of the sandboxes of a process, or of this one."""
+    mark = f"-{maker or os.getpid()}-"
     return sorted(
         os.path.join(place, name)
         for place, names, _ in os.walk("/sys/fs/cgroup")
         for name in names
         if name.startswith("glm5_jax-") and mark in name
     )
+
+
+def folders(maker: int) -> list[str]:
+    """Temporary folders of the sandboxes of a process."""
+    return sorted(name for name in os.listdir(tempfile.gettempdir()) if f"-{maker}-" in name)
 
 
 def all_that_sandboxes_make() -> dict[str, object]:

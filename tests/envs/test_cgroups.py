@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from glm5_jax.envs.sandbox import cgroups
+from glm5_jax.envs.sandbox import cgroups, remains
 from glm5_jax.envs.sandbox.cgroups import Groups
 
 FILES = {
@@ -224,16 +224,18 @@ def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
 
 
 def test_groups_of_the_dead_are_swept_and_others_are_left(tree):
-    made, own = tree("work")
+    """Beside the group that holds processes, where those of sandboxes stand."""
+    made, own = tree("system.slice/run.service")
     made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
+    made._fill(own.parent, "cpu memory pids")
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    dead = made.make(made.top, f"{cgroups._prefix()}{gone.pid}-0")
-    alive = made.make(made.top, f"{cgroups._prefix()}{os.getppid()}-0")
-    other = made.make(made.top, f"glm5_jax-1-{gone.pid}-0")  # of another namespace of processes
+    mine = remains.mark()
+    dead = made.make(own.parent, mine.replace(f"-{os.getpid()}-", f"-{gone.pid}-") + "0")
+    alive = made.make(own.parent, f"{mine}of another thread")
     (made.make(dead, "command-0") / "cgroup.procs").write_text("")
-    cgroups._sweep(made.top)
-    assert not dead.exists() and alive.exists() and other.exists()
+    assert Groups(**LIMITS).limits
+    assert not dead.exists() and alive.exists()
 
 
 def test_which_group_is_whose(tmp_path):

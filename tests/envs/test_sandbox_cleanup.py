@@ -7,13 +7,21 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
 import pytest
 
 from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError, box, run_python
-from tests.envs.leftovers import all_that_sandboxes_make, groups, namespaces, processes_in, run
+from tests.envs.leftovers import (
+    all_that_sandboxes_make,
+    folders,
+    groups,
+    namespaces,
+    processes_in,
+    run,
+)
 from tests.envs.test_sandbox import first_process, root_only
 
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
@@ -215,6 +223,7 @@ OWNER = """
 
     async def main():
         async with Sandbox() as box:
+            await box.snapshot()
             await box.exec("setsid sleep 1013 >/dev/null 2>&1 &")
             print("running", flush=True)
             await box.exec("sleep 1013", seconds=1000)
@@ -223,13 +232,13 @@ OWNER = """
 """
 
 
-def test_the_sandboxes_of_a_killed_process_end_and_their_groups_are_swept_by_the_next(plain_env):
+def test_the_sandboxes_of_a_killed_process_end_and_what_is_left_is_swept_by_the_next(plain_env):
     command = [sys.executable, "-c", textwrap.dedent(OWNER)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=plain_env) as owner:
+    env = plain_env | {"TMPDIR": tempfile.gettempdir()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as owner:
         assert owner.stdout.readline() == b"running\n"
         time.sleep(0.3)
-        mark = f"-{owner.pid}-"
-        found = [name for name in groups_of(mark)]
+        found, left = groups(owner.pid), folders(owner.pid)
         (namespace,) = namespaces()
         assert len(processes_in(namespace)) == 4
         owner.kill()
@@ -238,8 +247,15 @@ def test_the_sandboxes_of_a_killed_process_end_and_their_groups_are_swept_by_the
             break
         time.sleep(0.02)
     assert processes_in(namespace) == []
+
+    async def taken():
+        async with Sandbox() as box:
+            (await box.snapshot()).remove()
+
     assert run(run_python("print(1)")).stdout == b"1\n"
-    assert groups_of(mark) == []
+    assert groups(owner.pid) == [] and folders(owner.pid) == left != []
+    run(taken())
+    assert folders(owner.pid) == []
     assert found or os.getuid() != 0
 
 
@@ -297,15 +313,6 @@ def test_what_cannot_be_removed_is_told_and_takes_no_result_away(monkeypatch, ca
 
     assert run(work()).stdout == b"1\n"
     assert "could not be removed wholly: /a/group is left" in caplog.text
-
-
-def groups_of(mark: str) -> list[str]:
-    return [
-        os.path.join(place, name)
-        for place, names, _ in os.walk("/sys/fs/cgroup")
-        for name in names
-        if name.startswith("glm5_jax-") and mark in name
-    ]
 
 
 def test_no_temporary_folder_is_made_for_a_sandbox(tmp_path):

@@ -9,11 +9,10 @@ import select
 import shutil
 import signal
 import stat
-import tempfile
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
-from glm5_jax.envs.sandbox import seccomp, transfer
+from glm5_jax.envs.sandbox import remains, seccomp, transfer
 from glm5_jax.envs.sandbox.cgroups import Groups
 from glm5_jax.envs.sandbox.child import Child
 from glm5_jax.envs.sandbox.config import (
@@ -60,6 +59,7 @@ class Sandbox:
         self.limits: dict[str, str] = {}
         self._isolated = self.config.isolation != "none"
         self._owner = OWNER if self._isolated and os.getuid() == 0 else 0
+        self._users = {os.getuid(), self._owner or os.getuid()}  # to whom its folders belong
         self._filter = seccomp.program() if self._isolated else b""
         self._groups: Groups | None = None
         self._monitor: Child | None = (
@@ -97,7 +97,8 @@ class Sandbox:
                     "SANDBOX WITHOUT ISOLATION: programs run as the caller, with the caller's files and "
                     "network; for trusted programs only"
                 )
-                self._folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax-sandbox-"))
+                await asyncio.to_thread(remains.sweep_folders, self._users)
+                self._folder = remains.make_folder("sandbox")
                 self._inside(self.config.workdir).mkdir(parents=True, exist_ok=True)
             self._running = True
         except OSError as error:
@@ -209,7 +210,8 @@ class Sandbox:
         return await asyncio.to_thread(transfer.to_tar, records)
 
     async def snapshot(self) -> Layer:
-        """What has been written, on top of what the sandbox started from; `Layer.remove` deletes it.
+        """What has been written, on top of what the sandbox started from; `Layer.remove` deletes it, or once this
+        process has ended the next that takes one.
 
         Nothing should be writing meanwhile. Taken from a sandbox that ran untrusted programs it is as
         untrusted as they are.
@@ -217,7 +219,8 @@ class Sandbox:
         if not self._isolated:
             raise ValueError("a sandbox with isolation='none' has no layers to take a snapshot of")
         self._check_running()
-        folder = pathlib.Path(tempfile.mkdtemp(prefix="glm5_jax-layer-"))
+        await asyncio.to_thread(remains.sweep_folders, self._users)
+        folder = remains.make_folder("layer")
         base = self.config.base
         layer = Layer((folder, *base.folders), base.host_programs)
         try:

@@ -10,14 +10,11 @@ import os
 import pathlib
 import signal
 
+from glm5_jax.envs.sandbox.remains import left_of, mark
+
 CONTROLLERS = ("memory", "pids", "cpu")
 _PERIOD = 100_000  # microseconds; of each the sandbox has its share, the kernel's default
 _numbers = itertools.count()
-
-
-def _prefix() -> str:
-    """Of the groups that this process makes; process numbers mean something in their namespace only."""
-    return f"glm5_jax-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 def _hierarchies(
@@ -70,9 +67,9 @@ class Groups:
         self.limits: dict[str, str] = {}
         self._folders: dict[str, pathlib.Path] = {}
         self._commands: list[pathlib.Path] = []
-        self._name = f"{_prefix()}{os.getpid()}-{next(_numbers)}"
+        self._name = f"{mark()}{next(_numbers)}"
         first, second, top = _hierarchies()
-        _sweep(*first.values(), *([second] if second else []))
+        _sweep(*first.values())
         quota = int(cpus * _PERIOD)
         self._try_version_1(first, memory_bytes, processes, quota)
         if not self._folders and second is not None:
@@ -100,6 +97,7 @@ class Groups:
         }
         # A group that holds processes cannot give controllers on, so the place may be further up.
         for parent in (own, *own.parents):
+            _sweep(parent)
             offered = set((parent / "cgroup.controllers").read_text().split()) & {*CONTROLLERS}
             if {"memory", "pids"} <= offered:
                 # In one write, so that it is all or nothing.
@@ -200,9 +198,7 @@ def _remove(folder: pathlib.Path) -> bool:
 def _sweep(*parents: pathlib.Path) -> None:
     """Removes the groups of processes that were killed before they could."""
     for parent in parents:
-        for folder in parent.glob(_prefix() + "*"):
-            pid = folder.name.removeprefix(_prefix()).split("-")[0]
-            if not pathlib.Path("/proc", pid).exists():
-                for command in folder.glob("command-*"):
-                    _remove(command)
-                _remove(folder)
+        for name in left_of(os.listdir(parent)):
+            for command in (parent / name).glob("command-*"):
+                _remove(command)
+            _remove(parent / name)

@@ -4,8 +4,9 @@ import dataclasses
 import math
 import os
 import pathlib
-import shutil
 from collections.abc import Mapping
+
+from glm5_jax.envs.sandbox.remains import remove_folder
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 OWNER = 100_000  # root of the sandbox's 65536 users, outside: above the users of common systems
@@ -57,14 +58,7 @@ class Layer:
 
     def remove(self) -> None:
         """Deletes the topmost folder, which a snapshot made."""
-        if (
-            os.getuid() != 0
-        ):  # programs may have closed folders to their owner, whom only root passes
-            for place, names, _ in os.walk(self.folders[0]):
-                for path in (pathlib.Path(place, name) for name in names):
-                    if not path.is_symlink():
-                        path.chmod(0o700)
-        shutil.rmtree(self.folders[0])
+        remove_folder(self.folders[0])
 
 
 HOST = Layer()

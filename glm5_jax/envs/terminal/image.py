@@ -22,6 +22,7 @@ from glm5_jax.envs.sandbox import (
     SandboxError,
     SandboxFileError,
 )
+from glm5_jax.envs.sandbox.remains import mark
 from glm5_jax.envs.terminal import dockerfile, grader
 from glm5_jax.envs.terminal.shell import run_as
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
@@ -152,7 +153,7 @@ class Images:
         return _with_tester(build.image(layer))
 
     async def _build_tools(self) -> Layer:
-        with tempfile.TemporaryDirectory() as place:
+        with tempfile.TemporaryDirectory(prefix=f"{mark()}tools-") as place:
             folder = pathlib.Path(place)
             await asyncio.to_thread(_lay_out_tools, folder)
             async with Sandbox(SandboxConfig(workdir=_NOWHERE, seconds=120)) as box:
