@@ -19,6 +19,7 @@ of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.js
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping, Sequence
 
 from experiments import sft
 from glm5_jax import presets
@@ -108,17 +109,21 @@ class ReasoningConfig(RlConfig):
             print(report)
             kept = {task.id for task in known}
             kinds = {name: [t for t in own if t.id in kept] for name, own in kinds.items()}
-        weights = {share.name: share.weight for share in self.tasks}
-        verifiers = Verifiers(self.verifier, self.partly)
+        world = world_of(self, kinds, Verifiers(self.verifier, self.partly))
         known = list(itertools.chain(*kinds.values()))
-        world = World(
-            TaskMixture(kinds, weights, seed=self.seed),
-            {share.name: share.tasks_of(evaluation=True) for share in self.tasks},
-            verifiers,
-            Toolbox(TOOLS, known),
-            close=verifiers.close,
-        )
         return Reinforcement(self, workdir, world, known, before=before, **options)
+
+
+def world_of(config, kinds: Mapping[str, Sequence[Task]], verifiers: "Verifiers") -> World:
+    """Tasks by kind, those that are held out, and the tools of all. config: has the shares as `tasks`, and the seed."""
+    weights = {share.name: share.weight for share in config.tasks}
+    return World(
+        TaskMixture(kinds, weights, seed=config.seed),
+        {share.name: share.tasks_of(evaluation=True) for share in config.tasks},
+        verifiers,
+        Toolbox(TOOLS, itertools.chain(*kinds.values())),
+        close=verifiers.close,
+    )
 
 
 class Verifiers:

@@ -24,13 +24,11 @@ from experiments import rl_general, rl_reasoning
 from experiments.ablations.arms import Arm, Runs, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
-from experiments.rl_reasoning import Share, Verifiers
+from experiments.rl_reasoning import Share, Verifiers, world_of
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
 from glm5_jax.rl.in_process import InProcess
-from glm5_jax.rl.stage import World
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 
@@ -53,10 +51,7 @@ class StaleConfig(AsynchronousConfig):
     def stage(self, workdir, evaluator=None, before=None, **options) -> Asynchronous:
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        weights = {share.name: share.weight for share in self.tasks}
-        held_out = {share.name: share.tasks_of(evaluation=True) for share in self.tasks}
-        verify = Verifiers(VerifierConfig(), partly=True)
-        world = World(TaskMixture(kinds, weights, seed=self.seed), held_out, verify)
+        world = world_of(self, kinds, Verifiers(VerifierConfig(), partly=True))
         hub = InProcess(self, world, Tokenizer.load(self.tokenizer))
         return Asynchronous(self, workdir, hub, hub.pusher, before=before, **options)
 

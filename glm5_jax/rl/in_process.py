@@ -18,7 +18,7 @@ from glm5_jax.rl.asynchronous import AsynchronousConfig
 from glm5_jax.rl.buffer import Admitted, Buffer, Taken
 from glm5_jax.rl.pushed import Pushed
 from glm5_jax.rl.reshard import Reshard
-from glm5_jax.rl.rollout import Rollouts
+from glm5_jax.rl.rollout import Group, Rollouts
 from glm5_jax.rl.stage import World, judge, mean_reward
 from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import Attempt, Reward, Task
@@ -64,19 +64,24 @@ class InProcess:
             found[kind] = {"reward": mean_reward(groups), "count": len(groups), "failed": 0}
         return found
 
+    def attempts(self, tasks: Sequence[Task], first: int) -> list[Group]:
+        """Judged attempts at the tasks, by the newest weights. first: how many tasks came before these."""
+        config = self._config
+        rollouts = self._rollouts(config.policy.temperature)
+        groups = rollouts.sample(tasks, config.seed, first=first)
+        wait_for(judge(groups, self._world, config.judged_at_once))
+        return groups
+
     def _rollouts(self, temperature: float) -> Rollouts:
         more = self._config.rollout, temperature, self._world.tools
         return Rollouts(self.pusher.engine, self._tokenizer, *more)
 
     def _sample(self, tasks: Sequence[Task], admitted: Sequence[Admitted]) -> None:
         """All at once: seeds follow from the order, in which groups stand that have not been admitted before."""
-        config, first = self._config, admitted[0].order
+        first = admitted[0].order
         if [own.order for own in admitted] != list(range(first, first + len(admitted))):
             raise ValueError("a group was dropped; let the verifier of the world have no failures")
-        rollouts = self._rollouts(config.policy.temperature)
-        groups = rollouts.sample(tasks, config.seed, first=first)
-        wait_for(judge(groups, self._world, config.judged_at_once))
-        for own, group in zip(admitted, groups):
+        for own, group in zip(admitted, self.attempts(tasks, first)):
             members = zip(group.records, group.rewards, group.attempts, strict=True)
             self.buffer.put(
                 own.group_id, [_trajectory(own, place, *each) for place, each in enumerate(members)]

@@ -251,6 +251,7 @@ def test_a_tokenizer_is_known_by_what_it_holds(tmp_path):
 
     here = digest("here", "{}")
     assert digest("moved", "{}") == here != digest("other", "[]")
+    assert Arm("a", (config(tokenizer="bytes"),)).trial().digests[-1] != here
 
 
 def test_the_outcome_reads_the_log(tmp_path):

@@ -1,0 +1,258 @@
+"""Arms that learn from tokens and from text: what encoding anew makes of a chat, and the arms in a few steps."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from experiments.ablations import text_in_text_out
+from experiments.ablations.arms import SharedSteps
+from experiments.ablations.text_in_text_out import (
+    AGAIN,
+    ARMS,
+    IN_PLACE,
+    TOKENS,
+    Found,
+    OwnLogp,
+    encoded_again,
+    placed,
+)
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.sessions import Session
+from glm5_jax.rl.types import Attempt, Task
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.text.tool_calls import parse_reply
+from glm5_jax.training import report
+
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}},
+}
+TASK = Task("t", "math", ({"role": "user", "content": "37+85?"},))
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return text_in_text_out.pairs()
+
+
+def config(length: int = 2048):
+    stage = text_in_text_out.get_config("tiny")[IN_PLACE].stages[-1]
+    rollout = RolloutConfig(thinking=False)
+    return dataclasses.replace(stage, rollout=rollout, length=length)
+
+
+def ids_of(*pieces: str) -> list[int]:
+    """A token for each piece: a marker, a pair of digits or a byte."""
+    known = {tokenizer().bytes_of(i): i for i in range(tokenizer().vocab_size)}
+    return [known[piece.encode()] for piece in pieces]
+
+
+def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
+    """(attempt, record) of a task whose replies are these tokens; a tool answers "5" to all but the last. Log-probs are
+    -1, -2, ... of each reply."""
+    session, messages = Session(tokenizer()), []
+    for turn, pieces in enumerate(replies):
+        if turn:
+            messages.append({"role": "tool", "content": "5"})
+        plan = session.plan([*task.messages, *messages], task.tools, enable_thinking=False)
+        ids = ids_of(*pieces)
+        reply = parse_reply(ids, task.tools or None, tokenizer=tokenizer(), thinking=False).message
+        reason = "length" if cut and turn == len(replies) - 1 else "stop"
+        logp = [-1.0 - place for place in range(len(ids))]
+        session.commit(plan, ids, logp, [turn] * len(ids), reason, reply)
+        messages.append(reply)
+    [record] = session.records(task_id=task.id)
+    return Attempt(tuple(messages), "length" if cut else "stop"), record
+
+
+def again(task: Task, *replies: tuple[str, ...], cut: bool = False):
+    """(record before, record behind, what was found)."""
+    attempt, record = chat(task, *replies, cut=cut)
+    return record, *encoded_again(task, attempt, record, config(), tokenizer())
+
+
+def trained(record) -> list[tuple[int, float, int]]:
+    """(id, log-prob, version) of what is learnt."""
+    own = record.loss_mask == 1
+    streams = record.token_ids, record.rollout_logp, record.weight_version
+    return list(zip(*(stream[own].tolist() for stream in streams)))
+
+
+@pytest.mark.parametrize("cut", (False, True))
+def test_what_an_encoder_would_write_stays_as_it_is(cut):
+    pieces = ("12", "2") if cut else ("12", "2", "<|user|>")
+    record, found, counts = again(TASK, pieces, cut=cut)
+    for name, stream in record.streams().items():
+        np.testing.assert_array_equal(getattr(found, name), stream)
+    assert counts == Found(1, 0, len(pieces), 0)
+
+
+def test_log_probs_keep_their_places_and_what_is_too_many_is_dropped():
+    record, found, counts = again(TASK, ("1", "2", "2", "<|user|>"))
+    [twelve, two, stop] = ids_of("12", "2", "<|user|>")
+    assert trained(found) == [(twelve, -1, 0), (two, -2, 0), (stop, -3, 0)]
+    # The second place has a 2 before and behind.
+    assert counts == Found(1, 1, 4, 3)
+    prompt = len(record) - 4
+    assert (found.token_ids[:prompt] == record.token_ids[:prompt]).all()
+    assert not found.loss_mask[:prompt].any()
+
+
+def test_tokens_without_a_log_prob_have_zero():
+    _, found, counts = again(TASK, ("5", "[MASK]", "<|user|>"))
+    spelled = ids_of("5", *"[MASK]", "<|user|>")
+    logp = [-1.0, -2.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert trained(found) == [(i, x, 0) for i, x in zip(spelled, logp)]
+    assert counts == Found(1, 1, 3, 2)
+
+
+def test_each_reply_of_a_chat_is_by_itself():
+    task = dataclasses.replace(TASK, tools=(ADD,))
+    call = ("<tool_call>", "a", "d", "d", "<arg_key>", "a", "</arg_key>", "<arg_value>")
+    rest = ("</arg_value>", "</tool_call>", "<|observation|>")
+    record, found, counts = again(task, (*call, "1", "2", *rest), ("12", "<|user|>"))
+    first, second = ids_of(*call, "12", *rest), ids_of("12", "<|user|>")
+    want = [(i, -1.0 - place, 0) for place, i in enumerate(first)]
+    assert trained(found) == [*want, *((i, -1.0 - place, 1) for place, i in enumerate(second))]
+    assert counts == Found(2, 1, 15, 13 - len(call))
+    assert len(found) == len(record) - 1
+    # The tool's answer and the prompt behind it are read, in both.
+    assert (found.loss_mask[-6:] == record.loss_mask[-6:]).all()
+    assert (found.token_ids[-6:] == record.token_ids[-6:]).all()
+
+
+def test_a_row_is_the_end():
+    attempt, record = chat(TASK, ("5", "[MASK]", "<|user|>"))
+    found, _ = encoded_again(TASK, attempt, record, config(), tokenizer())
+    cut, _ = encoded_again(TASK, attempt, record, config(len(record)), tokenizer())
+    assert len(cut) == len(record) < len(found)
+    assert (cut.token_ids == found.token_ids[: len(record)]).all()
+
+
+def test_what_the_environment_broke_stays():
+    attempt, record = chat(TASK, ("1", "2", "<|user|>"))
+    failed = Attempt(attempt.messages, "failed", "it is down")
+    same, counts = encoded_again(TASK, failed, record, config(), tokenizer())
+    assert same is record and counts == Found(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("variant", ("tiny", "tools"))
+def test_arms_differ_in_what_they_learn_from_alone(variant):
+    arms = text_in_text_out.get_config(variant)
+    base = arms[TOKENS].stages[-1]
+    assert list(arms) == list(ARMS) and base.max_staleness == 0
+    for name, arm in arms.items():
+        [stage] = arm.stages
+        assert stage.learns_from == name
+        assert isinstance(stage.token_loss, OwnLogp) == (name == AGAIN)
+        assert dataclasses.replace(stage, name=base.name, learns_from=TOKENS) == base
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, tools"):
+        text_in_text_out.get_config("huge")
+    with pytest.raises(ValueError, match="learns_from is 'sound'; use one of 'tokens'; 'text, in"):
+        dataclasses.replace(base, learns_from="sound")
+
+
+def test_a_policy_after_sft_needs_a_life(tmp_path):
+    arm = text_in_text_out.get_config("tools")[TOKENS]
+    with pytest.raises(ValueError, match="has no folder 'sft'; give the workdir of a life"):
+        placed(arm, tmp_path)
+    (tmp_path / "sft").mkdir()
+    assert placed(arm, tmp_path).stages[-1].checkpoint == str(tmp_path / "sft")
+
+
+@pytest.mark.parametrize("correction", ("icepop", "double_sided", "ppo"))
+def test_text_again_is_learnt_as_if_the_learner_had_sampled_it(correction):
+    rng = np.random.default_rng(0)
+    logp, streams = (
+        -rng.random((2, 5)).astype(np.float32),
+        {
+            "rollout_logp": -9 * rng.random((2, 5)).astype(np.float32),
+            "advantage": rng.normal(size=(2, 5)).astype(np.float32),
+            "ref_logp": np.full((2, 5), -3, np.float32),
+        },
+    )
+    policy = PolicyConfig(correction=correction)
+    loss, told = OwnLogp(policy)(logp, streams)
+    want, _ = PolicyLoss(policy)(logp, streams | {"rollout_logp": logp})
+    other, seen = PolicyLoss(policy)(logp, streams)
+    for part in ("rl", "ref_kl"):
+        np.testing.assert_array_equal(loss[part], want[part])
+        assert np.abs(loss[part] - other[part]).max() > 0.1
+    assert np.abs(told["mismatch"]).max() == 0 < 1 < seen["mismatch"].max()
+    assert not told["below"].any() and not told["above"].any()
+
+
+def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    found, steps = {}, SharedSteps()
+    arms = text_in_text_out.get_config("tiny")
+    for number, name in enumerate((TOKENS, IN_PLACE)):
+        trial = placed(arms[name], tmp_path).trial(seed=0)
+        stage = trial.stages[-1]
+        stage = dataclasses.replace(
+            stage,
+            model=dataclasses.replace(
+                stage.model, num_hidden_layers=1, first_k_dense_replace=1, hidden_size=32
+            ),
+            train=dataclasses.replace(stage.train, steps=2, eval_interval=2, save_interval=0),
+            rollout=dataclasses.replace(stage.rollout, prompts=2, group=4),
+            max_running=2,
+            evaluation=dataclasses.replace(stage.evaluation, tasks=4),
+            compared=1,
+        )
+        stage.stage(tmp_path / str(number), step_maker=steps).run()
+        found[name] = read(tmp_path / str(number))
+        row = text_in_text_out.measure(trial, tmp_path / str(number))
+        assert 0 < row["tokens"] <= 1 and 0 < row["replies_end"] <= 1
+        assert row["apart"] <= row["apart_max"]
+
+    def of(arm, name):
+        return column(found[arm], name)[1]
+
+    # A policy with random weights writes bytes that no chat gives back.
+    assert of(TOKENS, "text/replies")[0] > 0.5
+    for name in ("reward/mean", "text/replies", "text/tokens"):
+        assert of(TOKENS, name)[0] == of(IN_PLACE, name)[0]
+    assert max(of(TOKENS, "text/apart_max")) < 1e-4 < 1 < max(of(IN_PLACE, "text/apart_max"))
+    assert max(of(TOKENS, "policy/mismatch")) < 1e-4 < 0.1 < of(IN_PLACE, "policy/mismatch")[0]
+    assert of(TOKENS, "loss/rl")[0] != of(IN_PLACE, "loss/rl")[0]
+
+
+def test_the_verdicts_compare_seed_by_seed():
+    rows = {
+        name: [
+            {
+                "worth": 0.8 - 0.1 * place + seed / 1000,
+                "reward": 0.6 + 0.05 * place + seed / 1000,
+                "masked": 0.02 * place,
+                "apart": 1e-6 if name == TOKENS else 2.0,
+                "apart_max": 1e-5 if name == TOKENS else 9.0,
+                "replies": 0.5,
+                "tokens": 0.4,
+                "replies_end": 0.3,
+                "tokens_end": 0.2,
+            }
+            for seed in range(3)
+        ]
+        for place, name in enumerate(ARMS)
+    }
+    curve = {name: [([1, 2], [0.1, 0.2])] * 3 for name in ARMS}
+    found = text_in_text_out.finding(rows, curve, curve, "command")
+    ids, log_probs, in_place, own = found.verdicts
+    assert ids.index("50.0") < ids.index("40.0") < ids.index("30.0") < ids.index("20.0")
+    assert "met, 1.0e-06 nats on average and 1.0e-05 at most" in log_probs
+    assert "text in place 2.0e+00 nats on average and 9.0e+00 at most" in log_probs
+    assert "met (+0.100 ± 0.000" in in_place and "met (+0.200 ± 0.000" in own
+    assert "greedy, held out: not met (-0.050 ± 0.000" in in_place
+    [table] = found.tables
+    assert table.rows[1][:6] == (IN_PLACE, "50.0, 30.0", "40.0, 20.0", "2.0e+00", "9.0e+00", "2.0")
+    rows[TOKENS][0] |= {"apart_max": 0.5}
+    for row in sum(rows.values(), []):
+        row["reward"] = None  # nothing was held out
+    found = text_in_text_out.finding(rows, curve, curve, "command")
+    assert "not met" in found.verdicts[1] and "greedy" not in found.verdicts[2]
+    assert found.tables[0].rows[0][-1] == "-"
