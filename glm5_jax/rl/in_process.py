@@ -21,7 +21,7 @@ from glm5_jax.rl.reshard import Reshard
 from glm5_jax.rl.rollout import Group, Rollouts
 from glm5_jax.rl.stage import World, judge, mean_reward
 from glm5_jax.rl.trajectory import Trajectory
-from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.rl.types import Attempt, Message, Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
 
 
@@ -83,17 +83,24 @@ class InProcess:
             raise ValueError("a group was dropped; let the verifier of the world have no failures")
         for own, group in zip(admitted, self.attempts(tasks, first)):
             members = zip(group.records, group.rewards, group.attempts, strict=True)
+            asked = group.task.messages
             self.buffer.put(
-                own.group_id, [_trajectory(own, place, *each) for place, each in enumerate(members)]
+                own.group_id,
+                [_trajectory(own, place, asked, *each) for place, each in enumerate(members)],
             )
 
 
 def _trajectory(
-    own: Admitted, place: int, record: TokenRecord, reward: Reward, attempt: Attempt
+    own: Admitted,
+    place: int,
+    asked: tuple[Message, ...],
+    record: TokenRecord,
+    reward: Reward,
+    attempt: Attempt,
 ) -> Trajectory:
     name = f"{own.group_id}-{place}"
     record = dataclasses.replace(record, group_id=own.group_id, rollout_id=name)
-    messages = attempt.messages
+    messages = (*asked, *attempt.messages)
     return Trajectory(name, own.group_id, own.task, own.number, messages, reward, (record,))
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from glm5_jax.checkpoint import models
+from glm5_jax.checkpoint import models, store
 from glm5_jax.core.coroutines import wait_for
 from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.data.conversation import Conversation, records
@@ -149,11 +149,12 @@ class Reinforcement(Stage):
         return self._attempts
 
     def _is_to_come(self, teacher: Teacher) -> bool:
-        """Whether it is a stage of the same run that has still to train, as the one before this."""
+        """Whether it is a stage of the same run that has still to train, as the one before this, or has nothing saved yet."""
         if self._before is None or self._before.finished:
             return False
         path = pathlib.Path(teacher.checkpoint)
-        return path.parent == self._before.workdir.parent and not path.exists()
+        its_run = path.parent == self._before.workdir.parent
+        return its_run and store.latest_step(path) is None
 
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.rl_reasoning import Share
+from glm5_jax.core.activity import read_activity
 from glm5_jax.core.metrics_log import column
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from tests.journeys.command import launched
@@ -116,6 +117,16 @@ def test_the_calculator_is_asked_and_its_answers_told(taught, plain_env, tmp_pat
     right, used = gains(rows)
     assert right >= MARGIN and used >= MARGIN, (right, used)
     assert column(rows, "rollout/environment_errors")[1] == [0.0] * STEPS
+
+
+def test_so_they_are_by_a_trainer_that_learns_while_others_sample(taught, plain_env, tmp_path):
+    """By experiments/rl_agentic.py with all its programs, each a process."""
+    changes = {"checkpoint": taught(plain_env), "max_staleness": 1, "max_running": 8}
+    rows = launched(plain_env, "rl_agentic.py:tiny", tmp_path, RL | changes)
+    right, used = gains(rows)
+    assert right >= MARGIN and used >= MARGIN, (right, used)
+    assert np.mean(column(rows, "policy/staleness_mean")[1]) > 0.5
+    assert len({life.pid for life in read_activity(tmp_path)}) == 5
 
 
 @pytest.mark.parametrize("control", ["others", "reversed"])

@@ -23,7 +23,8 @@ def refused(capsys, workdir, *argv) -> str:
     out, err = capsys.readouterr()
     assert code == 2
     assert out == ""
-    [line] = err.splitlines()
+    *progress, line = err.splitlines()
+    assert all(shown.startswith("stage ") for shown in progress), err
     assert line.startswith("error: ")
     assert sorted(workdir.rglob("*")) == before
     return line

@@ -65,6 +65,16 @@ def told(folder):
     ]
 
 
+def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(tmp_path):
+    (tmp_path / "rl_general/checkpoints").mkdir(parents=True)
+    before = None
+    for stage in run._stages(life(), tmp_path):
+        before = stage.config.stage(stage.folder, None, before)
+    before.close()
+    with pytest.raises(ValueError, match="rl_general holds no checkpoint"):
+        stage.config.stage(stage.folder, None)
+
+
 @pytest.mark.slow
 def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
@@ -75,13 +85,15 @@ def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypat
     def dies(self, *args, **more):
         nonlocal count
         count += 1
-        if count == STEPS + 2:  # within the second stage, before its last step is saved
+        # As the second stage begins, with nothing saved; then before its last step is.
+        if count in (STEPS + 2, 2 * STEPS + 3):
             raise RuntimeError("the machine is gone")
         update(self, *args, **more)
 
     monkeypatch.setattr(Engine, "update_weights", dies)
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        run._run(types.SimpleNamespace(), life(), parted)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the machine is gone"):
+            run._run(types.SimpleNamespace(), life(), parted)
     assert run._run(types.SimpleNamespace(), life(), parted) == 0
     assert "going on from step 1" in "".join(capsys.readouterr())
     before = None

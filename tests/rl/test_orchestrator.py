@@ -188,11 +188,11 @@ def test_a_service_that_is_not_heard_of_is_waited_for_no_longer(stack, gate):
     silent = Sums(service_config("http://127.0.0.1:9", seconds=60.0))
     silent.mode = "deaf"
     stack.enter_context(silent.running())
+    fleet.begin()  # before the service is known, which is lost so soon
     with Client(fleet.url).open("/tasks", json.dumps(silent._described()).encode()):
         pass
-    fleet.begin()
     until(lambda: fleet.told()["state"] == "lost" and not fleet.told()["in_flight"], 10)
-    assert fleet.told()["again"] == 12
+    assert fleet.told()["again"] == fleet.told()["drawn"] > 0
 
 
 def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):

@@ -17,7 +17,7 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.pushed import NotPushed, SyncConfig
+from glm5_jax.rl.pushed import NotPushed, SyncConfig, Told
 from glm5_jax.rl.reshard import Reshard, fingerprint
 from glm5_jax.rl.weight_sync import Network, SharedStorage, pieces
 from tests.rl.pushing import (
@@ -113,7 +113,7 @@ def test_a_push_of_what_is_held_changes_nothing(served, delta):
     first = pusher.push(params(), 3)
     before = served.engine.computation.params
     again = pusher.push(params(), 3)
-    assert again.engines == ((served.url, "held", 0, None),)
+    assert again.engines == (Told(served.url, "held", 0, None),)
     assert (again.bytes, again.checksum) == (0, first.checksum)
     assert served.engine.computation.params is before
     # Another pusher, which knows nothing, finds out as much.
