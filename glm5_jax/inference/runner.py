@@ -78,14 +78,17 @@ class Runner:
         plain = dataclasses.replace(model.cfg, int4_group=None)
         self._cfg, self._shape, self._mesh, self._plan = model.cfg, shape, model.mesh, plan
         self._steps = Steps(plain, shape, model.mesh, plan)
-        self._device = self._steps.device(model.cfg.dtype)
         size = (self.groups, shape.slots + 1)
         self._tables = np.zeros((*size, shape.max_pages), np.int32)
         self._listed = np.zeros(size, int)  # pages of each slot that its table shows
         params = glm5.params_of(model)
         self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
         self._shardings = flatten(_shardings_of(params, model))
-        self._committed = any(getattr(x, "committed", False) for x in jax.tree.leaves(params))
+        self._device = self._steps.device(model.cfg.dtype)
+        if model.mesh is None:
+            # Bound to it like the weights: the first program would not be that of later calls, whose pages it returns.
+            [device] = set(jax.tree.leaves(self._shardings))
+            self._device = jax.device_put(self._device, device)
         self._params = None
         self.load(params)
 
@@ -142,14 +145,7 @@ class Runner:
         kind, group = self._kinds[path]
         if kind in (Int8, Int4) and not is_compound(leaf):
             leaf = table.quantised(path, leaf, flatten(glm5.letters(self._cfg))[path], group)
-        return jax.tree.map(self._moved, leaf, self._shardings[path])
-
-    def _moved(self, array, sharding):
-        # An array that is bound to a device is another program's argument: none is where none was.
-        if self._mesh is not None or self._committed:
-            return jax.device_put(array, sharding)
-        free = not isinstance(array, jax.Array) or not array.committed
-        return array if free else jnp.array(np.asarray(array))
+        return jax.tree.map(jax.device_put, leaf, self._shardings[path])
 
     def launch(self, works: list[Work]) -> list[Part]:
         """Sends off the work of all groups; nothing waits for it."""

@@ -413,7 +413,11 @@ def _of(shardings, name):
 
 
 def _place(state, shardings):
-    return state if shardings is None else jax.device_put(state, shardings)
+    if shardings is None:
+        # All bound to the device that given weights are bound to, as a step's results are then: or the second step would
+        # be another program, compiled anew.
+        shardings = jax.tree.leaves(state["params"])[0].sharding
+    return jax.device_put(state, shardings)
 
 
 def _balanced(params, load, rate):

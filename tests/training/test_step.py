@@ -71,6 +71,20 @@ def test_every_weight_moves_and_the_loss_falls(three):
     assert [m["skipped"] for m in metrics] == [False] * 3
 
 
+@pytest.mark.parametrize("bound", [False, True], ids=["made here", "from a checkpoint"])
+def test_one_program_makes_all_steps(bound):
+    """Given weights are bound to their device; the results of a program with such arguments are bound, all of them."""
+    step = build()
+    params = jax.tree.map(jnp.asarray, cases.params(cases.config("dense")))
+    state = step.initialise(
+        jax.random.key(0), jax.device_put(params, jax.devices()[0]) if bound else params
+    )
+    before = step.train._cache_size()
+    for _ in range(2):
+        state, _ = step.train(state, cases.batch())
+    assert step.train._cache_size() <= max(before, 1)
+
+
 def test_the_reported_learning_rate_follows_the_schedule(three):
     _, metrics = three
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [1e-2, 9e-3, 8e-3], rtol=1e-5)
