@@ -149,7 +149,7 @@ class Reinforcement(Stage):
         return self._attempts
 
     def _is_to_come(self, teacher: Teacher) -> bool:
-        """Whether it is a stage of the same run that has still to train, as the one before this, or has nothing saved yet."""
+        """Whether it is a stage of the same run that has saved nothing yet, while the one before this has still to train."""
         if self._before is None or self._before.finished:
             return False
         path = pathlib.Path(teacher.checkpoint)

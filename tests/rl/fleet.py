@@ -15,6 +15,7 @@ import secrets
 import subprocess
 import sys
 import time
+import urllib.request
 
 from aiohttp import web
 
@@ -178,6 +179,12 @@ def told(url, path, body, seconds=60.0):
     """What a server says to a body of JSON."""
     with Client(url).open(path, json.dumps(body).encode(), timeout=seconds) as answer:
         return json.load(answer)
+
+
+def sessions(gate):
+    """How many a gateway has."""
+    with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as response:
+        return json.load(response)["sessions"]
 
 
 def rollout(url, number=0, **fields):

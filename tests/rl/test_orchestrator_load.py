@@ -18,7 +18,7 @@ import pytest
 
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import HubClient
-from tests.rl.fleet import Parts, process, resident, until
+from tests.rl.fleet import Parts, process, resident, sessions, until
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +92,6 @@ def test_a_thousand_rollouts_of_three_services():
         assert own["failed"] == own["failures"] == 0
     for name in memory[0]:
         assert memory[-1][name] < 1.1 * memory[3][name], memory
-
-
-def sessions(gate):
-    with urllib.request.urlopen(f"{gate}/server_info", timeout=60) as answer:
-        return json.load(answer)["sessions"]
 
 
 def in_flight(client):
