@@ -119,10 +119,10 @@ def tiny() -> DistillConfig:
             base,
             name="distill:tiny",
             learns="teachers",
+            schedule=dataclasses.replace(base.schedule, total_steps=30),
             teachers=teachers(EARLIER.format("tiny")),
-            rollout=dataclasses.replace(base.rollout, prompts=128, group=1, max_turns=turns),
-            engine=dataclasses.replace(base.engine, max_length=agentic.length),
-            length=agentic.length,
+            # As many as nearly fill the rows of one program.
+            rollout=dataclasses.replace(base.rollout, prompts=120, group=1, max_turns=turns),
         ),
         sft=(rl_reasoning.Share(TaskConfig("chain", size=4000, steps=5)),),
         reasoning=base.tasks[:2],

@@ -46,6 +46,9 @@ DIGITS = "0123456789"
 TOOLS = {"calculate": calculate, **search_tools()}
 NEAR = 5.0  # how far off a number is worth 1 / e of a right one
 
+# Of all stages of the small life, which have its few programs in common.
+ENGINE = EngineConfig(page_size=128, max_batch=128, chunk=1024, max_length=512, short_prompt=128)
+
 
 @dataclasses.dataclass(frozen=True)
 class Share:
@@ -222,9 +225,9 @@ def tiny() -> ReasoningConfig:
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=20),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=80, max_turns=2),
-        engine=EngineConfig(page_size=64, max_batch=128, chunk=1024, max_length=192),
+        engine=ENGINE,
         evaluation=EvaluationConfig(tasks=64),
-        length=384,
+        length=512,
         rows=8,
         tasks=(
             Share(TaskConfig("chain", size=20_000, steps=3), 0.45),
@@ -242,7 +245,6 @@ def tools() -> ReasoningConfig:
         name="rl_reasoning:tools",
         schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=64, max_turns=3),
-        engine=EngineConfig(page_size=64, max_batch=128, chunk=1024, max_length=512),
         credit=CreditConfig(drop_flat=True),
         length=512,
         rows=64,

@@ -55,6 +55,10 @@ class Device(NamedTuple):
     slots: Slots
 
 
+# Of a decode: fewer cost as much or more (on a CPU one takes eight times as long as four), and other programs.
+LEAST_ROWS = 8
+
+
 class Reads(NamedTuple):
     """A prefill of b sequences for each group. tokens int32[x b t], of which `count` int32[x b] from `start`
     int32[x b] on are real; behind int32[x b]: the token behind them, -1 if it is drawn; tables int32[x b n]; slot
@@ -113,7 +117,7 @@ class Shape:
 
     def rows(self, count: int) -> int:
         """The bucket of a decode of so many sequences."""
-        return self.slots if self.invariant else bucket(count, self.slots)
+        return self.slots if self.invariant else bucket(count, self.slots, LEAST_ROWS)
 
     @property
     def prompts(self) -> int:

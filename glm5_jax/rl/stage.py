@@ -181,14 +181,11 @@ class Reinforcement(Stage):
         self._examined = Rollouts(self._engine, *more, config.evaluation.temperature, tools)
         teachers = {origin: load() for origin, load in self._teachers.items()}
 
-        def scores(batch: Batch) -> dict[str, np.ndarray]:
-            placed = self._place(batch)
-            return {
-                origin: np.asarray(self._step.score(params, placed))
-                for origin, params in teachers.items()
-            }
+        def score(origin: str, batch: Batch) -> np.ndarray:
+            params = teachers[origin if origin in teachers else ""]
+            return np.asarray(self._step.score(params, self._place(batch)))
 
-        self._attempts.scores = scores if teachers else None
+        self._attempts.score = score if teachers else None
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
         told = self._agreement(state["params"])
@@ -240,12 +237,12 @@ class Attempts:
 
     Attributes:
       rollouts: makes attempts.
-      scores: by origin, a teacher's log-probs of a batch's tokens; None: there is none.
+      score: the log-probs that the teacher of an origin gives to a batch's tokens; None: there is none.
       records, metrics: of the last batch.
     """
 
     rollouts: Rollouts
-    scores: Callable[[Batch], dict[str, np.ndarray]] | None
+    score: Callable[[str, Batch], np.ndarray] | None
     records: list[TokenRecord]
 
     def __init__(self, config: RlConfig, world: World, texts: Sequence[TokenRecord] = ()):
@@ -263,7 +260,9 @@ class Attempts:
                 numbers = range(first, first + self._config.texts)
                 records += [self._texts[i % len(self._texts)] for i in numbers]
                 self.records = records
-                return self._laid_out(groups, records, batch_size)
+                if self.score is not None:
+                    self.records = records = self._taught(groups, records, batch_size)
+                return self._laid_out(records, batch_size)
         rewards = [reward for group in groups for reward in group.rewards]
         errors = [reward.error for reward in rewards if reward.value is None]
         why = f"of the last one's {len(rewards)} attempts {len(errors)} have no reward"
@@ -314,20 +313,35 @@ class Attempts:
             records += found
         return records
 
-    def _laid_out(self, groups: list[Group], records, multiple: int) -> Batch:
+    def _taught(
+        self, groups: list[Group], records: list[TokenRecord], count: int
+    ) -> list[TokenRecord]:
+        """With ref_logp of the teacher of each one's task, which reads those of its tasks alone, so many rows at once: one
+        program serves all batches."""
+        length, began = self._config.length, time.perf_counter()
+        origins = {group.task.id: group.task.origin for group in groups}
+        read: dict[str, list[TokenRecord]] = {}
+        for record in records:
+            if record.ref_kl_weight is not None:  # a text has none
+                read.setdefault(origins[record.task_id], []).append(record)
+        taught = {}
+        for origin, own in read.items():
+            batch, rows = lay_out(own, length, count, ("token_ids",))
+            for first in range(0, len(rows), count):
+                part = {name: stream[first : first + count] for name, stream in batch.items()}
+                for logp, placed in zip(self.score(origin, part), rows[first:]):
+                    ends = np.cumsum([len(record) for record in placed])
+                    for record, found in zip(placed, np.split(logp, ends)):
+                        found = np.where(record.loss_mask, found, np.nan)
+                        taught[id(record)] = dataclasses.replace(record, ref_logp=found)
+        self.metrics["seconds"]["teachers"] = time.perf_counter() - began
+        return [taught.get(id(record), record) for record in records]
+
+    def _laid_out(self, records: list[TokenRecord], multiple: int) -> Batch:
         config = self._config
-        batch, rows = lay_out(records, config.length, multiple, config.streams)
+        batch, _ = lay_out(records, config.length, multiple, config.streams)
         if config.credit.pull == "uniform":
             batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
-        if self.scores is not None:
-            scores = self.scores(batch)
-            origins = {group.task.id: group.task.origin for group in groups}
-            for i, own in enumerate(rows):
-                for segment, record in enumerate(own, 1):
-                    origin = origins.get(record.task_id, "")  # texts are of no task
-                    logp = scores[origin if origin in scores else ""]
-                    here = batch["segment_ids"][i] == segment
-                    batch["ref_logp"][i, here] = logp[i, here]
         return batch
 
 

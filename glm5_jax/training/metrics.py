@@ -34,7 +34,7 @@ class Counters:
 
 
 class Recorder:
-    """Turns steps into rows. Reads a step's arrays only when the next one is under way.
+    """Turns steps into rows. Waits for a step's arrays only when the next one is under way.
 
     flops_per_token: model FLOPs of a training step (`training.flops`); peak: FLOP/s of all devices
     together, or None.
@@ -67,10 +67,14 @@ class Recorder:
         self._since, self._tokens = time.perf_counter(), 0
 
     def add(self, step: int, tokens: int, metrics: dict) -> None:
-        """`step` has been dispatched with this many tokens. Settles the step before it."""
+        """`step` has been dispatched with this many tokens. Settles the step before it, and this one too if it has ended
+        already: its time must not count as none."""
         before, self._pending = self._pending, (step, tokens, metrics)
         if before:
             self._settle(*before)
+        # Processes of a pod must end after the same step, whichever of them is the first to see one.
+        if jax.process_count() == 1 and all(map(_is_there, jax.tree.leaves(metrics))):
+            self.settle()
 
     def settle(self) -> None:
         """Waits for the last step and records it. Diverged if too many were skipped."""
@@ -131,6 +135,10 @@ class Recorder:
                 f"step {step}: loss or gradients were not finite {count.skipped_in_a_row} times in a "
                 f"row and {count.skipped} times in all (limits {most_in_a_row} and {most})"
             )
+
+
+def _is_there(value) -> bool:
+    return not isinstance(value, jax.Array) or value.is_ready()
 
 
 def _host(value):

@@ -100,7 +100,7 @@ def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
         [i for i, w in zip(records[0].token_ids, records[0].ce_weight) if w]
     )
     assert "fact" in shown and "0?" not in shown
-    own.rollouts, own.scores, seen = OneEach(), None, []
+    own.rollouts, own.score, seen = OneEach(), None, []
     for _ in range(2):
         batch = own.next(1)
         learnt = batch["ce_weight"] != 0

@@ -240,7 +240,7 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
     common = dict(learns="teachers", checkpoint=one, train=two)
     alike = dataclasses.replace(quick, teachers=(Teacher(one),), **common)
     stage_of(alike, tmp_path / "alike").run()
-    assert max(map(abs, column(read(tmp_path / "alike"), "loss/ref_kl")[1])) < 1e-5
+    assert abs(column(read(tmp_path / "alike"), "loss/ref_kl")[1][0]) < 1e-5
     both = dataclasses.replace(
         quick, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
     )
@@ -251,8 +251,11 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
         batches.append(jax.device_get(batch)) or update(state, batch)
     )
     stage.run()
-    norms = {name: column(read(tmp_path / name), "grad_norm/muon")[1] for name in ("alike", "both")}
-    assert max(norms["alike"]) < 1e-3 * min(norms["both"])  # rounding
+    # Of the first step: Muon makes a step of rounding as large as any.
+    norms = {
+        name: column(read(tmp_path / name), "grad_norm/muon")[1][0] for name in ("alike", "both")
+    }
+    assert norms["alike"] < 1e-3 * norms["both"]
     score = jax.jit(stage._step.score)
     want = {
         t.origin: np.asarray(score(weights(t.checkpoint, quick), batches[0])) for t in both.teachers

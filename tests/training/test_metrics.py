@@ -86,7 +86,13 @@ def test_parts_and_layers_become_columns(tmp_path, capsys):
     assert "step 1  held_out/loss 2.5000" in out
 
 
-def test_a_step_is_read_when_the_next_is_under_way(tmp_path, capsys):
+@pytest.fixture
+def late(monkeypatch):
+    """Steps that have not ended when the next one is sent off."""
+    monkeypatch.setattr(metrics, "_is_there", lambda value: False)
+
+
+def test_a_step_is_waited_for_when_the_next_is_under_way(tmp_path, capsys, late):
     def feed(recorder):
         recorder.add(1, 50, values())
         assert recorder.counters.tokens == 0
@@ -97,6 +103,22 @@ def test_a_step_is_read_when_the_next_is_under_way(tmp_path, capsys):
         assert recorder.counters.tokens == 100
 
     record(tmp_path, capsys, feed)
+
+
+@pytest.mark.parametrize("ends", ["at once", "later"])
+def test_each_step_has_its_own_time(tmp_path, capsys, clock, ends, monkeypatch):
+    """Whether the device has done it when it is sent off or while the next one is; the last is waited for alone."""
+    monkeypatch.setattr(metrics, "_is_there", lambda value: ends == "at once")
+
+    def feed(recorder):
+        for step in range(1, 5):
+            clock[0] += 2.0
+            recorder.add(step, 50, values())
+        clock[0] += 2.0 * (ends == "later")
+        recorder.settle()
+
+    rows, _ = record(tmp_path, capsys, feed)
+    assert [row.get("speed/tokens_per_second") for row in rows] == [None, 25.0, 25.0, 25.0]
 
 
 def test_skipped_steps_are_written_whatever_the_interval(tmp_path, capsys):
