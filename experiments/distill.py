@@ -9,7 +9,7 @@ wrote, token by token: the advantage is log p_teacher - log p of each (Eq. 2), w
 part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning", "agentic"
 and "general".
 
-:tiny  within lifecycle.py:tiny, in about two minutes.
+:tiny  within lifecycle.py:tiny, in four to seven minutes.
 :small for one accelerator, from teachers of the three stages of reinforcement learning.
 :glm5  the same for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
 """

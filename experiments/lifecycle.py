@@ -45,7 +45,7 @@ TINY = {
     "distill_reasoning": 3.5,
     "rl_agentic": 11.0,
     "rl_general": 2.5,
-    "distill": 3.75,
+    "distill": 4.0,
 }
 
 
