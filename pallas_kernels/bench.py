@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import baselines, cost as costs, dispatch
+from pallas_kernels import baselines, chips, cost as costs, dispatch
 from pallas_kernels.cases import COMPOSED, KERNELS, Case, cases, worst_difference
 
 # Of a baseline's results from XLA's, as a share of the largest: bfloat16 rounds to 0.004.
@@ -131,7 +131,7 @@ def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
     spent = ours or xla
     if spent is None:
         return found
-    cost, chip = case.cost(sizes), costs.chip_of(found["device"])
+    cost, chip = case.cost(sizes), chips.chip_of(found["device"])
     found |= {"implementation": best if ours else "ref", "seconds": spent.median}
     found |= {"best_seconds": spent.best, "tflops": cost.flops / spent.median / 1e12}
     found |= {"gb_per_s": cost.bytes / spent.median / 1e9}

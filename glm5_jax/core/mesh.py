@@ -9,36 +9,112 @@ of size 1, so the same code runs on one device without any region at all.
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import mesh_utils
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
 SEQUENCE_AXES = ("context", "tensor")
 
 
-def make_mesh(shape=None, *, devices=None, **axes: int) -> Mesh:
+def make_mesh(shape=None, *, devices=None, expert_slices: int = 1, **axes: int) -> Mesh:
     """A mesh with the axes `data, fsdp, expert, context, tensor`.
 
     `make_mesh(fsdp=2, expert=4)`, or the same as a dict; axes not named have size 1, one axis may be
-    -1 for "what is left". ValueError if the axes do not multiply to the number of devices.
+    -1 for "what is left". expert_slices: see `placed`. ValueError if the axes do not multiply to the number
+    of devices.
     """
     axes = {**(shape or {}), **axes}
-    unknown = sorted(set(axes) - set(AXES))
-    if unknown:
-        raise ValueError(f"unknown mesh axis {unknown}; the axes are {', '.join(AXES)}")
     devices = jax.devices() if devices is None else devices
     sizes = resolve(axes, len(devices))
-    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(
+        placed(devices, sizes, expert_slices), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+
+
+def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarray:
+    """The devices as an array of these sizes of all five axes, neighbours on an axis near each other.
+
+    Later axes have the nearest neighbours, the GPUs of a host for example. Axes of TPUs follow the dimensions of their torus, of which
+    an axis may take a part; of several slices `data` has as many as divide it, and `fsdp` the rest. expert_slices: so many
+    parts of `expert` are farthest apart instead, in slices or hosts of their own. ValueError names the axis that does not fit.
+    """
+    expert = sizes[AXES.index("expert")]
+    if expert_slices < 1 or expert % expert_slices:
+        raise ValueError(
+            f"expert_slices {expert_slices} does not divide the mesh axis expert={expert}; choose a divisor of it"
+        )
+    if getattr(devices[0], "platform", "") == "tpu":
+        return _on_tori(devices, sizes, expert_slices)
+    data, fsdp, _, *rest = sizes
+    slices = np.asarray(devices).reshape(expert_slices, data, fsdp, expert // expert_slices, *rest)
+    return np.moveaxis(slices, 0, 2).reshape(sizes)
+
+
+def _on_tori(devices, sizes: tuple[int, ...], expert_slices: int) -> np.ndarray:
+    count = len({device.slice_index for device in devices})
+    split = {"allow_split_physical_axes": True}
+    try:
+        if count == 1:
+            return mesh_utils.create_device_mesh(sizes, devices, **split)
+        outer = _slices_along(count, sizes, expert_slices)
+        inner = [size // number for size, number in zip(sizes, outer)]
+        return mesh_utils.create_hybrid_device_mesh(inner, outer, devices, **split)
+    except NotImplementedError as error:  # "... logical_axis_index 1 of size 3 ..."
+        index = re.search(r"logical_axis_index (\d)", str(error))
+        named = f"{AXES[int(index[1])]}={sizes[int(index[1])]}" if index else str(tuple(sizes))
+        raise ValueError(
+            f"mesh axis {named} does not fit the torus of {len(devices)} devices in {count} slices; let its size be a "
+            "product of factors of its dimensions"
+        ) from None
+
+
+def _slices_along(count: int, sizes: tuple[int, ...], expert_slices: int) -> tuple[int, ...]:
+    """How many slices each axis has."""
+    data, fsdp, *_ = sizes
+    along_data = math.gcd(data, count // expert_slices)
+    along_fsdp = count // (expert_slices * along_data)
+    if count % expert_slices or fsdp % along_fsdp:
+        raise ValueError(
+            f"mesh axes data={data}, fsdp={fsdp} and expert_slices {expert_slices} do not fit {count} slices of TPUs; let "
+            "expert_slices divide them, and data be a multiple of what that leaves, or fsdp of what data leaves"
+        )
+    outer = {"data": along_data, "fsdp": along_fsdp, "expert": expert_slices}
+    return tuple(outer.get(axis, 1) for axis in AXES)
+
+
+def abstract_mesh(axes: dict[str, int], device_kind: str = "TPU v5p") -> AbstractMesh:
+    """A mesh of chips that are not there, as their runtime names them ("TPU v5p", "NVIDIA H200"), to trace programs
+    for. ValueError if an axis is left open (-1)."""
+    if -1 in axes.values():
+        raise ValueError(f"mesh {axes} leaves an axis open; set it")
+    sizes = resolve(axes, math.prod(axes.values()))
+    chip = AbstractDevice(
+        device_kind=device_kind,
+        num_cores=None,
+        platform="tpu" if device_kind.startswith("TPU") else "cuda",
+    )
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), abstract_device=chip)
 
 
 def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
     """Sizes of all five axes, with one -1 filled in; ValueError unless they use every device."""
+    if unknown := sorted(set(axes) - set(AXES)):
+        raise ValueError(f"unknown mesh axis {unknown}; the axes are {', '.join(AXES)}")
     sizes = [int(axes.get(name, 1)) for name in AXES]
     if sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
         raise ValueError(

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.cross_entropy import ref
+from pallas_kernels.cost import estimate
+from pallas_kernels.cross_entropy import cost, ref
 
 # Not measured. At d = 6144 in bfloat16 a block of rows is 12 MiB, which makes 1024 FLOPs of every byte of
 # the head that streams by (v6e needs 560), and a block of words 6 MiB; both are there twice. The loop
@@ -56,6 +57,7 @@ def forward(static, hidden, head, targets, *, interpret=False):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
+        cost_estimate=estimate(cost.forward(m, d, v, hidden.dtype.itemsize)),
         interpret=interpret,
         name="cross_entropy",
     )(hidden, head, targets[:, None])

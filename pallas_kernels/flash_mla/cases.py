@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
-from pallas_kernels.flash_mla import flash_mla
+from pallas_kernels.cost import together
+from pallas_kernels.flash_mla import cost, flash_mla
 
 ROWS = {"b": 2, "t": 4096, "s": 4096, "start": 0, "n": 64, "m": 64, "x": 256, "y": 256}
 LONG = ROWS | {"b": 1, "t": 32768, "s": 32768}
@@ -73,28 +73,25 @@ def backward(inputs, sizes, implementation):
     return jax.vjp(out, inputs["q"], inputs["k"], inputs["v"])[1](inputs["dout"])
 
 
-def cost(products: int):
-    """Of so many products of 2 x or 2 y FLOPs for each query and key that causality lets meet, documents
-    left out of account; the forward has two. Queries, keys, values and outputs move once, their gradients too."""
+def forward_cost(sizes):
+    """Of queries whose place is known; one head of keys is that of values too."""
+    named = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
+    return cost.forward(**named, shared=sizes["m"] == 1)
 
-    def of(sizes):
-        b, t, s, n, m, x, y = (sizes[name] for name in "btsnmxy")
-        pairs = sum(min(sizes["start"] + 1 + query, s) for query in range(t))
-        # Logits and their two gradients are x wide, the values' product and its two gradients y.
-        wide = x * ((products + 1) // 2) + y * (products // 2)
-        read = n * t * (x + y) + (m * s * (x + y) if m > 1 else s * x)
-        return Cost(2 * b * n * pairs * wide, 2 * b * read * (1 if products == 2 else 2))
 
-    return of
+def backward_cost(sizes):
+    """With the forward before it."""
+    named = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
+    return together(forward_cost(sizes), cost.backward(**named))
 
 
 CASES = {
-    "forward": Case(ROWS, inputs(packed=True), forward, cost(2), SMALL),
-    "backward": Case(ROWS, inputs(packed=True), backward, cost(7), SMALL),
-    "long_forward": Case(LONG, inputs(), forward, cost(2), SMALL),
-    "long_backward": Case(LONG, inputs(), backward, cost(7), SMALL),
-    "share_forward": Case(SHARE, inputs(start=True), forward, cost(2), SMALL_SHARE),
-    "share_backward": Case(SHARE, inputs(start=True), backward, cost(7), SMALL_SHARE),
-    "decode": Case(DECODE, inputs(start=True), forward, cost(2), SMALL_DECODE),
-    "drafts": Case(DRAFTS, inputs(start=True), forward, cost(2), SMALL_DECODE),
+    "forward": Case(ROWS, inputs(packed=True), forward, forward_cost, SMALL),
+    "backward": Case(ROWS, inputs(packed=True), backward, backward_cost, SMALL),
+    "long_forward": Case(LONG, inputs(), forward, forward_cost, SMALL),
+    "long_backward": Case(LONG, inputs(), backward, backward_cost, SMALL),
+    "share_forward": Case(SHARE, inputs(start=True), forward, forward_cost, SMALL_SHARE),
+    "share_backward": Case(SHARE, inputs(start=True), backward, backward_cost, SMALL_SHARE),
+    "decode": Case(DECODE, inputs(start=True), forward, forward_cost, SMALL_DECODE),
+    "drafts": Case(DRAFTS, inputs(start=True), forward, forward_cost, SMALL_DECODE),
 }

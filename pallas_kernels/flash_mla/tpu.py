@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.flash_mla import visits
+from pallas_kernels.cost import estimate
+from pallas_kernels.flash_mla import cost, visits
 from pallas_kernels.flash_mla.visits import Tiling
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
@@ -128,6 +129,7 @@ def forward(static, q, k, v, start, q_segments, k_segments, topk, *, interpret=F
             jax.ShapeDtypeStruct((b, heads, 2, rows), jnp.float32),
         ],
         compiler_params=_compiler_params(FORWARD_VMEM),
+        cost_estimate=estimate(cost.forward(**_sizes(static, q, k, v), shared=static.shared)),
         interpret=interpret,
         name="flash_mla_forward",
     )(_flat(listed.entries), _numbers(first), *arrays)
@@ -185,6 +187,7 @@ def backward(static, saved, dout, *, interpret=False):
     plan = _plan(static, q, k, q_segments, BACKWARD)
     tiling, (b, heads), keys = plan.tiling, q.shape[:2], plan.tiling.keys * plan.tiling.key
     segments = _segments(plan, q_segments, k_segments)
+    whole = cost.backward(**_sizes(static, q, k, v))
     k, v = _pad(k, keys, 2), _pad(v, keys, 2)
 
     units = plan.parts * tiling.rows  # tiles of rows that a tile of keys may meet
@@ -198,8 +201,9 @@ def backward(static, saved, dout, *, interpret=False):
     def run(unit, q, dout, stats, dtype):
         """(dq, dk, dv) of `size` units from number `unit` on; dk and dv in dtype."""
         listed = visits.by_keys(tiling, first, segments, unit + np.arange(size), units)
-        numbers = _numbers(first, unit)
-        return _run(plan, listed, numbers, (q, k, v, dout, stats), segments, dtype, interpret)
+        numbers, share = _numbers(first, unit), estimate(whole, chunks)
+        arrays = (q, k, v, dout, stats)
+        return _run(plan, listed, numbers, arrays, segments, dtype, share, interpret)
 
     if chunks == 1:
         dq, dk, dv = run(0, q_rows, douts, stats, k.dtype)
@@ -226,9 +230,9 @@ def backward(static, saved, dout, *, interpret=False):
     return dq.reshape(q.shape), dk, dv
 
 
-def _run(plan, listed, numbers, arrays, segments, dtype, interpret):
+def _run(plan, listed, numbers, arrays, segments, dtype, share, interpret):
     """(dq, dk, dv) of the rows [b m . .] of arrays (q, k, v, dout, stats), a list of whose units is given;
-    numbers: start, and the number of the first unit."""
+    numbers: start, and the number of the first unit; share: of the cost."""
     q, k, v, _, _ = arrays
     tiling, (b, heads, rows, x), y = plan.tiling, q.shape, v.shape[-1]
     at = functools.partial(_entry, listed)
@@ -290,6 +294,7 @@ def _run(plan, listed, numbers, arrays, segments, dtype, interpret):
             jax.ShapeDtypeStruct(v.shape, dtype),
         ],
         compiler_params=_compiler_params(BACKWARD_VMEM),
+        cost_estimate=share,
         interpret=interpret,
         name="flash_mla_backward",
     )(_flat(listed.entries), _flat(visits.latest_closed(listed)), numbers, *arrays)
@@ -344,6 +349,13 @@ def _dot(plan: Plan, a, b, axes):
     """Wide product that contracts axes[0] of a with axes[1] of b."""
     dims = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=plan.precision, preferred_element_type=jnp.float32)
+
+
+def _sizes(static, q, k, v):
+    """Of q [b m g t x], k [b m s x] and v [b m s y], as cost.py names them."""
+    b, m, g, t, x = q.shape
+    sizes = {"b": b, "t": t, "s": k.shape[2], "n": m * g, "m": m, "x": x, "y": v.shape[-1]}
+    return sizes | {"start": static.start, "item": q.dtype.itemsize}
 
 
 def _last_seen(plan: Plan, tile, start, shape):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.gated_delta import chunk
+from pallas_kernels.cost import estimate
+from pallas_kernels.gated_delta import chunk, cost
 
 # Not measured. Heads of a block, whose chains of small products interleave: the compilers' schedules are
 # 12% shorter a head with 8 than with 4 forward, 6% backward, where the program is twice as long. A state
@@ -49,6 +50,7 @@ def forward(static, q, k, v, g, beta, state, *, keep=False, interpret=False):
         out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
         compiler_params=_params(),
+        cost_estimate=estimate(cost.forward(**_sizes(static, q, v), keep=keep)),
         interpret=interpret,
         name="gated_delta_forward",
     )(q, k, v, *(_rows(static, x) for x in (g, beta)), state)
@@ -69,6 +71,7 @@ def backward(static, saved, dout, dstate, *, interpret=False):
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, g, beta, dstate)],
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
         compiler_params=_params(),
+        cost_estimate=estimate(cost.backward(**_sizes(static, q, v))),
         interpret=interpret,
         name="gated_delta_backward",
     )(q, k, v, g, beta, states, dout, dstate)
@@ -107,6 +110,13 @@ def _rows(static, x):
     """g or beta [b n t] as [b n c 1 t]: a block's last two dimensions must be whole."""
     b, n, t = x.shape
     return x.reshape(b, n, t // static.chunk, 1, static.chunk)
+
+
+def _sizes(static, q, v):
+    """Of q [b n t h] and v [b n t u], as cost.py names them."""
+    b, n, t, h = q.shape
+    sizes = {"b": b, "t": t, "n": n, "h": h, "u": v.shape[-1], "chunk": static.chunk}
+    return sizes | {"item": q.dtype.itemsize}
 
 
 def _params():

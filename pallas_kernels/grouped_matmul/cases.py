@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
-from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
+from pallas_kernels.cost import together
+from pallas_kernels.grouped_matmul import cost, grouped_matmul, grouped_swiglu
 
 UP = {"m": 16384, "filled": 16384, "k": 6144, "n": 2048, "e": 32}
 DOWN = UP | {"k": 2048, "n": 6144}
@@ -89,27 +89,46 @@ def swiglu_backward(inputs, sizes, implementation):
     return pull(y)
 
 
-def cost(products: int, matrices: int = 1):
-    """Of so many products of the filled rows with so many weights of each expert; a result of m rows
-    is written for each that is not a weight's."""
+def forward_cost(sizes):
+    """Of the filled rows."""
+    return cost.product(**sizes)
 
-    def of(sizes):
-        m, filled, k, n, e = (sizes[name] for name in ("m", "filled", "k", "n", "e"))
-        weights = e * k * n * matrices * (2 if products > matrices else 1)
-        rows = m * (k if products > 1 else n) + filled * (k + (products > 1) * n)
-        return Cost(2 * products * filled * k * n, 2 * (weights + rows))
 
-    return of
+def backward_cost(sizes):
+    """Of both gradients, without the forward."""
+    filled, k, n, e = (sizes[name] for name in ("filled", "k", "n", "e"))
+    rows = cost.product(filled, sizes["m"], n, k, e)
+    return together(rows, cost.of_weights(filled, k, n, e))
+
+
+def swiglu_cost(sizes):
+    """Of three products; what lies between them need not move."""
+    m, filled, k, n, e = (sizes[name] for name in ("m", "filled", "k", "n", "e"))
+    products = cost.product(**sizes), cost.product(**sizes), cost.product(filled, m, n, k, e)
+    moved = 2 * (3 * e * k * n + m * k + filled * (k + n))
+    return together(*products, cost.row_by_row(filled, n, 2, 1), bytes=moved)
+
+
+def swiglu_backward_cost(sizes):
+    """With the forward before it; of either what comes in and goes out."""
+    filled, k, n, e = (sizes[name] for name in ("filled", "k", "n", "e"))
+    forward = swiglu_cost(sizes)
+    down = cost.product(filled, filled, k, n, e)
+    up = [cost.product(filled, filled, n, k, e)] * 2
+    weights = [cost.of_weights(filled, k, n, e)] * 3
+    between = cost.row_by_row(filled, n, 3, 3)
+    moved = forward.bytes + 2 * 3 * e * k * n
+    return together(forward, down, *up, *weights, between, bytes=moved)
 
 
 CASES = {
-    "forward": Case(UP, inputs(even), forward, cost(1), SMALL),
-    "forward_down": Case(DOWN, inputs(even), forward, cost(1), SMALL),
-    "forward_skewed": Case(UP, inputs(skewed), forward, cost(1), SMALL),
-    "decode": Case(DECODE, inputs(even), forward, cost(1), SMALL),
-    "backward": Case(UP, inputs(even), backward, cost(2), SMALL),
-    "backward_down": Case(DOWN, inputs(even), backward, cost(2), SMALL),
-    "backward_skewed": Case(UP, inputs(skewed), backward, cost(2), SMALL),
-    "swiglu_buffer": Case(BUFFER, swiglu_inputs, swiglu, cost(3, 3), SMALL),
-    "swiglu_backward": Case(UP, swiglu_inputs, swiglu_backward, cost(9, 3), SMALL),
+    "forward": Case(UP, inputs(even), forward, forward_cost, SMALL),
+    "forward_down": Case(DOWN, inputs(even), forward, forward_cost, SMALL),
+    "forward_skewed": Case(UP, inputs(skewed), forward, forward_cost, SMALL),
+    "decode": Case(DECODE, inputs(even), forward, forward_cost, SMALL),
+    "backward": Case(UP, inputs(even), backward, backward_cost, SMALL),
+    "backward_down": Case(DOWN, inputs(even), backward, backward_cost, SMALL),
+    "backward_skewed": Case(UP, inputs(skewed), backward, backward_cost, SMALL),
+    "swiglu_buffer": Case(BUFFER, swiglu_inputs, swiglu, swiglu_cost, SMALL),
+    "swiglu_backward": Case(UP, swiglu_inputs, swiglu_backward, swiglu_backward_cost, SMALL),
 }

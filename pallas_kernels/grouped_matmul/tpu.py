@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate
+from pallas_kernels.grouped_matmul import cost
 from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, visits
 
 # Not measured. Columns are as many as keep one chip's arithmetic ahead of reading the rows again for every
@@ -62,7 +64,8 @@ def swiglu_forward(static, x, group_sizes, gate, up, down, *, interpret=False):
     """(y [m d], gate product [m f], up product [m f]); the products' rows without an owner are anything."""
     product = _multiply(static.expected_rows, False, interpret, fill=False)
     g, u = product(x, gate, group_sizes), product(x, up, group_sizes)
-    (h,) = _row_by_row(lambda g, u: (_activate(g, u),), 1, interpret)((g, u), group_sizes)
+    rows = static.expected_rows
+    (h,) = _row_by_row(rows, lambda g, u: (_activate(g, u),), 1, interpret)((g, u), group_sizes)
     return _multiply(static.expected_rows, False, interpret)(h, down, group_sizes), g, u
 
 
@@ -76,7 +79,8 @@ def swiglu_backward(static, saved, dy, *, interpret=False):
 
     back = functools.partial(_multiply, static.expected_rows, True, interpret)
     dh = back(fill=False)(dy, down, group_sizes)
-    h, dg, du = _row_by_row(gradients, 3, interpret)((g, u, dh), group_sizes)
+    between = _row_by_row(static.expected_rows, gradients, 3, interpret)
+    h, dg, du = between((g, u, dh), group_sizes)
     dx = back(fill=False)(du, up, group_sizes, back()(dg, gate, group_sizes))
     over_rows = _sum_products(static.expected_rows, gate.dtype, interpret)
     return dx, *(over_rows(a, b, group_sizes) for a, b in ((x, dg), (x, du), (h, dy)))
@@ -125,6 +129,9 @@ def _multiply(expected_rows, transposed, interpret, fill=True):
             (rows, columns), lambda h, j, v, g, f, s, tile, *_: (tile[v], h * tiles + j)
         )
         added = () if plus is None else (plus,)
+        # Without `fill` nothing is written but the rows that are there.
+        written = m if fill else expected_rows
+        costs = cost.product(expected_rows, written, k, n, e, bool(added), x.dtype.itemsize)
         return pl.pallas_call(
             functools.partial(_multiply_body, transposed, tiles, columns),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -148,6 +155,7 @@ def _multiply(expected_rows, transposed, interpret, fill=True):
                 vmem_limit_bytes=VMEM_BYTES,
             ),
             input_output_aliases={len(lists) + 2: 0} if added else {},
+            cost_estimate=estimate(costs),
             interpret=interpret,
             name="grouped_matmul",
         )(*lists, x, w, *added)
@@ -208,7 +216,7 @@ def _multiply_body(
         out[...] = jnp.zeros(out.shape, out.dtype)
 
 
-def _row_by_row(function, num_results, interpret):
+def _row_by_row(expected_rows, function, num_results, interpret):
     """function(arrays [m f], group_sizes) -> tuple of [m f] by an elementwise float32 function of them,
     for the tiles that hold rows with an owner; the others are left as they were."""
 
@@ -239,6 +247,11 @@ def _row_by_row(function, num_results, interpret):
             out_shape=[shape] * num_results,
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            ),
+            cost_estimate=estimate(
+                cost.row_by_row(
+                    expected_rows, f, len(arrays), num_results, arrays[0].dtype.itemsize
+                )
             ),
             interpret=interpret,
             name="grouped_swiglu_rows",
@@ -275,6 +288,7 @@ def _sum_products(expected_rows, dtype, interpret):
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=VMEM_BYTES,
             ),
+            cost_estimate=estimate(cost.of_weights(expected_rows, k, n, e, x.dtype.itemsize)),
             interpret=interpret,
             name="grouped_matmul_dw",
         )(work.group, work.source, work.begin, work.end, x, dy)

@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate, visible_pairs
+from pallas_kernels.head_probs import cost
 from pallas_kernels.head_probs.tiles import may_see, padded, segments_of, spans
 from pallas_kernels.numerics import LOG2E
 
@@ -47,17 +49,19 @@ def refuse(q, k):
 def forward(static, q, k, lse, start, q_segments, k_segments, interpret=False):
     """wide[b t s] of q [b t n x], k [b s m x], lse [b t n]."""
     t, s = q.shape[1], k.shape[1]
+    pairs = visible_pairs(t, s, start if isinstance(start, int) else None)
     q, lse, own = (padded(x, 1, 128) for x in (q, lse, segments_of(q, q_segments)))
     k, segments = (padded(x, 1, 128) for x in (k, segments_of(k, k_segments)))
     sizes = tiling(q.shape[1], k.shape[1], QUERIES, KEYS)
     where = place(start, own, segments, sizes)
     lanes = q.transpose(0, 2, 3, 1), k.swapaxes(1, 2), lse.swapaxes(1, 2)
-    total = summed(static.scale, *lanes, where, sizes, interpret)
+    total = summed(static.scale, *lanes, where, sizes, pairs, interpret)
     return total[:, :s, :t].swapaxes(1, 2)
 
 
-def summed(scale, q, k, lse, where: Place, sizes, interpret):
-    """float32[b s t], 0 where not visible, of q [b n x t], k [b m s x], lse [b n t] in tiles of `sizes`."""
+def summed(scale, q, k, lse, where: Place, sizes, pairs: float, interpret):
+    """float32[b s t], 0 where not visible, of q [b n x t], k [b m s x], lse [b n t] in tiles of `sizes`; pairs: of a
+    query and a key that it sees, as far as that is known."""
     (b, n, x, t), (_, m, s, _) = q.shape, k.shape
     queries, keys = sizes
     query_tiles = t // queries
@@ -108,6 +112,7 @@ def summed(scale, q, k, lse, where: Place, sizes, interpret):
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM,
         ),
+        cost_estimate=estimate(cost.forward(b, t, s, n, m, x, pairs, q.dtype.itemsize)),
         interpret=interpret,
         name="head_probs",
     )(where.first, where.tiles, q, k, LOG2E * lse.astype(jnp.float32), where.own, where.segments)

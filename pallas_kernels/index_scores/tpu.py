@@ -8,8 +8,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate
 from pallas_kernels.head_probs.tiles import padded
 from pallas_kernels.head_probs.tpu import dot, nearest, span, tiling
+from pallas_kernels.index_scores import cost
 from pallas_kernels.index_scores.ref import head_weights
 
 # Not measured. The backward keeps 32 heads' queries (2 MiB in bfloat16) and their sums (4 MiB) for a
@@ -57,6 +59,7 @@ def forward(static, idx_q, idx_w, idx_k, interpret=False):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=VMEM
         ),
+        cost_estimate=estimate(cost.forward(b, t, s, i, j, idx_q.dtype.itemsize)),
         interpret=interpret,
         name="index_scores",
     )(q, w, k)
@@ -76,8 +79,9 @@ def backward(static, saved, dscores, interpret=False):
     def read(dscores, scratch):
         scratch[...] = dscores[0]
 
+    pairs = idx_q.shape[1] * idx_k.shape[1]
     e, dk = gradients(
-        "index_scores_backward", read, (dscores,), (), tiles, q, w, k, sizes, interpret
+        "index_scores_backward", read, (dscores,), (), tiles, q, w, k, sizes, pairs, interpret
     )
     return *of_queries(e, idx_q, idx_w), dk[:, : idx_k.shape[1]].astype(idx_k.dtype)
 
@@ -105,11 +109,12 @@ def add_scores(q, w, k, out):
         out[0] += w[0, pl.ds(head, 1), :] * jnp.maximum(dots, 0)
 
 
-def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, interpret):
+def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, seen: float, interpret):
     """(e float32[b i j t], dk float32[b s j]): a head's e is sum_s [q . k_s > 0] dI_s k_s (see ref).
 
     read(*blocks, scratch) writes a tile's dI [keys queries] into scratch, from blocks of `pairs` [b s t]
-    and `rows` [b r t]. Only the tiles of `head_probs.tpu.Place.tiles` count.
+    and `rows` [b r t]. Only the tiles of `head_probs.tpu.Place.tiles` count; seen: pairs of a query and a key in
+    them, as far as that is known.
     """
     (b, i, j, t), s = q.shape, k.shape[1]
     queries, keys = sizes
@@ -171,6 +176,7 @@ def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
+        cost_estimate=estimate(cost.gradients(b, t, s, i, j, seen, len(pairs), q.dtype.itemsize)),
         interpret=interpret,
         name=name,
     )(tiles, q, w, k, k.swapaxes(1, 2), *pairs, *rows)

@@ -3,10 +3,10 @@
 import jax
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
+from pallas_kernels.cost import together, visible_pairs
 from pallas_kernels.head_probs import cases as target
-from pallas_kernels.index_scores import cases as scores
-from pallas_kernels.indexer_kl import indexer_kl
+from pallas_kernels.index_scores import cases as scores, cost as scores_cost
+from pallas_kernels.indexer_kl import cost, indexer_kl
 
 SIZES = target.SIZES | scores.SIZES | {"t": 1024}
 SMALL = target.SMALL | scores.SMALL
@@ -34,18 +34,23 @@ def backward(inputs, sizes, implementation):
     return jax.value_and_grad(loss, has_aux=True)(trained)
 
 
-def cost(products: int):
-    """The target's one product, and so many of the indexer's."""
+def forward_cost(sizes):
+    """Target and comparison, between which nothing need move."""
+    b, t, s, i, j, n, x = (sizes[name] for name in "btsijnx")
+    compared = cost.compare(b, t, s, i, j, visible_pairs(t, s, s - t))
+    moved = 2 * b * ((t + s) * n * x + (t * i + s) * j)
+    return together(target.cost(sizes), compared, bytes=moved)
 
-    def of(sizes):
-        b, t, s, i, j, n, x = (sizes[name] for name in "btsijnx")
-        flops = 2 * b * t * s * (n * x + products * i * j)
-        return Cost(flops, 2 * b * (t + s) * n * x + 2 * b * (t * i + s) * j * min(products, 2))
 
-    return of
+def backward_cost(sizes):
+    """With the value."""
+    b, t, s, i, j = (sizes[name] for name in "btsij")
+    forward = forward_cost(sizes)
+    gradients = scores_cost.gradients(b, t, s, i, j, visible_pairs(t, s, s - t), arrays=2)
+    return together(forward, gradients, bytes=forward.bytes + 2 * b * (t * i + s) * j)
 
 
 CASES = {
-    "forward": Case(SIZES, inputs, forward, cost(1), SMALL),
-    "backward": Case(SIZES, inputs, backward, cost(4), SMALL),
+    "forward": Case(SIZES, inputs, forward, forward_cost, SMALL),
+    "backward": Case(SIZES, inputs, backward, backward_cost, SMALL),
 }

@@ -12,11 +12,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import join
+from pallas_kernels.cost import estimate, visible_pairs
 from pallas_kernels.head_probs import tpu as target_kernel
 from pallas_kernels.head_probs.tiles import padded, segments_of
 from pallas_kernels.head_probs.tpu import Place, nearest, place, seen_by, span, tiling
 from pallas_kernels.index_scores import tpu as scores_kernel
 from pallas_kernels.index_scores.tpu import add_scores, gradients, lanes, of_queries, query_specs
+from pallas_kernels.indexer_kl import cost
 from pallas_kernels.mask import HIDDEN
 
 # Not measured: what the kernels of target and scores take, in blocks of which one chip's two cores can
@@ -49,6 +51,7 @@ def _over_blocks(
 ):
     start = start if static.start is None else static.start
     t, s = idx_q.shape[1], idx_k.shape[1]
+    pairs = visible_pairs(t, s, static.start)
     segments = padded(segments_of(k, k_segments), 1, 128)
     keys, seen_k = padded(k.swapaxes(1, 2), 2, 128), padded(idx_k, 1, 128)
     arrays = (idx_q, idx_w, q, lse, weight, segments_of(q, q_segments))
@@ -61,11 +64,13 @@ def _over_blocks(
         first, (idx_q, idx_w, q, lse, weight, own) = args
         q, lse = q.transpose(0, 2, 3, 1), lse.swapaxes(1, 2)
         where = place(first, own, segments, target_sizes)
-        target = target_kernel.summed(static.scale, q, keys, lse, where, target_sizes, interpret)
+        target = target_kernel.summed(
+            static.scale, q, keys, lse, where, target_sizes, each, interpret
+        )
         where = place(first, own, segments, sizes)
         heads = lanes(idx_q, idx_w)
         kl, norm, total, *scores = _compare(
-            *heads, seen_k, target, where, sizes, weight is not None, interpret
+            *heads, seen_k, target, where, sizes, each, weight is not None, interpret
         )
         if weight is None:
             return dk, kl
@@ -79,10 +84,11 @@ def _over_blocks(
             scratch[...] = jnp.exp(scores[0] - norm) * weight - target[0] * share
 
         given = (read, (scores[0], target), (rows,), where.tiles)
-        e, part = gradients("indexer_kl_backward", *given, *heads, seen_k, sizes, interpret)
+        e, part = gradients("indexer_kl_backward", *given, *heads, seen_k, sizes, each, interpret)
         return dk + part, (kl, *of_queries(e, idx_q, idx_w))
 
     count = arrays[0].shape[1] // block
+    each = pairs / count  # on average: later blocks see more
     blocks = jax.tree.map(lambda x: _cut(x, count), arrays)
     firsts = start + block * jnp.arange(count, dtype=jnp.int32)
     dk, out = lax.scan(one, jnp.zeros(seen_k.shape, jnp.float32), (firsts, blocks))
@@ -95,10 +101,10 @@ def _cut(x, count: int):
     return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
 
 
-def _compare(q, w, k, target, where: Place, sizes, keep: bool, interpret):
+def _compare(q, w, k, target, where: Place, sizes, pairs: float, keep: bool, interpret):
     """(kl, log-sum-exp of the scores, sum of the target), float32[b t] each, and with `keep` the scores
     [b s t], of q [b i j t], w [b i t], k [b s j] beside the target [b s t]; scores of tiles that nobody sees
-    are never written."""
+    are never written. pairs: of a query and a key that it sees, as far as that is known."""
     (b, i, j, t), s = q.shape, k.shape[1]
     queries, keys = sizes
     query_tiles, key_tiles = t // queries, s // keys
@@ -170,6 +176,7 @@ def _compare(q, w, k, target, where: Place, sizes, keep: bool, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
+        cost_estimate=estimate(cost.compare(b, t, s, i, j, pairs, keep, q.dtype.itemsize)),
         interpret=interpret,
         name="indexer_kl",
     )(where.first, where.tiles, q, w, k, target, where.own, where.segments)

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
 from pallas_kernels.eight_bits import quantize_vectors
-from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
+from pallas_kernels.lightning_indexer import (
+    cost as formula,
+    lightning_indexer,
+    paged_lightning_indexer,
+)
 
 HEADS = {"i": 32, "j": 128, "k": 2048}
 PREFILL = {"b": 1, "t": 8192, "s": 65536} | HEADS
@@ -63,15 +66,11 @@ def select_paged(inputs, sizes, implementation):
 
 
 def cost(dtype):
-    """Products of the last t queries with the keys they see; every input and output once."""
+    """Of the last t queries of s tokens."""
 
     def of(sizes):
         b, t, s, i, j, k = (sizes[name] for name in "btsijk")
-        pairs = b * (t * (s - t) + t * (t + 1) // 2)
-        width = 2 if dtype == "bfloat16" else 1
-        values = b * (t * i + s) * j * width
-        scales = 0 if dtype == "bfloat16" else 4 * b * s
-        return Cost(2 * pairs * i * j, values + scales + 4 * b * t * (i + k), dtype)
+        return formula.select(b, t, s, i, j, k, s - t, dtype, dtype != "bfloat16")
 
     return of
 

@@ -20,7 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
-from pallas_kernels.lightning_indexer import tpu_selection as selection
+from pallas_kernels.cost import estimate
+from pallas_kernels.lightning_indexer import cost, tpu_selection as selection
 from pallas_kernels.lightning_indexer.tpu_selection import (
     CHUNK,
     LANES,
@@ -109,7 +110,8 @@ def select_keys(
             own = _pad(q_segments.astype(jnp.int32), 1, pad).reshape(b * blocks, -1, 1)
             k_segments = k_segments.astype(jnp.int32)
         keys = _pad(idx_k, 1, -s % STEP)
-        out = _call(plan, interpret, (start,), q, w, keys, None, k_scale, own, k_segments)
+        told = _estimate(plan, b, idx_q, static.start, k_scale)
+        out = _call(plan, told, interpret, (start,), q, w, keys, None, k_scale, own, k_segments)
         return out.reshape(b, -1, plan.places)[:, :t, : min(static.k, s)]
 
     return run(idx_q, idx_w, idx_k, start, k_scale, q_segments, k_segments)
@@ -136,7 +138,8 @@ def select_paged_keys(
         table, lengths, k_scale = (_pad(x, 0, more) for x in (table, lengths, k_scale))
         table = table.reshape(-1, 1, sources * table.shape[1])
         scalars = (lengths.astype(jnp.int32),)
-        out = _call(plan, interpret, scalars, q, w, pages, table, k_scale, None, None)
+        told = _estimate(plan, b, idx_q, None, k_scale)
+        out = _call(plan, told, interpret, scalars, q, w, pages, table, k_scale, None, None)
         return out.reshape(-1, rows, plan.places)[:b, :t, : min(static.k, s)]
 
     return run(idx_q, idx_w, page_table, lengths, pages, page_scales)
@@ -154,7 +157,13 @@ def _pad(x, axis, amount):
     return jnp.pad(x, [(0, amount if d == axis else 0) for d in range(x.ndim)])
 
 
-def _call(plan, interpret, scalars, q, w, keys, table, k_scale, own, k_segments):
+def _estimate(plan, b, idx_q, start, k_scale):
+    (t, i, j), dtype = idx_q.shape[1:], idx_q.dtype.name.partition("_")[0]
+    sizes = b, t, plan.s, i, j, min(plan.k, plan.s)
+    return estimate(cost.select(*sizes, start, dtype, k_scale is not None))
+
+
+def _call(plan, told, interpret, scalars, q, w, keys, table, k_scale, own, k_segments):
     """int32[programs 8*groups places].
 
     scalars: int32[b], the position of a sequence's first query, or over pages its number of keys. q [m rows i
@@ -226,6 +235,7 @@ def _call(plan, interpret, scalars, q, w, keys, table, k_scale, own, k_segments)
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=MEMORY, disable_bounds_checks=True
         ),
+        cost_estimate=told,
         interpret=interpret,
         name="lightning_indexer",
     )(*scalars, *operands)

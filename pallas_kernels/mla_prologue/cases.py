@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
-from pallas_kernels.mla_prologue import mla_prologue
+from pallas_kernels.mla_prologue import cost as formula, mla_prologue
 
 DECODE = {"b": 64, "t": 1, "d": 6144, "q": 2048, "n": 64, "h": 192, "r": 64, "c": 512}
 DECODE |= {"rows": 64 * 4096}
@@ -41,11 +40,9 @@ def run(inputs, sizes, implementation):
 
 
 def cost(sizes):
-    """Weights, inputs and outputs once; of the cache only the new rows."""
+    """With a cache."""
     b, t, d, q, n, h, r, c, _ = sizes.values()
-    m, heads = b * t, n * (h + r)
-    weights = d * (q + c + r) + q * heads
-    return Cost(2 * m * weights, 2 * (weights + m * (d + q + heads + 2 * (c + r))))
+    return formula.forward(b * t, d, q, n * (h + r), c + r, cached=True)
 
 
 CASES = {

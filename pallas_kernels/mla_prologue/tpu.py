@@ -13,6 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate
+from pallas_kernels.mla_prologue import cost
+
 # Not measured. 512 tokens make 512 FLOPs of every byte of the weights; with blocks of the weights of 2 and
 # 4 MiB, twice, and a tile of the cache for every token, that is 40 MiB.
 TOKENS, WIDTH, COLUMNS = 512, 512, 1024
@@ -113,6 +116,9 @@ def forward(static, x, w, cos, sin, cache, slots, *, interpret=False):
             # Two blocks may meet in one tile of the cache.
             dimension_semantics=("parallel" if cache is None else "arbitrary", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
+        ),
+        cost_estimate=estimate(
+            cost.forward(m, d, q, n * head, width, cache is not None, dtype.itemsize)
         ),
         interpret=interpret,
         name="mla_prologue",

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
+from pallas_kernels.cost import together
 from pallas_kernels.sparse_flash_attention import (
     Layout,
     WordRows,
+    cost,
     paged_sparse_attention,
     sparse_flash_attention,
 )
@@ -17,7 +18,6 @@ SIZES = {"b": 1, "t": 8192, "s": 65536, "n": 64, "x": 576, "y": 512, "k": 2048}
 SMALL = {"b": 1, "t": 20, "s": 500, "n": 16, "x": 288, "y": 256, "k": 64}
 DECODE = {"b": 64, "t": 1, "s": 32768, "z": 64, "n": 64, "x": 576, "y": 512, "k": 2048}
 SMALL_DECODE = {"b": 3, "t": 2, "s": 512, "z": 32, "n": 16, "x": 288, "y": 256, "k": 64}
-SHARING = 8  # queries that can be expected to share a gather
 TURNS = 5  # queries after which a pick of `local` has moved by one
 
 
@@ -115,34 +115,36 @@ def decode(inputs, sizes, implementation):
     return paged_sparse_attention(**inputs, **_named(sizes), implementation=implementation)
 
 
-def cost(keys: int, values: int, outer: int, eight_bits: bool = False):
-    """Of so many products with whole rows and with their first y columns; q and out pass memory `outer`
-    times, the latents once, and the rows of a query once for all that can share them."""
+def forward_cost(sizes):
+    """Of rows as they are computed with."""
+    return cost.forward(*(sizes[name] for name in "btnkxy"))
 
-    def of(sizes):
-        b, t, n, x, y, k = (sizes[name] for name in "btnxyk")
-        flops = 2 * b * t * k * n * (keys * x + values * y)
-        row = y + 2 * (x - y) + 4 * (y // GROUP) if eight_bits else 2 * x
-        rows = b * k * (t / min(t, SHARING)) * row
-        latents = 0 if "z" in sizes else outer * b * sizes["s"] * x
-        return Cost(flops, 2 * (outer * b * t * n * (x + y) + latents) + rows + 4 * b * t * k)
 
-    return of
+def eight_bits_cost(sizes):
+    """Of rows whose first y columns are values in 8 bits, with a scale for each GROUP of them."""
+    x, y = sizes["x"], sizes["y"]
+    row = y + 2 * (x - y) + 4 * (y // GROUP)
+    return cost.forward(*(sizes[name] for name in "btnkxy"), row=row)
+
+
+def backward_cost(sizes):
+    """With the forward before it."""
+    return together(forward_cost(sizes), cost.backward(*(sizes[name] for name in "btnkxy")))
 
 
 def decode8(dtype: str, multiple: int = 1):
     """Decoding over a cache in 8 bits; multiple: of words that a row has."""
     form = pages(in_eight_bits(dtype, multiple))
-    return Case(DECODE, form, decode, cost(1, 1, 1, True), SMALL_DECODE)
+    return Case(DECODE, form, decode, eight_bits_cost, SMALL_DECODE)
 
 
 CASES = {
-    "forward_local": Case(SIZES, inputs(local), forward, cost(1, 1, 1), SMALL),
-    "forward_uniform": Case(SIZES, inputs(uniform), forward, cost(1, 1, 1), SMALL),
-    "backward_local": Case(SIZES, inputs(local), backward, cost(4, 3, 2), SMALL),
-    "backward_uniform": Case(SIZES, inputs(uniform), backward, cost(4, 3, 2), SMALL),
-    "decode": Case(DECODE, pages(lambda x: x), decode, cost(1, 1, 1), SMALL_DECODE),
-    "decode_packed": Case(DECODE, pages(in_words), decode, cost(1, 1, 1), SMALL_DECODE),
+    "forward_local": Case(SIZES, inputs(local), forward, forward_cost, SMALL),
+    "forward_uniform": Case(SIZES, inputs(uniform), forward, forward_cost, SMALL),
+    "backward_local": Case(SIZES, inputs(local), backward, backward_cost, SMALL),
+    "backward_uniform": Case(SIZES, inputs(uniform), backward, backward_cost, SMALL),
+    "decode": Case(DECODE, pages(lambda x: x), decode, forward_cost, SMALL_DECODE),
+    "decode_packed": Case(DECODE, pages(in_words), decode, forward_cost, SMALL_DECODE),
     "decode_int8": decode8("int8"),
     "decode_float8": decode8("float8_e4m3fn"),
     "decode_float8_lanes": decode8("float8_e4m3fn", LANES),

@@ -21,7 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
+from pallas_kernels.cost import estimate
 from pallas_kernels.mask import HIDDEN
+from pallas_kernels.sparse_flash_attention import cost
 from pallas_kernels.sparse_flash_attention.rows import LANES, Layout, WordRows, from_words
 from pallas_kernels.sparse_flash_attention.union import Union, unite
 
@@ -70,7 +72,7 @@ def forward(static, q, latents, topk, *, interpret=False):
         union = _united(topk, s)
         union = union._replace(rows=union.rows + s * jnp.arange(b, dtype=jnp.int32)[:, None, None])
         rows = _copyable(latents.reshape(b * s, x))
-        return _attend(static, q, rows, union, None, interpret)
+        return _attend(static, q, rows, union, None, topk.shape[2], interpret)
 
     return run(q, latents, topk)
 
@@ -88,7 +90,7 @@ def paged(static, q, pages, page_table, topk, *, interpret=False):
         union = _united(apart, page_table.shape[1] << bits)
         rows = jax.tree.map(lambda a: a.reshape(-1, 1, a.shape[-1]), _copyable(pages))
         where = _Pages(page_table, slots, bits)
-        return _attend(static, q, rows, union, where, interpret)[:2]
+        return _attend(static, q, rows, union, where, topk.shape[2], interpret)[:2]
 
     return run(q, pages, page_table, topk)
 
@@ -146,7 +148,7 @@ def _before_next(lists, next_first):
     return jnp.concatenate([lists, jnp.roll(next_first, -1, axis=0)], axis=-1)
 
 
-def _attend(static, q, rows, union, pages, interpret):
+def _attend(static, q, rows, union, pages, k: int, interpret):
     b, t, n, x = q.shape
     groups, room = union.rows.shape[1:]
     blocks, m, y = b * groups, min(BLOCKS.queries, t) * n, static.value_dim
@@ -165,6 +167,7 @@ def _attend(static, q, rows, union, pages, interpret):
         tables = jnp.broadcast_to(pages.table[:, None], (b, groups, pages.table.shape[1]))
         operands.append(_before_next(tables, tables))
         in_specs.append(spec(1, operands[-1].shape[-1], space=pltpu.SMEM))
+    costs = cost.forward(b, t, n, k, x, y, 4 * words.shape[-1], q.dtype.itemsize)
     kernel = functools.partial(
         _attend_block,
         heads=n,
@@ -193,6 +196,7 @@ def _attend(static, q, rows, union, pages, interpret):
             jax.ShapeDtypeStruct((blocks, 2, m), jnp.float32),
         ],
         compiler_params=PARAMS,
+        cost_estimate=estimate(costs),
         interpret=interpret,
         name="sparse_flash_attention",
     )(union.count.reshape(-1), *operands)
@@ -283,6 +287,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
     )
     rows = jnp.pad(latents, ((0, 0), (0, SPARE * tile), (0, 0))).reshape(b * stride, x)
     rows = _copyable(rows)
+    costs = cost.backward(b, t, n, topk.shape[2], x, y, 4 * rows.layout.width, q.dtype.itemsize)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     stats = jnp.stack([_gathered_heads(stat, groups) for stat in (lse, delta)], axis=1)
     spec = functools.partial(_spec, blocks // parts)
@@ -321,6 +326,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
         ],
         input_output_aliases={7: 1},
         compiler_params=PARAMS,
+        cost_estimate=estimate(costs),
         interpret=interpret,
         name="sparse_flash_attention_backward",
     )(

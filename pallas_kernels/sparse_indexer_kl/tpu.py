@@ -11,10 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.blocks import join, query_runs, split
+from pallas_kernels.cost import estimate
 from pallas_kernels.head_probs.tpu import dot
 from pallas_kernels.index_scores.ref import head_weights
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
+from pallas_kernels.sparse_indexer_kl import cost
 from pallas_kernels.sparse_indexer_kl.ref import added, taken
 
 # Not measured. 2048 rows of 576 and 128 columns in bfloat16 are 2.75 MiB, logits of 64 heads 0.5 MiB,
@@ -104,6 +106,8 @@ def _queries(scale, idx_q, w, own, q, rows, lse, weight, topk, interpret):
     rows_of += (jnp.broadcast_to(weight[..., None, None], (b, t, 1, 128)), topk[:, :, None])
     shapes = [(1, 128), *([(i, j), (k, j)] if gradients else [])]
 
+    (n, x), item = q.shape[2:], q.dtype.itemsize
+
     def whole(shape):
         return pl.BlockSpec((1, 1, *shape), lambda b, t: (b, t, 0, 0))
 
@@ -116,6 +120,7 @@ def _queries(scale, idx_q, w, own, q, rows, lse, weight, topk, interpret):
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
         ),
+        cost_estimate=estimate(cost.queries(b, t, k, n, x, i, j, gradients, item)),
         interpret=interpret,
         name="sparse_indexer_kl",
     )(*rows_of)

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import Cost
 from pallas_kernels.grouped_matmul.cases import even, skewed
-from pallas_kernels.w4a8_matmul import w4a8_grouped_matmul, w4a8_matmul
+from pallas_kernels.w4a8_matmul import cost as formula, w4a8_grouped_matmul, w4a8_matmul
 from pallas_kernels.w4a8_matmul.quantize import GROUP, quantize_a8
 
 DENSE = {"m": 4096, "k": 16384, "n": 6144}
@@ -48,11 +47,9 @@ def grouped(inputs, sizes, implementation):
 
 
 def cost(sizes):
-    """One product of the filled rows; half a byte for each weight."""
+    """Of the filled rows."""
     m, k, n = (sizes[name] for name in "mkn")
-    filled, e = sizes.get("filled", m), sizes.get("e", 1)
-    weights = e * k * n / 2 + 4 * e * (k // GROUP) * n
-    return Cost(2 * filled * k * n, weights + filled * (k + 4) + 2 * m * n, "int8")
+    return formula.product(sizes.get("filled", m), m, k, n, sizes.get("e", 1), GROUP)
 
 
 CASES = {

@@ -14,7 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate
 from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, visits
+from pallas_kernels.w4a8_matmul import cost
 
 # Not measured. A sum of MAX_ROWS by STEP is half of the vector registers; by the compiler's own schedule
 # eight groups in a row take two thirds of the instructions of eight by themselves on v5p.
@@ -83,6 +85,8 @@ def _multiply(group, out_dtype, interpret):
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
+            # Of all rows: nobody says how many of them are likely to be filled.
+            cost_estimate=estimate(cost.product(m, m, k, n, e, group, out_dtype.itemsize)),
             interpret=interpret,
             name="w4a8_matmul",
         )(work.group, work.source, work.tile, work.begin, work.end, x, x_scale, w, w_scale)

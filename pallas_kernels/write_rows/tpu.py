@@ -7,6 +7,9 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.cost import estimate
+from pallas_kernels.write_rows import cost
+
 SMEM_BYTES = 512 << 10  # for places, of 1 MiB
 
 
@@ -46,6 +49,7 @@ def _call(rows, new, places, interpret):
         ),
         out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         input_output_aliases={2: 0},
+        cost_estimate=estimate(cost.write(new.shape[0], new.shape[2])),
         interpret=interpret,
         name="write_rows",
     )(places.astype(jnp.int32), new, rows)

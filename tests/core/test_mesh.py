@@ -2,9 +2,18 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import AXES, Region, disjoint_parts, make_mesh, resolve, row_group
+from glm5_jax.core.mesh import (
+    AXES,
+    Region,
+    disjoint_parts,
+    make_mesh,
+    placed,
+    resolve,
+    row_group,
+)
 
 
 def test_axes_that_are_not_named_have_size_one():
@@ -70,3 +79,15 @@ def test_a_process_holds_its_own_part_of_the_rows():
 )
 def test_parts_of_rows_that_do_not_cut_the_batch_are_refused(held):
     assert disjoint_parts(held, 3) is None
+
+
+def test_slices_of_the_expert_axis_are_farthest_apart():
+    """Of 16 devices in the order of their slices, one slice has the same half of `expert` wherever else it is."""
+    sizes, devices = (1, 2, 4, 2, 1), list(range(16))
+    plain, two = (placed(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
+    np.testing.assert_array_equal(plain.reshape(-1), devices)
+    np.testing.assert_array_equal(two // 8, np.broadcast_to([[0], [0], [1], [1]], (2, 4, 2)))
+    np.testing.assert_array_equal(two[0, :2].reshape(-1), [0, 1, 2, 3])
+    assert make_mesh(fsdp=2, expert=4, expert_slices=2).devices[0, 1, 0, 0, 0] == jax.devices()[2]
+    with pytest.raises(ValueError, match="expert_slices 3 does not divide the mesh axis expert=4"):
+        make_mesh(fsdp=2, expert=4, expert_slices=3)

@@ -1,17 +1,22 @@
 """Compiling a function for one chip that is not there, by that chip's real compiler."""
 
-import importlib.util
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from launch.compile import topology_devices
+from launch import pods
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "h200": "h200:1x1"}
-COMPILERS = {"tpu": "libtpu", "gpu": "jax_cuda13_plugin"}
 CUSTOM_CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
+
+
+def pod_of(target: str) -> pods.Pod:
+    """The pod of a name; skips the test where its compiler is not installed."""
+    pod = pods.parse(target)
+    if how := pods.missing(pod):
+        pytest.skip(how)
+    return pod
 
 
 def form_of(chip: str) -> str:
@@ -25,10 +30,7 @@ def compile_for(chip: str, function, *shapes, donate=()):
 
     Skips the test where the compiler is not installed.
     """
-    package = COMPILERS[form_of(chip)]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed; bash launch/test.sh aot installs it")
-    device = topology_devices(TOPOLOGIES[chip])[:1]
+    device = pods.devices(pod_of(TOPOLOGIES[chip]))[:1]
     mesh = Mesh(np.array(device), ("one",), axis_types=(AxisType.Auto,))
     where = NamedSharding(mesh, P())
     # A manual region: what is traced inside knows the chip of its mesh.

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from glm5_jax.core.flops import count_flops
+from glm5_jax.core.flops import REST, count_flops, work_by_scope
 from pallas_kernels.cases import COMPOSED, KERNELS, cases
 from tests.kernels.implementations import written
 
@@ -67,6 +67,11 @@ def test_lowers_at_full_size(kernel, name, form):
         traced = jax.jit(lambda arrays: case.run(arrays, case.sizes, "auto")).trace(shapes)
         lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[form] in lowered
+    if form == "tpu":  # every kernel says what it costs, by the formulas of the case
+        told, cost = work_by_scope(traced.jaxpr, while_trips=1)[REST], case.cost(case.sizes)
+        assert told.kernel_bytes > 0
+        # Of a place that only a run knows the mean counts, which is half of the last one.
+        assert 0.49 * cost.flops <= told.flops <= 1.1 * cost.flops
     kernels = registers(traced.jaxpr.jaxpr)
     assert bool(kernels) == (form == "gpu")
     for warpgroups, taken in kernels:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from glm5_jax import presets
@@ -143,3 +144,20 @@ def test_glm5_needs_about_six_flops_per_active_parameter():
 )
 def test_peaks_of_device_kinds(kind, peak):
     assert flops.peak_flops(kind) == peak
+
+
+@pytest.mark.parametrize("indexers", [False, True])
+@pytest.mark.parametrize("trunk", [False, True])
+@pytest.mark.parametrize("name", ["tiny", "dense", "window", "recurrent"])
+def test_the_tokens_of_a_document_need_together_what_it_needs(name, trunk, indexers):
+    cfg, t = presets.tiny(), 100
+    if name == "dense":
+        cfg = dataclasses.replace(cfg, attention="dense")
+    if name in ("window", "recurrent"):
+        cfg = presets.ablation("window")
+        kinds = ("gdn", "simple_gdn") if name == "recurrent" else ("window", "full")
+        cfg, indexers = dataclasses.replace(cfg, layer_attention=kinds * 2), False
+    learnt = {"trunk": trunk, "indexers": indexers}
+    tokens = flops.token_train_flops(cfg, np.arange(t), 2, **learnt)
+    assert tokens.shape == (t,)
+    assert float(tokens.mean()) == pytest.approx(flops.train_flops(cfg, t, 2, **learnt), rel=1e-5)
