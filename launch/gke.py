@@ -7,9 +7,12 @@
 Each role is a replicated job, each replica of it a job with as many pods as it has hosts; pods find each other by the names of
 the JobSet's headless service. Roles start in order, each when the one before it is ready. Where a role's replicas have
 accelerators, each has a node pool for itself (exclusive placement). What dies or hangs is started again in its pod; a replica of
-several hosts takes the whole set down, which starts again up to --restarts times and goes on from its checkpoint. The set has ended
-with its main roles. IMAGE has this repository as its working directory, and an environment; the volume of the claim NAME, which all
-pods may write, is mounted at DIR. An error of the user is one line and exit code 2.
+several hosts takes the whole set down, which starts again up to --restarts times and goes on from its checkpoint, and as often as
+it takes where it was pre-empted, before which it saves. The set has ended with its main roles. IMAGE has this repository as its
+working directory, and an environment; the volume of the claim NAME, which all pods may write, is mounted at DIR. Accelerators of a
+known kind have the options of XLA for them (launch/xla_flags.py) in place of IMAGE's; --xla_flags='--NAME=VALUE ...' counts more.
+With --slices=2 the hosts are those of two slices of that topology, each a job; when one is lost for good, delete the set and apply
+one of fewer --slices and --hosts for the same DIR (launch/run.py says what else). An error of the user is one line and exit code 2.
 
 JobSet v1alpha2: github.com/kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go.
 """
@@ -22,10 +25,26 @@ from typing import Any
 
 from absl import flags
 
-from glm5_jax.core.placement import Role, filled
-from launch import topology
+from glm5_jax.core.placement import AGAIN, Role, filled
+from launch import topology, xla_flags
 
 _MEETING_PORT = 8476  # of the processes of a replica; jax's own for clusters of TPUs
+# What GKE calls the chips whose options are known: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and gpus.
+CHIPS = {
+    "tpu-v5-lite-podslice": "v5e",
+    "tpu-v5p-slice": "v5p",
+    "tpu-v6e-slice": "v6e",
+    "tpu7x": "tpu7x",
+    "nvidia-h100-80gb": "h100",
+    "nvidia-h100-mega-80gb": "h100",
+    "nvidia-h200-141gb": "h200",
+}
+# What becomes of a set after `_stopped`: it starts again, which is not counted.
+_INTERRUPTED = {
+    "name": "interrupted",
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS = {
     "true",
@@ -49,6 +68,7 @@ def define() -> flags.FlagValues:
     flags.DEFINE_string(
         "accelerator", None, "as GKE names it: tpu-v5p-slice, nvidia-h200-141gb", **options
     )
+    flags.DEFINE_string("xla_flags", "", "for all roles with accelerators", **options)
     flags.DEFINE_integer("restarts", 10, "of the whole set", 0, **options)
     return values
 
@@ -65,8 +85,10 @@ def job_set(run: topology.Topology, values: flags.FlagValues) -> dict[str, Any]:
     for role in run.roles:
         words = topology.words_of(role, addresses)
         after = [{"name": jobs[-1]["name"], "status": "Ready"}] if jobs else []
-        job = {"name": role.name, "replicas": role.count, "dependsOn": after}
+        replicas = role.count * role.slices
+        job = {"name": role.name, "replicas": replicas, "dependsOn": after}
         jobs.append(job | {"template": _job(run, role, words, values)})
+    together = any(role.hosts > 1 for role in run.roles)
     spec = {
         "network": {
             "enableDNSHostnames": True,
@@ -74,7 +96,10 @@ def job_set(run: topology.Topology, values: flags.FlagValues) -> dict[str, Any]:
             "publishNotReadyAddresses": True,
         },
         "successPolicy": {"operator": "All", "targetReplicatedJobs": main} if main else None,
-        "failurePolicy": {"maxRestarts": values.restarts},
+        "failurePolicy": {
+            "maxRestarts": values.restarts,
+            "rules": [_INTERRUPTED] if together else None,
+        },
         "replicatedJobs": jobs,
     }
     return _present(
@@ -95,23 +120,38 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
     if not run.workdir.is_absolute():
         raise ValueError(f"--workdir={run.workdir} is no absolute path; all pods must see it")
     for role in run.roles:
-        longest = f"{run.name}-{role.name}-{role.count - 1}-{role.hosts - 1}"
+        hosts = role.hosts // role.slices
+        longest = f"{run.name}-{role.name}-{role.count * role.slices - 1}-{hosts - 1}"
         if len(longest) > 63:
             raise ValueError(f"a pod would be called {longest}; host names have up to 63 letters")
         if role.devices and not values.accelerator:
             raise ValueError(f"role {role.name} has devices; give --accelerator=NAME")
-        if not role.devices or not values.accelerator.startswith("tpu-"):
+        if not role.devices or not _is_tpu(values):
+            if role.slices > 1:
+                raise ValueError(
+                    f"role {role.name} has {role.slices} slices, which only TPUs have; give it hosts alone"
+                )
             continue
+        if role.count > 1 and role.slices > 1:
+            raise ValueError(
+                f"role {role.name} has {role.count} replicas of {role.slices} slices; a job is a replica or a slice, so use "
+                "one replica"
+            )
         if not re.fullmatch(r"\d+(x\d+)+", role.tpu_topology):
             raise ValueError(
                 f"role {role.name} has the TPU topology {role.tpu_topology!r}; give one such as 4x4x4"
             )
         chips = math.prod(int(number) for number in role.tpu_topology.split("x"))
-        if chips != role.hosts * role.devices:
+        if chips != hosts * role.devices:
+            each = " in each slice" if role.slices > 1 else ""
             raise ValueError(
-                f"role {role.name} has {role.hosts} hosts of {role.devices} chips, and the topology {role.tpu_topology} "
+                f"role {role.name} has {hosts} hosts of {role.devices} chips{each}, and the topology {role.tpu_topology} "
                 f"has {chips}"
             )
+
+
+def _is_tpu(values: flags.FlagValues) -> bool:
+    return (values.accelerator or "").startswith("tpu")
 
 
 def _host(run: topology.Topology, role: Role, index: str) -> str:
@@ -130,19 +170,29 @@ def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) ->
         "volumes": [{"name": "workdir", "persistentVolumeClaim": {"claimName": values.claim}}],
     }
     spec = {
-        "parallelism": role.hosts,
-        "completions": role.hosts,
+        "parallelism": role.hosts // role.slices,
+        "completions": role.hosts // role.slices,
         "completionMode": "Indexed",
         "backoffLimit": 0 if together else role.restarts.limit,
+        "podFailurePolicy": {"rules": _stopped(role)} if together else None,
         "template": {"spec": pod},
     }
     return {"metadata": {"annotations": exclusive} if role.devices else None, "spec": spec}
 
 
+def _stopped(role: Role) -> list[dict[str, Any]]:
+    """What is no fault of a program: it was told to stop, and has saved, or its node goes away."""
+    saved = {"containerName": role.name, "operator": "In", "values": [AGAIN]}
+    return [
+        {"action": "FailJob", "onExitCodes": saved},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+
+
 def _node_selector(role: Role, values: flags.FlagValues) -> dict[str, str] | None:
     if not role.devices:
         return None
-    if values.accelerator.startswith("tpu-"):
+    if _is_tpu(values):
         return {
             "cloud.google.com/gke-tpu-accelerator": values.accelerator,
             "cloud.google.com/gke-tpu-topology": role.tpu_topology,
@@ -153,20 +203,23 @@ def _node_selector(role: Role, values: flags.FlagValues) -> dict[str, str] | Non
 def _container(run: topology.Topology, role: Role, words, values) -> dict[str, Any]:
     # In a command $(NAME) is a variable of the environment; the job's controller sets the pod's own number.
     index = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
+    meeting = f"{_host(run, role, chr(0) + 'ROLE_INDEX' + chr(0))}:{_MEETING_PORT}"
     own = {
         "python": "python3",
-        "index": "\0ROLE_INDEX\0",
+        "index": "0" if role.slices > 1 else "\0ROLE_INDEX\0",
         "host": "0.0.0.0",
         "port": str(role.port),
         "ready": "/tmp/ready",
-        "distributed": f"{_host(run, role, chr(0) + 'ROLE_INDEX' + chr(0))}:{_MEETING_PORT},{role.hosts},"
-        "\0JOB_COMPLETION_INDEX\0",
+        # Of several slices GKE tells each pod its place, which jax knows.
+        "distributed": "auto"
+        if role.slices > 1
+        else f"{meeting},{role.hosts},\0JOB_COMPLETION_INDEX\0",
     }
     command = [
         re.sub("\0(.*?)\0", r"$(\1)", text.replace("$(", "$$("))
         for text in filled(role.argv, own | words)
     ]
-    kind = "google.com/tpu" if (values.accelerator or "").startswith("tpu-") else "nvidia.com/gpu"
+    kind = "google.com/tpu" if _is_tpu(values) else "nvidia.com/gpu"
     resources = {"cpu": role.cpus or None, "memory": f"{role.memory}Gi" if role.memory else None}
     return {
         "name": role.name,
@@ -175,13 +228,24 @@ def _container(run: topology.Topology, role: Role, words, values) -> dict[str, A
         "env": [
             {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": index}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *({"name": name, "value": value} for name, value in role.env.items()),
+            *({"name": name, "value": value} for name, value in _own(role, values).items()),
         ],
         "ports": [{"containerPort": role.port}] if role.serves else None,
         "resources": {"requests": resources, "limits": {kind: role.devices or None}},
         "volumeMounts": [{"name": "workdir", "mountPath": str(run.workdir)}],
         **_probes(role),
     }
+
+
+def _own(role: Role, values: flags.FlagValues) -> dict[str, str]:
+    """The environment of a role, with the options of XLA for its accelerators."""
+    env = dict(role.env)
+    if not role.devices:
+        return env
+    name = "LIBTPU_INIT_ARGS" if _is_tpu(values) else "XLA_FLAGS"
+    if said := f"{values.xla_flags} {env.get(name, '')}".strip():
+        env[name] = said
+    return env | xla_flags.environment(CHIPS.get(values.accelerator), env)
 
 
 def _probes(role: Role) -> dict[str, Any]:

@@ -4,8 +4,10 @@
 
 An experiment that lists no roles of its own is one of training: --hosts processes (default 1) with --devices accelerators
 each (default: all that this machine has), or so many devices that a CPU plays. Every process sees its own accelerators and
-none of the others'. What dies is started again; what dies too often ends the run with the last lines of its log and exit code
-1. Logs and events are in DIR/roles. Ctrl-C or SIGTERM stops all, in order. An error of the user is one line and exit code 2.
+none of the others', and the options of XLA for their kind (launch/xla_flags.py), of which those that XLA_FLAGS, or
+LIBTPU_INIT_ARGS of TPUs, says already stay as they are. What dies is started again; what dies too often ends the run with the last
+lines of its log and exit code 1. Logs and events are in DIR/roles. Ctrl-C or SIGTERM stops all, in order. An error of the user is
+one line and exit code 2.
 """
 
 import contextlib
@@ -18,10 +20,14 @@ from collections.abc import Mapping, Sequence
 from glm5_jax.core.placement import Role
 from glm5_jax.core.process import Program
 from glm5_jax.core.server import free_port, read_port
-from launch import topology
+from launch import topology, xla_flags
+from pallas_kernels.chips import name_of
 
 # jax's own (jax/_src/test_multiprocess.py), for chips of one host that a process has for itself.
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+# jax's own (jax/_src/hardware_utils.py): the maker's number of PCI devices, and theirs.
+_GOOGLE = "0x1ae0"
+_TPUS = {"0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +38,19 @@ class Machine:
       platform: of jax: cpu, cuda or tpu.
       devices: names of its accelerators as the platform's environment variable takes them; a CPU plays as many as it is asked for.
       cores: that this process may use.
+      chip: that its accelerators are, as in `pallas_kernels.chips.CHIPS`; None: another, or not known.
     """
 
     platform: str
     devices: Sequence[str]
     cores: Sequence[int]
+    chip: str | None = None
 
 
-def this_machine(environment: Mapping[str, str] = os.environ, devices: str = "/dev") -> Machine:
-    """What is here, without a start of jax, which would take the accelerators."""
+def this_machine(
+    environment: Mapping[str, str] = os.environ, devices: str = "/dev", system: str = "/"
+) -> Machine:
+    """What is here, without a start of jax, which would take the accelerators. system: the folder with proc and sys."""
     cores, wanted = sorted(os.sched_getaffinity(0)), environment.get("JAX_PLATFORMS", "")
     found = pathlib.Path(devices)
     gpus = [p.name.removeprefix("nvidia") for p in found.glob("nvidia[0-9]*")]
@@ -53,8 +63,22 @@ def this_machine(environment: Mapping[str, str] = os.environ, devices: str = "/d
         if names and (not wanted or platform in wanted):
             visible = environment.get(variable)
             own = sorted(names, key=int) if visible is None else visible.split(",")
-            return Machine(platform, [name for name in own if name], cores)
+            chip = _chip(platform, pathlib.Path(system))
+            return Machine(platform, [name for name in own if name], cores, chip)
     return Machine("cpu", [], cores)
+
+
+def _chip(platform: str, system: pathlib.Path) -> str | None:
+    """The kind of the first accelerator, as its driver or its number on the PCI bus says."""
+    if platform == "cuda":
+        found = [p.read_text() for p in system.glob("proc/driver/nvidia/gpus/*/information")]
+        return name_of(found[0]) if found else None
+    for vendor in system.glob("sys/bus/pci/devices/*/vendor"):
+        if vendor.read_text().strip() == _GOOGLE:
+            number = vendor.with_name("device").read_text().strip()
+            if number in _TPUS:  # a machine has other devices of Google's too
+                return _TPUS[number]
+    return None
 
 
 def visibility(platform: str, devices: Sequence[str]) -> dict[str, str]:
@@ -109,8 +133,10 @@ class LocalPlacement:
 
     def claim(self, role: Role, index: int, process: int, stem: str | os.PathLike) -> "LocalPlace":
         devices, cores = self._dealt[role.name, index, process]
-        seen = visibility(self._machine.platform, devices)
-        return LocalPlace(stem, "127.0.0.1", seen | dict(role.env), cores)
+        env = visibility(self._machine.platform, devices) | dict(role.env)
+        if devices:
+            env |= xla_flags.environment(self._machine.chip, {**os.environ, **env})
+        return LocalPlace(stem, "127.0.0.1", env, cores)
 
 
 def _take(there: list, number: int) -> list:

@@ -16,18 +16,23 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 
 from glm5_jax.core.placement import PlaceError, Role
-from launch import topology
-from launch.local import LocalPlace, visibility
+from launch import topology, xla_flags
+from launch.local import LocalPlace, this_machine, visibility
 
 _SECONDS = 60.0  # that an actor may take to answer: what it is asked for takes none
 
 
 class _Actor:
-    """A place of the machine that Ray chose, for as long as the actor lives. host: None: as Ray knows the machine."""
+    """A place of the machine that Ray chose, for as long as the actor lives. host: None: as Ray knows the machine.
+    accelerated: whether it has accelerators."""
 
-    def __init__(self, stem: str, host: str | None, env: Mapping[str, str], cwd: str):
+    def __init__(
+        self, stem: str, host: str | None, env: Mapping[str, str], cwd: str, accelerated: bool
+    ):
         import ray
 
+        if accelerated:
+            env = env | xla_flags.environment(this_machine().chip, {**os.environ, **env})
         self._place = LocalPlace(stem, host or ray.util.get_node_ip_address(), env, cwd=cwd)
 
     def about(self) -> dict[str, str]:
@@ -99,10 +104,11 @@ class RayPlacement:
             "scheduling_strategy": "SPREAD",
         }
         env = dict(role.env)
-        if not (role.devices and self._devices):  # otherwise Ray says which ones a process sees
+        accelerated = bool(role.devices and self._devices)
+        if not accelerated:  # otherwise Ray says which ones a process sees
             env = visibility("cpu", [str(number) for number in range(role.devices)]) | env
         make = self._ray.remote(_Actor).options(**options)
-        actor = make.remote(os.path.abspath(stem), self._host, env, os.getcwd())
+        actor = make.remote(os.path.abspath(stem), self._host, env, os.getcwd(), accelerated)
         return _RayPlace(self._ray, actor, self._seconds)
 
 

@@ -5,17 +5,21 @@
 --experiment is FILE.py:VARIANT; any field of it can be set with --experiment.FIELD=VALUE (for example
 --experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
 same command goes on with a run that was stopped or killed. (serve.py only reads; it has none.) An error of the user is one line and
-exit code 2, before anything is trained; a run that had to stop says why and exits with 1.
+exit code 2, before anything is trained; a run that had to stop says why and exits with 1. SIGTERM or Ctrl-C, to any process,
+saves; all exit with 75, which launchers take for "start again".
 
 On a pod start the same command on every host, with a workdir that all of them see and
 --distributed=auto (TPU pods, Slurm, MPI and Kubernetes are recognised), or elsewhere
 --distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST. launch/local.py, on_ray.py, slurm.py and gke.py
-do that, and start again what dies.
+do that, and start again what dies. The processes of a run may become fewer, or more, from one start to the next, where the mesh says
+-1 for one of its axes: batches and what they hold stay the same (`DataConfig.streams`); of fewer devices each has
+more rows, so --experiment.step.microbatches, which may change too, keeps the memory.
 """
 
 import dataclasses
 import importlib.util
 import inspect
+import os
 import pathlib
 import shlex
 import sys
@@ -28,6 +32,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from glm5_jax.core.editable import check_path, editable, freeze
+from glm5_jax.core.placement import AGAIN
 
 EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
 
@@ -109,7 +114,16 @@ def _join(pod: str) -> None:
     import jax  # here, so that a mistyped flag is answered at once
 
     if pod == "auto":
-        jax.distributed.initialize()
+        from launch import local  # which imports this module
+
+        gpus = local.this_machine().devices if _has_its_host(os.environ) else []
+        try:
+            jax.distributed.initialize(local_device_ids=range(len(gpus)) if gpus else None)
+        except ValueError as error:
+            raise ValueError(
+                f"--distributed=auto: neither a TPU pod nor Slurm, MPI or Kubernetes is recognised here ({error}); use "
+                "HOST:PORT,N,I"
+            ) from None
         return
     try:
         address, count, index = pod.split(",")
@@ -119,7 +133,17 @@ def _join(pod: str) -> None:
         raise ValueError(
             f"--distributed={pod}; use auto or HOST:PORT,N,I with 0 <= I < N"
         ) from None
-    jax.distributed.initialize(address, int(count), int(index))
+    # Nothing is left for a scheduler to say, which would give each process one GPU.
+    deactivated = dict(cluster_detection_method="deactivate")
+    jax.distributed.initialize(address, int(count), int(index), **deactivated)
+
+
+def _has_its_host(environment: Mapping[str, str]) -> bool:
+    """Whether Slurm or MPI has started this process as the only one of its host: then it takes all GPUs there, where jax would take
+    one, as it expects a process for each."""
+    if "SLURM_NTASKS" in environment:
+        return environment["SLURM_NTASKS"] == environment.get("SLURM_STEP_NUM_NODES")
+    return environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
 
 
 def define(twin, argv: list[str]) -> flags.FlagValues:
@@ -224,7 +248,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
             summary = training.run() if here else report.summarise(stage.folder)
             if not training.finished:
                 print(f"stopped after step {summary.step}; the same command goes on from there")
-                return 0
+                return AGAIN
             print(f"\n{summary}")
             last = stage is stages[-1]
             if last and (finish := getattr(module, "finish", None)):

@@ -4,8 +4,12 @@
     sbatch run.sbatch
 
 Roles with accelerators have nodes of their own, each role a component of a heterogeneous job; those without share --cpu_nodes
-nodes (default 1) of --cpu_partition. Each replica is a step (srun), which the script starts when the roles that it needs answer,
-and starts again when it dies (one that hangs is not noticed). The job ends with its main roles, or when a role has died too often. All nodes see DIR, which
+nodes (default 1) of --cpu_partition. --chip=h200 says what the accelerators are: the script then sets the options of XLA for them
+(launch/xla_flags.py); what XLA_FLAGS, or LIBTPU_INIT_ARGS of TPUs, says where sbatch is called counts more. Each replica is a step
+(srun), which the script starts when the roles that it needs answer, and starts again when it dies (one that hangs is not noticed).
+The job ends with its main roles, or when a role has died too often. Before its time limit, or when Slurm pre-empts it, what trains
+saves and the job goes back into the queue, unless it was cancelled. To go on with fewer nodes, write a script with fewer --hosts
+for the same DIR (launch/run.py says what else). All nodes see DIR, which
 gets the logs in DIR/roles, and have the environment that sbatch is called in. An experiment that lists no roles of its own is
 one of training, on --hosts nodes with --devices accelerators each. An error of the user is one line and exit code 2.
 """
@@ -19,33 +23,56 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from glm5_jax.core.placement import Role, filled
-from launch import topology
+from glm5_jax.core.placement import AGAIN, Role, filled
+from launch import topology, xla_flags
 
 # In bash, because nothing but Slurm's commands and what the roles need is certain to be on a node.
 _FUNCTIONS = r"""
 # keep NAME MAIN LIMIT WINDOW DELAY LONGEST COMMAND...: runs a step, and again when it dies; only if MAIN is 1 it may end with
-# code 0. More than LIMIT deaths within WINDOW seconds, or code 2 (a mistake of the user), end the job.
+# code 0, or with code AGAIN, which puts the job back into the queue: its steps were told to stop, and have saved. More than LIMIT
+# deaths within WINDOW seconds, or code 2 (a mistake of the user), end the job.
 keep() {
-  local name=$1 main=$2 limit=$3 window=$4 delay=$5 longest=$6 code pause deaths=()
+  local name=$1 main=$2 limit=$3 window=$4 delay=$5 longest=$6 code pause deaths=() stopping=0
   shift 6
+  trap stopping=1 TERM # which the step has, too; it is waited for
   while true; do
     echo "$(date +%T) $name started"
     code=0
     "$@" || code=$?
     echo "$(date +%T) $name ended with code $code"
-    if ((main && code == 0)); then return; fi
+    if ((stopping || main && code == 0)); then return; fi
+    if ((main && code == again)); then
+      kill -TERM $$
+      return "$code"
+    fi
     deaths+=("$SECONDS")
     while ((SECONDS - deaths[0] > window)); do deaths=("${deaths[@]:1}"); done
     if ((code == 2 || ${#deaths[@]} > limit)); then
       echo "error: $name died ${#deaths[@]} times within $window s, at last with code $code; $logs/$name.log ends:" >&2
       tail -n 20 "$logs/$name.log" >&2
-      kill -TERM $$
+      kill -USR1 $$
       return 1
     fi
     pause=$((delay << (${#deaths[@]} - 1)))
     sleep $((pause < longest ? pause : longest))
+    if ((stopping)); then return; fi
   done
+}
+
+# stop: ends all steps, within their grace; what is left then dies with the job.
+stop() {
+  trap "" TERM
+  kill -TERM 0
+  local end=$((SECONDS + grace))
+  while [[ $(jobs -rp) ]] && ((SECONDS < end)); do sleep 0.2; done
+}
+
+# requeue: ends the job, and has it start again, from its beginning; but not if somebody has cancelled it. A job that ended by
+# itself while Slurm waits to pre-empt it would not start again.
+requeue() {
+  stop
+  if [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
+  exit "$again"
 }
 
 # answers SECONDS URL...: waits until each URL is answered.
@@ -70,8 +97,9 @@ CODE
   done
 }
 
-trap 'exit 1' TERM
-trap 'trap "" TERM; kill -TERM 0; wait' EXIT
+trap requeue TERM # of Slurm, before the time limit of the job
+trap 'exit 1' USR1
+trap stop EXIT
 """
 
 
@@ -102,6 +130,7 @@ def define() -> flags.FlagValues:
     values = topology.define()
     options = dict(flag_values=values)
     flags.DEFINE_integer("devices_per_node", 8, "accelerators of a node", 1, **options)
+    flags.DEFINE_enum("chip", None, list(xla_flags.FLAGS), "that accelerators are", **options)
     flags.DEFINE_integer("cpu_nodes", 1, "nodes for roles without accelerators", 1, **options)
     flags.DEFINE_string("partition", None, "of nodes with accelerators", **options)
     flags.DEFINE_string("cpu_partition", None, "of the others; --partition if not given", **options)
@@ -114,16 +143,32 @@ def script(run: topology.Topology, values: flags.FlagValues) -> str:
     """The text for sbatch; ValueError if a role cannot be placed so."""
     topology.check_ports(run.roles, "Slurm")
     components = _components(run.roles, values)
+    grace = math.ceil(max(role.grace for role in run.roles))
     lines = [
         "#!/usr/bin/env bash",
         "# Written by launch/slurm.py.",
         f"#SBATCH --job-name={run.name}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --signal=B:TERM@{grace}",
     ]
     for number, component in enumerate(components):
         lines += ["#SBATCH hetjob"] * (number > 0)
         lines += [f"#SBATCH --{name}={value}" for name, value in _asked(component, values)]
     logs = shlex.quote(str(run.workdir / "roles"))
-    lines += ["", "set -euo pipefail", f"logs={logs}", 'mkdir -p "$logs"', _FUNCTIONS]
+    lines += [
+        "",
+        "set -euo pipefail",
+        f"logs={logs} grace={grace} again={AGAIN}",
+        'mkdir -p "$logs"',
+    ]
+    if values.chip:
+        name = xla_flags.variable(values.chip)
+        lines += [
+            f"# Options of XLA for {values.chip} (launch/xla_flags.py); of two that differ the later one counts.",
+            f'xla_flags="{xla_flags.words(values.chip)} ${{{name}:-}}"',
+        ]
+    lines.append(_FUNCTIONS)
     groups: dict[str, str] = {}
     for number, component in enumerate(components):
         groups[component.array] = f"_HET_GROUP_{number}" if len(components) > 1 else ""
@@ -147,7 +192,7 @@ def script(run: topology.Topology, values: flags.FlagValues) -> str:
         words = topology.words_of(role, addresses)
         for index in range(role.count):
             group = groups[home[role.name].array].rpartition("_")[2]
-            lines += _step(role, index, home[role.name], group, words)
+            lines += _step(role, index, home[role.name], group, words, values.chip)
     number = sum(role.count for role in run.roles if role.main)
     lines += ["", "# The first that ends is a main role, or one that is given up."]
     lines += [
@@ -204,7 +249,9 @@ def _asked(component: _Component, values: flags.FlagValues) -> list[tuple[str, o
     return [(name, value) for name, value in options.items() if value]
 
 
-def _step(role: Role, index: int, component: _Component, group: str, urls) -> list[str]:
+def _step(
+    role: Role, index: int, component: _Component, group: str, urls, chip: str | None
+) -> list[str]:
     """The lines that start a replica, and keep it running."""
     name, limits = f"{role.name}-{index}", role.restarts
     options = {
@@ -230,7 +277,11 @@ def _step(role: Role, index: int, component: _Component, group: str, urls) -> li
         "ready": f"\0logs\0/{name}.ready",
         "distributed": "auto",  # jax knows Slurm's steps
     }
-    env = [f"{k}={v}" for k, v in role.env.items()]
+    given = dict(role.env)
+    if chip and role.devices:
+        variable = xla_flags.variable(chip)
+        given[variable] = f"\0xla_flags\0 {given.get(variable, '')}".strip()
+    env = [f"{k}={v}" for k, v in given.items()]
     command = [*(["env", *env] if env else []), *filled(role.argv, own | urls)]
     seconds = [math.ceil(x) for x in (limits.window, limits.delay, limits.longest_delay)]
     return [

@@ -34,7 +34,8 @@ def define() -> flags.FlagValues:
     values = flags.FlagValues()
     flags.DEFINE_integer("hosts", 1, "processes that train", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("devices", None, "accelerators of each", 0, flag_values=values)
-    flags.DEFINE_string("tpu_topology", "", "of the slice of TPUs that trains", flag_values=values)
+    flags.DEFINE_string("tpu_topology", "", "of a slice of TPUs that trains", flag_values=values)
+    flags.DEFINE_integer("slices", 1, "of TPUs that the hosts are in", 1, flag_values=values)
     return values
 
 
@@ -49,7 +50,7 @@ def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) 
         words += (f"--workdir={command.workdir}",)
     listed = getattr(command.module, "roles", None)
     if listed:
-        for name in ("hosts", "devices", "tpu_topology"):
+        for name in ("hosts", "devices", "tpu_topology", "slices"):
             if values[name].present:
                 raise ValueError(
                     f"--{name} is for one stage of training; {command.module.__name__} lists its roles itself"
@@ -64,19 +65,18 @@ def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) 
         if own is None and devices is None:
             raise ValueError("--devices is not given; say how many accelerators each host has")
         own = devices // values.hosts if own is None else own
-        roles = (_training(words, values.hosts, own, values.tpu_topology),)
+        roles = (_training(words, values, own),)
     variant = run.spec_of(argv).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
     return Topology(name.strip("-"), roles, command.workdir)
 
 
-def _training(command: Sequence[str], hosts: int, devices: int, tpu_topology: str) -> Role:
+def _training(command: Sequence[str], values: flags.FlagValues, devices: int) -> Role:
     argv = ["{python}", "-m", "launch.run", *command]
-    if hosts > 1:
+    if values.hosts > 1:
         argv.append("--distributed={distributed}")
-    return Role(
-        "train", argv, hosts=hosts, devices=devices, tpu_topology=tpu_topology, main=True, grace=300
-    )
+    shape = dict(hosts=values.hosts, slices=values.slices, tpu_topology=values.tpu_topology)
+    return Role("train", argv, devices=devices, main=True, grace=300, **shape)
 
 
 def asked(argv: list[str], doc: str, answer: Callable[[], int]) -> int:

@@ -85,7 +85,7 @@ class Store:
 
         state: {"params", "optimizer", "step", ...}, of which the rest (random key, counters) becomes
         `rng`; the arrays may be donated to the next step at once. data, of which every process has its
-        own, and meta: anything that JSON holds. A failure of this save is raised by the next `save`,
+        own part, and meta: dicts that JSON can hold. A failure of this save is raised by the next `save`,
         `wait` or `close`. SaveError.
         """
         self.wait()
@@ -114,7 +114,7 @@ class Store:
             raise self._failed(step, error) from error
 
     def restore(self, abstract: dict, step: int | None = None) -> tuple[dict, dict, dict]:
-        """(state, this process's data, meta) of a step, the newest by default.
+        """(state, data, meta) of a step, the newest by default; data: those of all processes, joined (`load_data`).
 
         abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now (default: the first
         device), which may be those of another mesh than the one that saved. ValueError if there is no such step, or if its
@@ -135,7 +135,7 @@ class Store:
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
             **got["rng"],
         }
-        return state, _own(got["data"]), got["meta"]
+        return state, _joined(got["data"]), got["meta"]
 
     def close(self) -> None:
         """Waits for the save under way. SaveError if it failed."""
@@ -181,9 +181,10 @@ def latest_step(workdir) -> int | None:
 
 
 def load_data(workdir, step: int) -> dict:
-    """This process's data position of a step, as `Store.save` got it."""
+    """The data position of a step: what the processes passed to `Store.save`, as one dict. What several have is the first's;
+    if it is a dict, all of theirs."""
     [file] = (pathlib.Path(workdir) / _FOLDER / str(step) / "data").glob("*.json")
-    return _own(json.loads(file.read_text()))
+    return _joined(json.loads(file.read_text()))
 
 
 def check_params(path, abstract, unshared: Sequence[str] = ()) -> pathlib.Path:
@@ -275,8 +276,15 @@ def check_shapes(wanted: dict, found: dict, name: str, unshared: Sequence[str] =
             )
 
 
-def _own(everyones_data: list):
-    return everyones_data[min(jax.process_index(), len(everyones_data) - 1)]
+def _joined(parts: Sequence[dict]) -> dict:
+    whole: dict = {}
+    for part in parts:
+        for name, value in part.items():
+            if isinstance(value, dict):
+                whole[name] = _joined([whole.get(name, {}), value])
+            else:
+                whole.setdefault(name, value)
+    return whole
 
 
 def disk_full(error: BaseException) -> bool:

@@ -24,6 +24,8 @@ from typing import Protocol
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 _WORD = re.compile(r"\{([a-z][a-z0-9_-]*(?:\.[a-z]+)?)\}")
 WORDS = ("python", "index", "host", "port", "ready", "distributed")
+# Exit code of a program that was told to stop, has saved, and goes on when it is started again: EX_TEMPFAIL of sysexits.h.
+AGAIN = 75
 
 
 def _check_positive(config, prefix: str, *names: str) -> None:
@@ -88,13 +90,15 @@ class Role:
         are started, and die, together; the first one's address is the replica's.
       cpus: cores of a process; 0: it shares what is there.
       devices: accelerators of a process, or of what plays them on a CPU.
-      tpu_topology: of the slice of TPUs that a replica takes, such as 4x4x8; for launch/gke.py alone.
+      tpu_topology: of the slice of TPUs that a replica takes, such as 4x4x8, or of each of its `slices`, which have equal parts
+        of its hosts; for launch/gke.py alone.
       memory: GiB of a process that schedulers are asked for; 0: not asked for.
       env: added to the environment.
       port: of the first replica, the next one's is one more; 0: any that is free, and the same after a restart.
       health: None: a server is well while it runs.
       after: roles that must be ready before it starts, besides those that argv names.
-      main: the run has ended when all its main roles have ended with code 0. Others that end, with any code, have died.
+      main: the run has ended when all its main roles have ended with code 0. Others that end, with any code, have died, but
+        for `AGAIN`, with which a main role asks for another start.
       start_seconds: until a server must be ready, that is healthy.
       settle_seconds: that what is no server must run to be ready.
       grace: seconds from SIGTERM to SIGKILL.
@@ -107,6 +111,7 @@ class Role:
     cpus: int = 0
     devices: int = 0
     tpu_topology: str = ""
+    slices: int = 1
     memory: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     port: int = 0
@@ -128,7 +133,11 @@ class Role:
                 f"role {self.name}: argv is {self.argv!r}; give the words of a command"
             )
         seconds = ("start_seconds", "settle_seconds", "grace")
-        _check_positive(self, f"role {self.name}:", "count", "hosts", *seconds)
+        _check_positive(self, f"role {self.name}:", "count", "hosts", "slices", *seconds)
+        if self.hosts % self.slices:
+            raise ValueError(
+                f"role {self.name}: {self.slices} slices cannot have equal parts of {self.hosts} hosts"
+            )
         for name in ("cpus", "devices", "memory"):
             if getattr(self, name) < 0:
                 raise ValueError(

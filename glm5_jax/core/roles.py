@@ -20,7 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 from glm5_jax.core.client import answers
-from glm5_jax.core.placement import Place, PlaceError, Placement, Role, address, filled, ordered
+from glm5_jax.core.placement import (
+    AGAIN,
+    Place,
+    PlaceError,
+    Placement,
+    Role,
+    address,
+    filled,
+    ordered,
+)
 
 _EVENTS = "events.jsonl"
 
@@ -37,7 +46,7 @@ class Event:
       time: seconds since 1970.
       role, index: the replica.
       what: started, ready, died, finished, failed (not started again), moved (started again, as an address that it was given
-        has changed) or stopped.
+        has changed), interrupted (started again, as it asks: it was told to stop, by others) or stopped.
       pid: of its first process.
       life: how often it has been started by then.
       detail: why.
@@ -62,11 +71,15 @@ def read_events(folder: str | os.PathLike) -> list[Event]:
 
 
 class _End(NamedTuple):
-    """Of a life. counts: whether it was a death; fatal: whether another life would end alike."""
+    """Of a life. what: the event, of which only a death counts; fatal: whether another life would end alike."""
 
     why: str
-    counts: bool = True
+    what: str = "died"
     fatal: bool = False
+
+    @property
+    def counts(self) -> bool:
+        return self.what == "died"
 
 
 class Roles:
@@ -267,7 +280,7 @@ class _Replica:
     def _outcome(self, end: _End | None) -> tuple[str, str]:
         """What is told of a life that has ended."""
         if end is not None:
-            return ("died" if end.counts else "moved"), end.why
+            return end.what, end.why
         if self.stopping.is_set():
             return "stopped", ""
         self.is_up = self.finished = True
@@ -305,6 +318,8 @@ class _Replica:
             codes = [place.exit_code() for place in self._places]
             if role.main and all(code == 0 for code in codes):
                 return None
+            if role.main and AGAIN in codes:
+                return _End("was told to stop, and has saved", "interrupted")
             for code in codes:
                 if code is not None and not (role.main and code == 0):
                     # What ends by itself before it was ever ready will do so again; and code 2 is, in all programs of
@@ -326,7 +341,7 @@ class _Replica:
                     return _End(f"has not answered for {health.silence:g} s")
                 next_look = now + health.interval
             if given != self._roles.addresses(role):
-                return _End("an address that it was given has changed", counts=False)
+                return _End("an address that it was given has changed", "moved")
         return None
 
     def _is_ready(self, age: float) -> bool:

@@ -45,6 +45,10 @@ class DataConfig:
       open_rows: rows that best-fit packing fills at a time; more pad less, and are all filled before
         the first is given out. 64 at 4096 tokens left 4% padding on the shipped texts, 16 left 7%;
         at 202752 tokens 8 left 0.5%, within 6 s where 64 took 37.
+      streams: that the data are dealt out to: each has documents, order and packing of its own, and equal parts of every
+        batch's rows. 0: as many as hosts with rows of their own at the first step. A run keeps their number, so that its
+        batches stay the same on other numbers of hosts: fewer read several streams each, of more some read one stream
+        together, each all of it. So set how many hosts there may come to be.
       held_out_fraction: share of the documents kept for evaluation; 0 trains on all.
       num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for.
       prefetch_documents: how many documents of each source are tokenised ahead, at most; fewer if
@@ -60,6 +64,7 @@ class DataConfig:
     shuffle_window: int = 2**18
     packing: str = "concat"
     open_rows: int = 64
+    streams: int = 0
     held_out_fraction: float = 0.05
     num_threads: int = 1
     prefetch_documents: int = 32
@@ -76,8 +81,10 @@ class DataConfig:
             raise ValueError(f"packing is {self.packing!r}; use one of {', '.join(PACKINGS)}")
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction is {self.held_out_fraction}; it must be in [0, 1)")
-        minima = {"shuffle_window": 0, "open_rows": 1, "num_threads": 0, "prefetch_documents": 0}
-        for name, least in minima.items():
+        minima = dict.fromkeys(
+            ("shuffle_window", "streams", "num_threads", "prefetch_documents"), 0
+        )
+        for name, least in (minima | {"open_rows": 1}).items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         variants = {s.variant for s in self.sources if isinstance(s, ChatSourceConfig)}
@@ -113,22 +120,22 @@ def training_rows(
     sources: dict[str, Items],
     tokenizer: Tokenizer,
     *,
-    process_index: int = 0,
-    process_count: int = 1,
+    stream: int = 0,
+    num_streams: int = 1,
 ) -> grain.IterDataset:
-    """Endless rows (packing.py) of the mixture for one of `process_count` hosts.
+    """Endless rows (packing.py) of the mixture, one of `num_streams` parts of it.
 
-    The hosts take disjoint documents of each epoch, and every epoch has an order of its own.
-    `sources` are those of `open_training_sources`. ValueError for a host out of range.
+    The streams take disjoint documents of each epoch, and every epoch has an order of its own.
+    `sources` are those of `open_training_sources`. ValueError for a stream out of range.
     """
-    if not 0 <= process_index < process_count:
-        raise ValueError(f"process_index is {process_index} of process_count {process_count}")
+    if not 0 <= stream < num_streams:
+        raise ValueError(f"stream is {stream}, there are {num_streams}; count from 0")
     rows = {}
     for source in config.sources:
         name, items = source.name, sources[source.name]
         seed = zlib.crc32(f"{config.seed} {name}".encode())
         order = grain.MapDataset.source(items).seed(seed).shuffle()
-        order = order.repeat()[process_index::process_count]
+        order = order.repeat()[stream::num_streams]
         records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
         if isinstance(source, SourceConfig):  # rows of records are independent as they come

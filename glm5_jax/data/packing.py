@@ -27,14 +27,14 @@ PLAIN_STREAMS = ("token_ids", "loss_mask", "ce_weight")
 
 
 def pack(
-    records: grain.IterDataset,
+    records: grain.IterDataset | Sequence[TokenRecord],
     length: int,
     *,
     packing: str,
     streams: Sequence[str] = PLAIN_STREAMS,
     open_rows: int = 64,
 ) -> grain.IterDataset:
-    """Rows of `length` tokens from a dataset of `TokenRecord`s; its state resumes exactly.
+    """Rows of `length` tokens from a dataset of `TokenRecord`s, or some in their order; its state resumes exactly.
 
     A row is a dict of arrays [t]: `streams` (all of which every record must have filled; NaN
     becomes 0), `segment_ids` int32 (1.. in order, 0 padding) and `positions` int32. The last row
@@ -45,6 +45,8 @@ def pack(
         raise ValueError(f"packing is {packing!r}; use one of {', '.join(PACKINGS)}")
     if length < 2:
         raise ValueError(f"the row length is {length}; it must be at least 2")
+    if not isinstance(records, grain.IterDataset):
+        records = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
     # The packers cut and join one structured array, so that no stream can slip against another.
     dtype = np.dtype([(name, STREAMS[name]) for name in streams])
     tables = records.map(lambda record: {"record": _table(record, dtype)})

@@ -83,6 +83,11 @@ class Pretraining(Stage):
                     f"length {length} * {shards} batch shards * {config.step.microbatches} "
                     "microbatches)"
                 )
+            if config.data.streams and tokens // length % config.data.streams:
+                raise ValueError(
+                    f"batch.{name} is {tokens // length} rows, which cannot be dealt out to data.streams "
+                    f"{config.data.streams}; use a divisor of the rows"
+                )
         if self._mesh is not None:
             check_batch(config.batch.start // length, length, self._mesh)
         chunk = config.step.token_chunk

@@ -73,6 +73,21 @@ def test_everything_comes_back_on_another_mesh(workdir):
     assert state["params"]["embed"]["weight"].addressable_shards[0].data.shape == (8, 2)
 
 
+def test_what_processes_pass_becomes_one_position(tmp_path, monkeypatch):
+    """Each has its own rows of the data, and all have their sources."""
+    parts = [{"sources": {"a": 1}, "rows": {str(i): {"at": [i]}}, "first": i} for i in range(3)]
+    monkeypatch.setattr(stores, "everyones", lambda data: parts)
+    with Store(tmp_path) as store:
+        store.save(state_of(), parts[0], {})
+    whole = {
+        "sources": {"a": 1},
+        "rows": {"0": {"at": [0]}, "1": {"at": [1]}, "2": {"at": [2]}},
+        "first": 0,
+    }
+    with Store(tmp_path) as store:
+        assert store.restore(abstract(state_of()))[1] == whole == stores.load_data(tmp_path, 7)
+
+
 def test_the_layout_is_the_documented_one(workdir):
     folder = workdir / "checkpoints" / "7"
     parts = {p.name for p in folder.iterdir() if p.is_dir()}

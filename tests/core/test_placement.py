@@ -50,6 +50,8 @@ def test_addresses_are_urls():
         ({"argv": ["{prot}"]}, "argv has {prot}; there are {python}, {index}, {host}, {port}"),
         ({"count": 0}, "role one: count is 0; it must be positive"),
         ({"hosts": 0}, "role one: hosts is 0; it must be positive"),
+        ({"slices": 0}, "role one: slices is 0; it must be positive"),
+        ({"hosts": 4, "slices": 3}, "3 slices cannot have equal parts of 4 hosts"),
         ({"grace": 0.0}, "role one: grace is 0.0; it must be positive"),
         ({"start_seconds": -1.0}, "role one: start_seconds is -1.0; it must be positive"),
         ({"settle_seconds": 0.0}, "role one: settle_seconds is 0.0; it must be positive"),

@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.core.placement import Health, PlaceError, Restarts, Role
+from glm5_jax.core.placement import AGAIN, Health, PlaceError, Restarts, Role
 from glm5_jax.core.roles import RoleError, Roles, read_events
 from launch.local import LocalPlacement, Machine
 from tests.core.test_process import ROOT, ends, is_running
@@ -208,6 +208,29 @@ def test_a_main_role_that_is_killed_goes_on_but_a_mistake_is_not_repeated(tmp_pa
                 with pytest.raises(RoleError, match="ended with code 2"):
                     running.wait(SECONDS)
         assert [e for e in told(folder) if "started" in e] == ["train started"] * 2
+
+
+def test_a_main_role_that_saved_when_it_was_told_to_stop_starts_again_however_often(tmp_path):
+    """As processes of one program do that others have sent a signal: neither a death nor the end of the run."""
+    life = "echo x >>lives; sleep 0.1; test $(wc -l <lives) -lt 8 || exit 0"
+    script = f"cd {tmp_path}; case {{distributed}} in *,1) sleep 0.2; exit {AGAIN};; esac; {life}; exit {AGAIN}"
+    alone = shell(
+        "alone", f"cd {tmp_path}; {life}; exit {AGAIN}", main=True, restarts=Restarts(limit=0)
+    )
+    with roles(tmp_path / "one", alone) as running:
+        assert running.wait(SECONDS)
+    assert told(tmp_path / "one").count("alone interrupted") == 7
+    assert told(tmp_path / "one")[-1] == "alone finished"
+    assert not [e for e in told(tmp_path / "one") if "died" in e]
+    both = shell("both", script, hosts=2, main=True, restarts=Restarts(limit=0))
+    with roles(tmp_path / "two", both) as running:
+        until(lambda: told(tmp_path / "two").count("both started") > 2, "both start again")
+        running.check()
+
+
+def test_what_serves_may_not_ask_for_another_start(tmp_path):
+    with pytest.raises(RoleError, match=f"a-0 ended with code {AGAIN}"):
+        roles(tmp_path, broken("a", f"exit {AGAIN}")).start()
 
 
 def test_a_role_that_hangs_is_killed_and_started_again(tmp_path):

@@ -1,4 +1,4 @@
-"""The loader resumes to the bit from a JSON position, at any batch size."""
+"""The loader resumes to the bit from a JSON position, at any batch size and on any number of hosts."""
 
 import json
 import pathlib
@@ -110,7 +110,6 @@ def test_a_position_on_other_data_is_refused(sources):
     loader.close()
     others = {
         "sources": Loader(_config(sources[:1]), TOKENIZER),
-        "process": Loader(config, TOKENIZER, process_index=1, process_count=2),
         "sequence_length": Loader(_config(sources, sequence_length=32), TOKENIZER),
         "tokenizer": Loader(config, _other_tokenizer()),
     }
@@ -123,6 +122,66 @@ def test_a_position_on_other_data_is_refused(sources):
                 take(state)
         assert other.state() == before
         other.close()
+
+
+def _of_all(loaders, sizes):
+    """Batches as all hosts together have them."""
+    for size in sizes:
+        parts = [loader.next(size // len(loaders)) for loader in loaders]
+        yield {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _hosts(config, count):
+    return [Loader(config, TOKENIZER, process_index=i, process_count=count) for i in range(count)]
+
+
+def _joined(loaders):
+    """The position that all hosts save, through JSON."""
+    states = [json.loads(json.dumps(loader.state())) for loader in loaders]
+    rows = {stream: row for state in states for stream, row in state["rows"].items()}
+    return states[0] | {"rows": rows}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6, 12])
+def test_batches_stay_the_same_when_hosts_go_and_come(sources, count):
+    config = _config(sources, num_threads=2)
+    sizes = [12, 24, 12, 36]
+    four = _hosts(config, 4)
+    wanted = list(_of_all(four, sizes))
+    assert _joined(four)["streams"] == 4
+    before, others, again = _hosts(config, 4), _hosts(config, count), _hosts(config, 4)
+    found = list(_of_all(before, sizes[:1]))
+    for one, next_ in ((before, others), (others, again)):
+        position = _joined(one)
+        for loader in next_:
+            loader.check(position)
+            loader.restore(position)
+        found += _of_all(next_, sizes[len(found) : len(found) + (1 if next_ is others else 2)])
+    for a, b in zip(found, wanted, strict=True):
+        _assert_same(a, b)
+    assert _joined(again) == _joined(four)
+    for loader in [*four, *before, *others, *again]:
+        loader.close()
+
+
+def test_as_many_streams_as_there_may_be_hosts_are_the_same_from_the_first_step_on(sources):
+    config = _config(sources, streams=4)
+    one, four = _hosts(config, 1), _hosts(config, 4)
+    for a, b in zip(_of_all(one, [8, 16]), _of_all(four, [8, 16]), strict=True):
+        _assert_same(a, b)
+    # No stream is read by a host that has no row of it.
+    assert [list(loader.state()["rows"]) for loader in four] == [["0"], ["1"], ["2"], ["3"]]
+    with pytest.raises(ValueError, match="a batch of 6 rows cannot be dealt out to the 4 streams"):
+        one[0].next(6)
+    with pytest.raises(ValueError, match=r"lacks streams \[1, 2, 3\] of 4; join"):
+        one[0].check(four[0].state())
+    for loader in [*one, *four]:
+        loader.close()
+
+
+def test_a_host_out_of_range_is_refused(sources):
+    with pytest.raises(ValueError, match="process_index is 2 of process_count 2"):
+        Loader(_config(sources), TOKENIZER, process_index=2, process_count=2)
 
 
 def _other_tokenizer():

@@ -157,7 +157,7 @@ def test_a_tasks_loss_mask_survives_packing(folder):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "repository", "needle"])
-def test_hosts_take_disjoint_items_that_make_up_two_epochs(folder, name):
+def test_streams_take_disjoint_items_that_make_up_two_epochs(folder, name):
     source = _sources(folder)[name]
     if name != "needle":
         source = dataclasses.replace(source, min_characters=0)
@@ -165,8 +165,8 @@ def test_hosts_take_disjoint_items_that_make_up_two_epochs(folder, name):
     config = _config(source, sequence_length=1500, open_rows=1, held_out_fraction=0.0)
     items = open_training_sources(config, TOKENIZER)
     count, seen, epoch = len(items[source.name]), collections.Counter(), collections.Counter()
-    for host in range(2):
-        rows = training_rows(config, items, TOKENIZER, process_index=host, process_count=2)
+    for stream in range(2):
+        rows = training_rows(config, items, TOKENIZER, stream=stream, num_streams=2)
         documents = itertools.chain.from_iterable(map(_segments, rows))
         mine = list(itertools.islice(documents, count))
         seen.update(mine)

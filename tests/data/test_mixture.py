@@ -32,8 +32,10 @@ def _config(*sources, **arguments):
     return DataConfig(sources, **defaults | arguments)
 
 
-def _rows(config, count, **hosts):
-    rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER, **hosts))
+def _rows(config, count, **streams):
+    rows = iter(
+        training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER, **streams)
+    )
     return list(itertools.islice(rows, count))
 
 
@@ -57,14 +59,14 @@ def test_the_seed_alone_decides_the_order(tmp_path):
     assert once == again and once != other
 
 
-def test_hosts_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
+def test_streams_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
     texts = [f"document {number}" for number in range(42)]
     config = _config(_source(tmp_path, "a", texts))
-    shards = [_documents(_rows(config, 60, process_index=i, process_count=3)) for i in range(3)]
+    shards = [_documents(_rows(config, 60, stream=i, num_streams=3)) for i in range(3)]
     assert sorted(itertools.chain(*(shard[:14] for shard in shards))) == sorted(texts)
     assert sorted(itertools.chain(*(shard[14:28] for shard in shards))) == sorted(texts)
-    with pytest.raises(ValueError, match="process_index is 3 of process_count 3"):
-        _rows(config, 1, process_index=3, process_count=3)
+    with pytest.raises(ValueError, match="stream is 3, there are 3"):
+        _rows(config, 1, stream=3, num_streams=3)
 
 
 def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
@@ -143,6 +145,7 @@ def test_the_shipped_sources_have_both_splits():
         ({"sequence_length": 1}, "sequence_length is 1"),
         ({"packing": "tight"}, "packing is 'tight'"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction is 1.0; it must be in \[0, 1\)"),
+        ({"streams": -1}, "streams is -1; it must be at least 0"),
         ({"num_threads": -1}, "num_threads is -1; it must be at least 0"),
         ({"open_rows": 0}, "open_rows is 0; it must be at least 1"),
     ],

@@ -1,6 +1,5 @@
 """Packing keeps every token, keeps documents apart, and trains on no first token."""
 
-import grain
 import numpy as np
 import pytest
 
@@ -16,8 +15,7 @@ def _records():
 
 
 def _pack(records, length, **arguments):
-    dataset = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
-    return list(pack(dataset, length, **arguments))
+    return list(pack(records, length, **arguments))
 
 
 def _segments(row):

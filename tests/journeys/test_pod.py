@@ -11,22 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from glm5_jax.checkpoint.store import latest_step
 from glm5_jax.core import metrics_log
+from glm5_jax.core.placement import AGAIN
 from tests.contracts.source_tree import ROOT
 from tests.journeys.test_pretrain import command, losses
 
 DEVICES = 4  # over all processes
+# Weights are cut over processes. No samples, which only one process can write.
+SHAPE = {"mesh.fsdp": -1, "mesh.expert": 2, "sample.prompts": ()}
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
 }  # pallas_kernels.compat.read_no_program_of_a_mesh says why
 
 
-def start(workdir, processes: int, **more) -> list[subprocess.Popen]:
-    """The processes of a run; the first one's output is piped."""
+def start(workdir, processes: int, devices: int | None = None, **more) -> list[subprocess.Popen]:
+    """The processes of a run, with so many devices each (default: their part of DEVICES); outputs are piped."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    flags = f"--xla_force_host_platform_device_count={devices or DEVICES // processes}"
     pods = [f"--distributed=localhost:{port},{processes},{i}" for i in range(processes)]
     return [
         subprocess.Popen(
@@ -41,12 +45,26 @@ def start(workdir, processes: int, **more) -> list[subprocess.Popen]:
     ]
 
 
-def finish(processes) -> str:
-    """Output of the first process; all must have ended well."""
+def finish(processes, code: int = 0) -> list[str]:
+    """Outputs of the processes, all of which must end with this code."""
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     for process, output in zip(processes, outputs):
-        assert process.returncode == 0, output
-    return outputs[0]
+        assert process.returncode == code, output
+    return outputs
+
+
+def wait_for(met, processes) -> None:
+    while not met():
+        assert processes[0].poll() is None, processes[0].communicate()[0]
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of a run in two processes that nothing breaks."""
+    workdir = tmp_path_factory.mktemp("whole")
+    finish(start(workdir, 2, **SHAPE))
+    return workdir
 
 
 @pytest.mark.slow
@@ -98,26 +116,23 @@ for attempt in (
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_and_nothing_is_lost(tmp_path):
-    shape = {"mesh.fsdp": 2, "mesh.expert": 2}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start(whole, 2, **shape))
-    processes = start(broken, 2, **shape)
-    while processes[0].poll() is None and not metrics_log.read(broken):
-        time.sleep(0.01)
-    processes[1].send_signal(signal.SIGTERM)
-    assert "stopped after step" in finish(processes)
-    assert "going on from step" in finish(start(broken, 2, **shape))
-    assert losses(broken) == losses(whole)
-    assert any((broken / "hosts" / "1").iterdir())
+@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["one", "all"])
+def test_a_signal_saves_one_step_in_all_processes_and_nothing_is_lost(whole, tmp_path, told):
+    processes = start(tmp_path, 2, **SHAPE)
+    wait_for(lambda: metrics_log.read(tmp_path), processes)
+    for number in told:
+        processes[number].send_signal(signal.SIGTERM)
+    outputs = finish(processes, AGAIN)
+    step = latest_step(tmp_path)
+    assert step < 12 and all(f"stopped after step {step};" in out for out in outputs)
+    assert f"going on from step {step}" in finish(start(tmp_path, 2, **SHAPE))[0]
+    assert losses(tmp_path) == losses(whole)
+    assert any((tmp_path / "hosts" / "1").iterdir())
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(tmp_path):
-    shape = {"mesh.fsdp": 2, "mesh.expert": 2}
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    finish(start(whole, 2, **shape))
-    flags = [*command(broken, **shape)[1:], "--hosts=2", f"--devices={DEVICES // 2}"]
+def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(whole, tmp_path):
+    flags = [*command(tmp_path, **SHAPE)[1:], "--hosts=2", f"--devices={DEVICES // 2}"]
     launched = subprocess.Popen(
         [sys.executable, "-m", "launch.local", *flags],
         cwd=ROOT,
@@ -125,16 +140,37 @@ def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(tmp_pat
         stdout=subprocess.PIPE,
         text=True,
     )
-    while launched.poll() is None and not list(broken.glob("checkpoints/[0-9]")):
-        time.sleep(0.01)
-    first, second = (Path(f"/proc/{pid}") for pid in processes_of(broken))
+    wait_for(lambda: list(tmp_path.glob("checkpoints/[0-9]")), [launched])
+    first, second = (Path(f"/proc/{pid}") for pid in processes_of(tmp_path))
     os.kill(int(second.name), signal.SIGKILL)
     out = launched.communicate(timeout=600)[0]
     assert launched.returncode == 0, out
     assert "train-0 died was killed by SIGKILL" in out and "train-0 started (life 2)" in out
     assert not first.exists()
-    assert "going on from step" in (broken / "roles" / "train-0.0.log").read_text()
-    assert losses(broken) == losses(whole)
+    assert "going on from step" in (tmp_path / "roles" / "train-0.0.log").read_text()
+    assert losses(tmp_path) == losses(whole)
+
+
+@pytest.mark.slow
+def test_on_half_the_hosts_and_on_all_again_a_run_learns_the_same_from_the_same_batches(
+    whole, tmp_path
+):
+    """As when a slice is lost: from the last checkpoint on, one process has the whole of each batch."""
+    processes = start(tmp_path, 2, **SHAPE)
+    wait_for(lambda: latest_step(tmp_path), processes)
+    for process in processes:
+        process.kill()
+        process.wait()
+    step = latest_step(tmp_path)
+    [half] = finish(start(tmp_path, 1, DEVICES // 2, **SHAPE, **{"train.steps": step + 2}))
+    assert "on 2 cpu device(s)" in half and f"going on from step {step}" in half
+    assert f"going on from step {step + 2}" in finish(start(tmp_path, 2, **SHAPE))[0]
+    found, wanted = ({row[:2]: row[2] for row in losses(own)} for own in (tmp_path, whole))
+    assert wanted.keys() <= found.keys()
+    for at, value in wanted.items():
+        np.testing.assert_allclose(found[at], value, rtol=2e-5, err_msg=str(at))
+    tokens = [metrics_log.column(metrics_log.read(own), "tokens") for own in (tmp_path, whole)]
+    assert tokens[0] == tokens[1], "a batch is as large as before"
 
 
 def processes_of(workdir) -> list[int]:

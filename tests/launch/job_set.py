@@ -67,6 +67,30 @@ POD = mapping(
     },
     nodeSelector=TEXTS,
 )
+FAILED_PODS = {
+    "oneOf": [
+        mapping(
+            {
+                "action": {"enum": ["FailJob", "Ignore", "Count"]},
+                "onExitCodes": mapping(
+                    {
+                        "containerName": LABEL,
+                        "operator": {"enum": ["In", "NotIn"]},
+                        "values": listed({"type": "integer", "minimum": 1, "maximum": 255}),
+                    }
+                ),
+            }
+        ),
+        mapping(
+            {
+                "action": {"enum": ["FailJob", "Ignore", "Count"]},
+                "onPodConditions": listed(
+                    mapping({"type": TEXT, "status": {"enum": ["True", "False", "Unknown"]}})
+                ),
+            }
+        ),
+    ]
+}
 JOB = mapping(
     {
         "parallelism": NUMBER,
@@ -74,6 +98,16 @@ JOB = mapping(
         "completionMode": {"const": "Indexed"},
         "backoffLimit": NUMBER,
         "template": mapping({"spec": POD}),
+    },
+    podFailurePolicy=mapping({"rules": listed(FAILED_PODS, maxItems=20)}),
+)
+FAILED_JOBS = mapping(
+    {
+        "name": {"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+        "action": {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+        "onJobFailureReasons": listed(
+            {"enum": ["BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy"]}
+        ),
     }
 )
 SCHEMA = mapping(
@@ -106,7 +140,7 @@ SCHEMA = mapping(
                         "publishNotReadyAddresses": {"type": "boolean"},
                     }
                 ),
-                "failurePolicy": mapping({"maxRestarts": NUMBER}),
+                "failurePolicy": mapping({"maxRestarts": NUMBER}, rules=listed(FAILED_JOBS)),
             },
             successPolicy=mapping(
                 {"operator": {"enum": ["All", "Any"]}, "targetReplicatedJobs": listed(LABEL)}

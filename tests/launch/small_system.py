@@ -1,6 +1,7 @@
 """An experiment of several programs, each small and real: two engines, a gateway, a hub, and what trains.
 
-What trains asks the hub's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times.
+What trains asks the hub's address, says what it was told, and ends well after `seconds`; before that it dies `deaths` times. Told to
+stop, it saves, as much as there is to save, and ends as launch.run does.
 """
 
 import dataclasses
@@ -12,9 +13,15 @@ SMALL = str(pathlib.Path(__file__).parents[1] / "core" / "small_role.py")
 TRAIN = """
 import os, pathlib, signal, sys, time, urllib.request
 url, seconds, deaths, lives = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
+def stopped(*_):
+    with open(lives, "a") as file:
+        file.write("saved\\n")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stopped)
 with open(lives, "a") as file:
     file.write("life\\n")
 print(urllib.request.urlopen(url + "/given").read().decode())
+print("trains as", os.getpid(), flush=True)
 time.sleep(seconds)
 if lives.read_text().count("\\n") <= deaths:
     os.kill(os.getpid(), signal.SIGKILL)

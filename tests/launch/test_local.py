@@ -10,7 +10,7 @@ import pytest
 
 from glm5_jax.core.placement import Role
 from glm5_jax.core.roles import read_events
-from launch import local
+from launch import local, xla_flags
 from launch.local import LocalPlacement, Machine, this_machine, visibility
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends, is_running
@@ -30,7 +30,8 @@ def seen(placement: LocalPlacement, roles: list[Role], variable: str, tmp_path) 
                 place.start(["sh", "-c", f'echo "${variable}"'])
                 while place.exit_code() is None:
                     time.sleep(0.01)
-                found[f"{role.name}-{index}.{process}"] = place.tail(1)
+                with open(place.log) as log:
+                    found[f"{role.name}-{index}.{process}"] = log.read().splitlines()[-1]
     return found
 
 
@@ -105,6 +106,67 @@ def test_the_machine_is_found_without_jax(tmp_path):
     assert found([], CUDA_VISIBLE_DEVICES="GPU-a,GPU-b") == ("cuda", ["GPU-a", "GPU-b"])
     assert found([], CUDA_VISIBLE_DEVICES="") == ("cuda", [])
     assert found([], JAX_PLATFORMS="tpu,cpu") == ("tpu", ["0", "2", "10"])
+
+
+@pytest.mark.parametrize(
+    ("files", "chip"),
+    [
+        (
+            {
+                "dev/nvidia0": "",
+                "proc/driver/nvidia/gpus/0000:1b/information": "Model:  NVIDIA H200\n",
+            },
+            "h200",
+        ),
+        (
+            {
+                "dev/nvidia0": "",
+                "proc/driver/nvidia/gpus/0000:1b/information": "Model:  NVIDIA L4\n",
+            },
+            None,
+        ),
+        ({"dev/nvidia0": ""}, None),
+        (
+            {
+                "dev/accel0": "",
+                "sys/bus/pci/devices/0/vendor": "0x8086\n",
+                "sys/bus/pci/devices/0/device": "0x006f\n",
+                "sys/bus/pci/devices/1/vendor": "0x1ae0\n",
+                "sys/bus/pci/devices/1/device": "0x0042\n",
+                "sys/bus/pci/devices/2/vendor": "0x1ae0\n",
+                "sys/bus/pci/devices/2/device": "0x0062\n",
+            },
+            "v5p",
+        ),
+        ({"dev/accel0": ""}, None),
+        ({}, None),
+    ],
+)
+def test_the_kind_of_accelerators_is_found_without_jax(files, chip, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert this_machine({}, str(tmp_path / "dev"), str(tmp_path)).chip == chip
+
+
+def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, monkeypatch):
+    roles = [
+        Role("train", ["true"], devices=1),
+        Role("engine", ["true"], devices=1, env={"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}),
+        Role("hub", ["true"]),
+    ]
+    monkeypatch.setenv("XLA_FLAGS", "--mine=1")
+    machine = Machine("cuda", ["0", "1"], CORES, "h200")
+    found = seen(LocalPlacement(machine), roles, "XLA_FLAGS", tmp_path)
+    assert found == {
+        "train-0.0": xla_flags.words("h200", "--mine=1"),
+        "engine-0.0": xla_flags.words("h200", "--xla_gpu_enable_triton_gemm=true"),
+        "hub-0.0": "--mine=1",
+    }
+    assert "triton_gemm=false" in found["train-0.0"]
+    assert "triton_gemm=false" not in found["engine-0.0"]
+    unknown = Machine("cuda", ["0", "1"], CORES)
+    assert seen(LocalPlacement(unknown), roles, "XLA_FLAGS", tmp_path)["train-0.0"] == "--mine=1"
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def refused(capsys, workdir, *argv) -> str:
             [TINY, "--experiment.batch.start=100"],
             "batch.start is 100 tokens; it must be a multiple",
         ),
+        (
+            [TINY, "--experiment.data.streams=3"],
+            "batch.start is 8 rows, which cannot be dealt out to data.streams 3; use a divisor",
+        ),
         ([TINY, "--experiment.tokenizer=none.json"], "no tokenizer at none.json"),
         ([TINY, "--experiment.model.vocab_size=2000"], "the tokenizer has 2048 ids"),
         ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),

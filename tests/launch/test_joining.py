@@ -1,0 +1,150 @@
+"""How the processes of a pod find each other: by a list of hosts, and by what schedulers say."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from glm5_jax.core.server import free_port
+from launch import run
+from tests.contracts.source_tree import ROOT
+
+TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+CODE = """
+import sys
+from launch import run
+run._join(sys.argv[1])
+import jax
+from glm5_jax.core import hosts
+print(hosts.everyones(jax.process_index()), jax.device_count(), jax.local_device_count())
+"""
+
+
+def joined(each: list[tuple[str, dict[str, str]]], before: str = "") -> list[str]:
+    """What processes say that are told each this and have each this environment besides; on two devices each. before: code that
+    they run first."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "XLA_", "JAX_NUM"))}
+    env |= {"JAX_NUM_CPU_DEVICES": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", before + CODE, word],
+            cwd=ROOT,
+            env=env | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for word, own in each
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in started]
+    for process, output in zip(started, outputs):
+        assert process.returncode == 0, output
+    return [output.splitlines()[-1] for output in outputs]
+
+
+def slurm(job: int, index: int) -> dict[str, str]:
+    """The environment of one of two tasks on two nodes, of which the first is this one."""
+    return {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "localhost,node2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": "0",
+    }
+
+
+def job_with_a_free_port() -> int:
+    """A number for which the port that jax derives of it (jax/_src/clusters/slurm_cluster.py) is free."""
+    while True:
+        job = random.randrange(4096)
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", 65535 - 4095 + job)):
+                return job
+
+
+def test_processes_of_a_list_of_hosts_are_one_program():
+    port = free_port("127.0.0.1")
+    said = joined([(f"localhost:{port},2,{index}", {}) for index in range(2)])
+    assert said == ["[0, 1] 4 2"] * 2
+
+
+def test_tasks_of_slurm_are_one_program():
+    job = job_with_a_free_port()
+    said = joined([("auto", slurm(job, index)) for index in range(2)])
+    assert said == ["[0, 1] 4 2"] * 2
+
+
+TPU = """
+import jax._src.clusters.cluster as cluster
+import jax._src.clusters.cloud_tpu_cluster as tpu
+cluster.running_in_cloud_tpu_vm = tpu.running_in_cloud_tpu_vm = True
+"""
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_hosts_of_slices_of_tpus_are_one_program(slices):
+    """As GKE tells them where they are; only that these are TPU machines is pretended."""
+    hosts = 2 // slices
+    each = [
+        {
+            "TPU_WORKER_HOSTNAMES": ",".join(["localhost"] * hosts),
+            "TPU_WORKER_ID": str(index % hosts),
+            "MEGASCALE_COORDINATOR_ADDRESS": "localhost" if slices > 1 else "",
+            "MEGASCALE_NUM_SLICES": str(slices),
+            "MEGASCALE_SLICE_ID": str(index // hosts),
+            "JAX_COORDINATOR_PORT": str(port),
+        }
+        for port in [free_port("127.0.0.1")]
+        for index in range(2)
+    ]
+    assert joined([("auto", own) for own in each], TPU) == ["[0, 1] 4 2"] * 2
+
+
+def test_a_list_of_hosts_means_the_same_inside_of_a_task_of_slurm():
+    """As of programs that a task starts itself: neither their number nor their devices are the task's."""
+    task, port = slurm(1, 1), free_port("127.0.0.1")
+    said = joined([(f"localhost:{port},2,{index}", task) for index in range(2)])
+    assert said == ["[0, 1] 4 2"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "alone"),
+    [
+        ({}, False),
+        (slurm(1, 0), True),
+        (slurm(1, 0) | {"SLURM_NTASKS": "16"}, False),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),
+    ],
+)
+def test_who_has_a_host_for_itself_takes_all_its_gpus(environment, alone, monkeypatch):
+    """jax gives a task of Slurm or MPI one GPU unless it is told which."""
+    import jax
+
+    from launch import local
+
+    told = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **given: told.append(given))
+    machine = local.Machine("cuda", [str(number) for number in range(8)], [0])
+    monkeypatch.setattr(local, "this_machine", lambda: machine)
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run._join("auto")
+    [given] = told
+    assert given == {"local_device_ids": range(8) if alone else None}
+
+
+def test_where_no_pod_is_recognised_the_other_form_is_named():
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
+    env.pop("KUBERNETES_SERVICE_HOST", None)
+    argv = [sys.executable, "-m", "launch.run", TINY, "--distributed=auto"]
+    ended = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "error: --distributed=auto: neither a TPU pod nor Slurm, MPI or Kub" in ended.stderr
+    assert ended.stderr.endswith("use HOST:PORT,N,I\n")

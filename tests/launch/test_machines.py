@@ -1,0 +1,74 @@
+"""A list of machines gets a line for each, which a shell understands."""
+
+import os
+import shlex
+import subprocess
+
+import pytest
+
+from launch import machines
+from tests.contracts.source_tree import ROOT
+
+TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
+SSH = '#!/bin/sh\nprintf "%s\\n" "$#" "$1" "$2" >"$OUT/$1"\n'
+
+
+def test_each_line_is_the_command_of_one_machine(tmp_path, capsys, monkeypatch):
+    """The script runs, on an ssh that notes what it is asked for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    names = ["10.0.0.1", "b.example", "c"]
+    flags = [TINY, f"--machines={','.join(names)}", "--workdir=/my run", "--port=7000"]
+    flags.append("--experiment.data.sources=[{'kind': 'stdlib'}]")
+    assert machines.main(["machines", *flags]) == 0
+    text = capsys.readouterr().out
+    assert len([line for line in text.splitlines() if line.startswith("ssh ")]) == 3
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path)}
+    subprocess.run(["bash", "-c", text], env=env, check=True, timeout=60)
+    for number, name in enumerate(names):
+        count, host, command = (tmp_path / name).read_text().rstrip("\n").split("\n")
+        assert (count, host) == ("2", name)
+        words = shlex.split(command)
+        assert words[:7] == ["cd", str(tmp_path), "&&", "exec", "python3", "-m", "launch.run"]
+        assert words[-1] == f"--distributed=10.0.0.1:7000,3,{number}"
+        assert "--workdir=/my run" in words
+        assert "--experiment.data.sources=[{'kind': 'stdlib'}]" in words
+        assert not [word for word in words if word.startswith(("--machines", "--port"))]
+
+
+def test_one_machine_needs_no_meeting(capsys):
+    assert machines.main(["machines", TINY, "--machines=a"]) == 0
+    assert "--distributed" not in capsys.readouterr().out
+
+
+def test_addresses_of_ipv6_are_in_brackets_where_a_port_follows(capsys):
+    assert machines.main(["machines", TINY, "--machines=[fe80::1],[fe80::2]"]) == 0
+    text = capsys.readouterr().out
+    assert "ssh fe80::2 " in text and "--distributed=[fe80::1]:8476,2,1" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([TINY], "--machines is not given; use --machines=NAME,NAME"),
+        ([TINY, "--machines=a,,b"], "--machines has ''; give names, or addresses"),
+        ([TINY, "--machines=a;reboot"], "--machines has 'a;reboot'"),
+        ([TINY, "--machines=-o,b"], "--machines has '-o'"),
+        ([TINY, "--machines=a,b,a"], "names one twice"),
+        ([TINY, "--machines=a", "--hosts=2"], "--hosts is not for lists of machines"),
+        ([TINY, "--machines=a", "--port=0"], "--port=0"),
+        ([TINY, "--machines=a", "--colour=1"], "Unknown command line flag 'colour'"),
+        ([SYSTEM, "--machines=a,b"], "small-system-tiny is not one program that trains"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(flags, message, capsys):
+    assert machines.main(["machines", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_help_is_printed(capsys):
+    assert machines.main(["machines", "--help"]) == 0
+    assert "python -m launch.machines --experiment=" in capsys.readouterr().out
