@@ -1,7 +1,7 @@
 """The numbers of a run on disk: `metrics.jsonl` and TensorBoard events, of one workdir.
 
-A row is a flat dict with a "step" and numbers or lists of numbers (one per layer); there may be
-several rows of one step. Resuming from a checkpoint drops the rows after its step, so that no step
+A row is a flat dict with a "step" and numbers, lists of numbers (one per layer) or, not for TensorBoard, text; there may
+be several rows of one step. Resuming from a checkpoint drops the rows after its step, so that no step
 ever stands in the file twice.
 """
 
@@ -91,7 +91,7 @@ def _jsonable(value):
 
 
 def _tags(name: str, value):
-    if name == "step":
+    if name == "step" or isinstance(value, str):
         return
     if not isinstance(value, (list, tuple)):
         yield name, value

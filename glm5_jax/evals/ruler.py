@@ -272,7 +272,8 @@ class Ruler:
         self._tasks = _tasks(setting.tokenizer, config)
         for length in config.lengths:
             self._model.check_length(length)
-        mesh = make_mesh(dataclasses.asdict(setting.config.mesh))
+        axes, slices = setting.config.mesh, setting.config.step.expert_slices
+        mesh = make_mesh(dataclasses.asdict(axes), expert_slices=slices)
         self._mesh = mesh if mesh.size > 1 else None
         self._plan = setting.config.step.plan()
         self._beside = beside and beside(setting)

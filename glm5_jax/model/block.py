@@ -138,6 +138,7 @@ def block(
     cfg = context.cfg
     normed = rms_norm(x, w["attn_norm"], cfg.rms_norm_eps)
 
+    @jax.named_scope("attention")
     def attend(kind):
         window = cfg.sliding_window if kind == "window" else None
         if kind in RECURRENT_KINDS:
@@ -211,6 +212,7 @@ def attention(
             return _paged(w, indexer, still, c_q_still, q, selection, cache, context)
     if (context.selects or learns) and indexer is not None:
 
+        @jax.named_scope("indexer")
         def fresh():
             keys = idx_k
             if keys is None:
@@ -256,14 +258,15 @@ def _paged(w, indexer, x, c_q, q, selection: Selection, cache: LayerCache, conte
     elif cache.idx_k is not None:
         queries = index_queries(indexer, x, c_q, context.cos, context.sin, cfg)
         index, page_scales = multiplied(Index(*queries, cache.idx_k))
-        topk = paged_lightning_indexer(
-            *index,
-            paging.tables,
-            paging.positions[:, -1] + 1,
-            cfg.index_topk,
-            page_scales=page_scales,
-            implementation=context.plan.kernels,
-        )
+        with jax.named_scope("indexer"):
+            topk = paged_lightning_indexer(
+                *index,
+                paging.tables,
+                paging.positions[:, -1] + 1,
+                cfg.index_topk,
+                page_scales=page_scales,
+                implementation=context.plan.kernels,
+            )
         selection = Selection(topk, None)
     else:
         topk = selection.topk
@@ -316,7 +319,9 @@ def mixture(w, x, context: Context):
         tokens = tuple(region.all_gather(a, ("tensor",), 1) for a in tokens)
     rows = (a.reshape(-1, a.shape[-1]) for a in tokens)
     plan = context.plan
-    y = routed_experts(w["experts"], *rows, region, plan.token_chunk, plan.kernels)
+    y = routed_experts(
+        w["experts"], *rows, region, plan.token_chunk, plan.kernels, plan.expert_slices
+    )
     y = y.reshape(b, -1, d)
     y = (
         region.psum_scatter(y, ("tensor",), 1)

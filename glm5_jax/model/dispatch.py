@@ -1,65 +1,115 @@
 """Tokens to experts and back: sort by expert, exchange over `expert`, compute, exchange back.
 
-One path for every mesh. The exchange is `lax.ragged_all_to_all`; where the platform lacks it (CPU) a
-twin with the same arguments pads its chunks to one size. Receive buffers hold the worst case, so no
-token is ever dropped; `token_chunk` bounds them.
+One path for every mesh (core/exchange.py). Receive buffers hold the worst case, so no token is ever
+dropped; `token_chunk` bounds them. Where the devices of `expert` are several slices far from each other, a
+token crosses to each of them once, however many of its experts are there: it goes to the device at its own
+position of the slice, which does for the slice what is done for the whole axis otherwise, and sends one sum back.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from glm5_jax.core.exchange import Peers, exchange, plan, route_of, two_levels
 from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, sorted_swiglu
 from pallas_kernels import dispatch
 
 
+@jax.named_scope("experts")
 def routed_experts(
-    w, x, expert_ids, combine_weights, region, token_chunk: int | None = None, kernels="auto"
+    w,
+    x,
+    expert_ids,
+    combine_weights,
+    region,
+    token_chunk: int | None = None,
+    kernels="auto",
+    slices: int = 1,
 ):
     """sum_a combine_weights * expert(x) for tokens x [m d], expert_ids int32[m a] -> [m d].
 
     w holds this device's slice of the expert stacks. A token that is none has ids beyond the last expert: it is
     not sent, and what comes back for it is finite. token_chunk tokens (default: all) travel at a
-    time; it must divide m. kernels: see `pallas_kernels.dispatch.choose`.
+    time; it must divide m. kernels: see `pallas_kernels.dispatch.choose`. slices: of the axis `expert`, one after
+    another; must divide it.
     """
-    rows = x.shape[0]
+
+    def compute(args):
+        if slices == 1:
+            everyone = Peers(("expert",), region.expert)
+            return _exchange_and_compute(w, *args, everyone, kernels, cut)
+        return _by_slice(w, *args, *levels, kernels, cut)
+
+    rows, parts, cut = x.shape[0], (x, expert_ids, combine_weights), region.live(("tensor",))
+    levels = two_levels("expert", region.expert, slices)
     if token_chunk is None or token_chunk >= rows:
-        return _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels)
+        return compute(parts)
     if rows % token_chunk:
         raise ValueError(f"token_chunk {token_chunk} does not divide the {rows} tokens of a device")
-
-    @jax.checkpoint
-    def chunk(args):
-        return _exchange_and_compute(w, *args, region, kernels)
-
-    parts = (x, expert_ids, combine_weights)
     parts = jax.tree.map(lambda p: p.reshape(-1, token_chunk, *p.shape[1:]), parts)
-    return lax.map(chunk, parts).reshape(x.shape)
+    return lax.map(jax.checkpoint(compute), parts).reshape(x.shape)
 
 
-def _exchange_and_compute(w, x, expert_ids, combine_weights, region, kernels):
+def _by_slice(w, x, expert_ids, combine_weights, across: Peers, inside: Peers, kernels, cut):
+    """`routed_experts` where a token crosses once to each slice that has experts of it, and one sum comes back."""
+    (m, a), me = expert_ids.shape, across.index()
+    slices, own = across.size, w["gate"].shape[0] * inside.size  # experts of a slice
+
+    def gathered(v):
+        # Flat: beside a token's row, which this saves, a row of so few numbers would be mostly padding.
+        flat = lax.all_gather(
+            v.reshape(-1), across.axes, axis_index_groups=across.groups, tiled=True
+        )
+        return flat.reshape(slices * m, a)
+
+    ids, weights = gathered(expert_ids), gathered(combine_weights)
+    wanted = slices_of(ids, own, slices)
+    route = route_of(wanted.reshape(slices, m, slices).sum(1), across)
+    copies = jnp.where(slices_of(expert_ids, own, slices), jnp.arange(slices), slices)
+    order, inverse, _ = sort_by_expert(copies.reshape(-1), slices)
+    rows = permute(x, order // slices, inverse.reshape(m, slices))
+    received = exchange(rows, slices * m, route, across)
+    # Those that are received, in the order of their senders; the rest has no expert here.
+    arrived = jnp.argsort(~jnp.take(wanted, me, axis=1), stable=True).astype(jnp.int32)
+    ids = ids[arrived] - me * own
+    weights = permute(weights, arrived, invert(arrived)[:, None])
+    mine = (ids >= 0) & (ids < own)
+    ids, weights = jnp.where(mine, ids, own), jnp.where(mine, weights, 0)
+    sums = _exchange_and_compute(
+        w, received, ids, weights, inside, kernels, cut, expected_rows=m * a
+    )
+    returned = exchange(sums, slices * m, route.back, across)
+    return permute(returned, inverse, order[:, None]).reshape(m, slices, -1).sum(1)
+
+
+def slices_of(expert_ids, own: int, slices: int):
+    """bool[m slices]: which slices of `own` experts each have some of int32[m a]."""
+    return ((expert_ids // own)[..., None] == jnp.arange(slices)).any(1)
+
+
+def _exchange_and_compute(
+    w, x, expert_ids, combine_weights, peers: Peers, kernels, cut, expected_rows: int | None = None
+):
+    """`routed_experts` of experts that peers have; expected_rows (default m * a): likely to reach a device."""
     m, a = expert_ids.shape
-    local = w["gate"].shape[0]
-    shards, cut = region.expert, region.live(("tensor",))
+    local, expected_rows = w["gate"].shape[0], expected_rows or m * a
     kernel = (
         dispatch.platform() in dispatch.OF_PLATFORM
     )  # reads none but the experts that have rows
-    if shards == 1 and not kernel and m * a <= FETCH_SHARE * local:
+    if peers.size == 1 and not kernel and m * a <= FETCH_SHARE * local:
         return _combine(fetched_swiglu(x, expert_ids, w, cut), combine_weights)
-    order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * shards)
+    order, inverse, counts = sort_by_expert(expert_ids.reshape(-1), local * peers.size)
     rows = permute(x, order // a, inverse.reshape(m, a))
-    if shards == 1:
-        out = sorted_swiglu(rows, counts, w, kernels=kernels, cut=cut)
+    if peers.size == 1:
+        out = sorted_swiglu(rows, counts, w, expected_rows=expected_rows, kernels=kernels, cut=cut)
     else:
-        plan = _plan(counts, shards, local)
-        received = _exchange(rows, shards * m * min(a, local), plan)
-        sizes, regroup, back = _regroup(plan["received_counts"], received.shape[0])
+        route, received_counts = plan(counts.reshape(peers.size, local), peers)
+        received = exchange(rows, peers.size * m * min(a, local), route, peers)
+        sizes, regroup, back = _regroup(received_counts, received.shape[0])
         mine = permute(received, regroup, back[:, None])
-        done = sorted_swiglu(mine, sizes, w, expected_rows=m * a, kernels=kernels, cut=cut)
+        done = sorted_swiglu(mine, sizes, w, expected_rows=expected_rows, kernels=kernels, cut=cut)
         returned = permute(done, back, regroup[:, None])
-        out = _exchange(returned, m * a, _reversed(plan))
+        out = exchange(returned, m * a, route.back, peers)
     out = permute(out, inverse, order[:, None]).reshape(m, a, -1)
     return _combine(out, combine_weights)
 
@@ -96,33 +146,6 @@ def _permute_backward(targets, dy):
 permute.defvjp(lambda x, source, targets: (permute(x, source, targets), targets), _permute_backward)
 
 
-def _plan(counts, shards: int, local: int):
-    """Offsets and sizes of the exchange, as `lax.ragged_all_to_all` wants them."""
-    everyone = lax.all_gather(counts, "expert").reshape(shards, shards, local)
-    sent = everyone.sum(-1)  # [from, to]
-    me = lax.axis_index("expert")
-    before_in_source = jnp.cumsum(sent, axis=1) - sent
-    before_in_target = jnp.cumsum(sent, axis=0) - sent
-    return {
-        "input_offsets": before_in_source[me],
-        "send_sizes": sent[me],
-        "output_offsets": before_in_target[me],
-        "recv_sizes": sent[:, me],
-        "back_offsets": before_in_source[:, me],
-        "recv_offsets": before_in_target[:, me],
-        "received_counts": everyone[:, me],  # [from, my expert]
-    }
-
-
-def _reversed(plan):
-    return {
-        "input_offsets": plan["recv_offsets"],
-        "send_sizes": plan["recv_sizes"],
-        "output_offsets": plan["back_offsets"],
-        "recv_sizes": plan["send_sizes"],
-    }
-
-
 def _regroup(received_counts, rows: int):
     """From chunks by sender to rows by expert: (rows per expert, order, its inverse)."""
     shards, local = received_counts.shape
@@ -131,34 +154,3 @@ def _regroup(received_counts, rows: int):
     expert = jnp.where(chunk < shards * local, chunk % local, local)  # empty rows last
     order = jnp.argsort(expert, stable=True).astype(jnp.int32)
     return received_counts.sum(0), order, invert(order)
-
-
-def _exchange(x, out_rows: int, plan):
-    out = jnp.zeros((out_rows, x.shape[1]), x.dtype)
-    args = [
-        plan[k].astype(jnp.int32)
-        for k in ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
-    ]
-    return lax.platform_dependent(
-        x,
-        out,
-        *args,
-        cpu=functools.partial(dense_exchange, axis_name="expert"),
-        default=functools.partial(lax.ragged_all_to_all, axis_name="expert"),
-    )
-
-
-def dense_exchange(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):
-    """`lax.ragged_all_to_all` for platforms without it: same arguments, same result.
-
-    Every chunk travels in as many rows as the longest possible one has.
-    """
-    del send_sizes  # what is sent beyond them, the receiver drops
-    row = jnp.arange(min(operand.shape[0], output.shape[0]))[None]
-    chunks = jnp.take(operand, input_offsets[:, None] + row, axis=0, mode="clip")  # [to, row, d]
-    chunks = lax.all_to_all(chunks, axis_name, 0, 0)  # [from, row, d]
-    starts = lax.all_to_all(output_offsets, axis_name, 0, 0)
-    target = jnp.where(row < recv_sizes[:, None], starts[:, None] + row, output.shape[0])
-    return output.at[target].set(chunks, mode="drop")

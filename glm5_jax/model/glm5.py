@@ -444,6 +444,7 @@ def forward_mtp(
     return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
 
 
+@jax.named_scope("head")
 def read_logits(params, hidden, weights: Weights, only=None):
     """wide[b t v] of hidden [b t d], or of the one place of each row that `only` int[b 1] names."""
     if only is not None:

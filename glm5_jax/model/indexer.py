@@ -53,6 +53,7 @@ class Selection(NamedTuple):
     index: Index | None
 
 
+@jax.named_scope("indexer")
 def index_keys(w, x, cos, sin, cfg):
     """idx_k [b t j] of the block's normed input x [b t d]; this is what the cache holds."""
     k = layer_norm(
@@ -61,6 +62,7 @@ def index_keys(w, x, cos, sin, cfg):
     return _rotate_front(k, cos, sin, cfg)
 
 
+@jax.named_scope("indexer")
 def index_queries(w, x, c_q, cos, sin, cfg):
     """(idx_q [b t i j], idx_w wide[b t i]) of x and the normed query latent c_q [b t q]."""
     q = _rotate_front(product("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
@@ -80,6 +82,7 @@ def multiplied(index: Index) -> tuple[Index, jax.Array | None]:
     return Index(q, index.w * scale, index.k.values), index.k.scale
 
 
+@jax.named_scope("indexer")
 def index_loss(
     index: Index, q, k, lse, weight, cfg, plan, *, topk=None, start=0, segments=(None, None)
 ):

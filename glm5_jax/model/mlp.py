@@ -23,6 +23,7 @@ def swiglu(w, x, cut: tuple[str, ...] = ()):
     return product("...f,fd->...d", jax.nn.silu(gate) * up, w["down"], cut)
 
 
+@jax.named_scope("mlp")
 def mlp(w, x, region: Region):
     """As `swiglu` on x [b t d]; with f split over `tensor` the tokens are gathered and summed back."""
     if region.tensor == 1:

@@ -5,6 +5,7 @@ and predicts token t + k + 1. The state that is carried on is the *normed* outpu
 drafting alike: engines that mix this up lose their acceptance rate.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -26,6 +27,7 @@ class Mtp(nnx.Module):
         self.block = Block(declare.child("block"), cfg, moe=True, full_layers=indexed)
 
 
+@jax.named_scope("mtp")
 def mtp_step(w, hidden, embedded, cache, context: Context):
     """One step: hidden [b t d] (normed, of the trunk or of the step before) and the embeddings
     [b t d] of the tokens that follow -> (normed hidden [b t d], cache, LayerStats)."""

@@ -30,6 +30,7 @@ class Routing(NamedTuple):
     probs: jax.Array
 
 
+@jax.named_scope("router")
 def route(w, x, cfg) -> Routing:
     """Experts of every token x [m d]: the top `num_experts_per_tok` of sigmoid(x W) + bias.
 

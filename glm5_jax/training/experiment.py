@@ -164,6 +164,8 @@ _FREE = (
     "step.query_block",
     "step.gather_block",
     "step.token_chunk",
+    "step.expert_slices",
+    "step.balance_rows",
     "step.remat",
     "step.reduce_dtype",
 )

@@ -198,13 +198,14 @@ def local_objective(
         )
     if token_loss is not None:
         hiddens = hiddens / token_loss.temperature
-    nll, logz = linear_cross_entropy(
-        hiddens.reshape(-1, hiddens.shape[-1]),
-        glm5.head(params, weights),
-        shifted.targets.reshape(-1),
-        chunk,
-        implementation=plan.kernels,
-    )
+    with jax.named_scope("head"):
+        nll, logz = linear_cross_entropy(
+            hiddens.reshape(-1, hiddens.shape[-1]),
+            glm5.head(params, weights),
+            shifted.targets.reshape(-1),
+            chunk,
+            implementation=plan.kernels,
+        )
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
     share = shifted.weights / _divisor(totals.heads)[:, None, None]
     ce = jnp.sum(nll * share, axis=(1, 2))
@@ -238,6 +239,7 @@ def local_logp(params, batch, targets, temperature, *, cfg, plan: Plan, chunk: i
     return target_logp(params, weights, hidden, targets, temperature, chunk, plan)
 
 
+@jax.named_scope("head")
 def target_logp(
     params, weights: glm5.Weights, hidden, targets, temperature, chunk: int, plan: Plan
 ):

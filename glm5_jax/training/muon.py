@@ -88,6 +88,7 @@ def layout_of(path: str, letters: str, split: str = "head") -> Layout:
     return Layout(tuple(d for d, name in enumerate(names) if name in batch), *sides)
 
 
+@jax.named_scope("newton_schulz")
 def newton_schulz(x: jax.Array, coefficients, steps: int) -> jax.Array:
     """Every matrix of x [b, r, c], orthogonalised: singular values near 1, the same singular vectors.
 

@@ -25,7 +25,7 @@ from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import StageConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import make_schedule
-from glm5_jax.training.step import Step, make_step
+from glm5_jax.training.step import Step, make_step, program_hash
 
 SAMPLES = "samples"
 
@@ -80,7 +80,7 @@ class Stage:
             self.tokenizer = self.tokenizer.with_chat_template(template(config.chat_variant))
         if store.latest_step(workdir) is not None:
             check_resume(workdir, config)
-        mesh = make_mesh(dataclasses.asdict(config.mesh))
+        mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
         self._mesh = mesh if mesh.size > 1 else None
         self._region = Region.of(mesh)
         self._group, self._num_groups = row_group(mesh)
@@ -205,6 +205,18 @@ class Stage:
                 except ValueError as error:
                     raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
             progress.print("compiling the train step ...")
+            known = set()
+
+            def update(state, batch):
+                shape = batch["token_ids"].shape
+                # What an ablation shares among its runs is no program of its own.
+                if shape not in known and hasattr(self._step.train, "lower"):
+                    known.add(shape)
+                    name = program_hash(self._step.train.lower(state, batch))
+                    log.write({"step": int(state["step"]), "program": name})
+                    progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
+                return self._update(state, batch)
+
             recorder = Recorder(
                 log,
                 progress,
@@ -224,7 +236,7 @@ class Stage:
             loop.train(
                 config.train,
                 config.steps,
-                step=self._update,
+                step=update,
                 state=state,
                 loader=self._source,
                 place=self._place,

@@ -1,6 +1,7 @@
 """The train step: one pure function over (state, batch), compiled once per batch shape."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
+from glm5_jax.training.balance import balanced
 from glm5_jax.training.loss import (
     LossWeights,
     Shifted,
@@ -57,6 +59,12 @@ class StepConfig:
     query_block: int = 128
     gather_block: int = 32
     token_chunk: int | None = None  # tokens per device that travel to the experts at a time
+    # Groups of neighbours on the mesh axis `expert` that are far from each other, such as the slices of a pod or hosts:
+    # a token crosses to each once (`core.mesh.placed`, `model.dispatch`). 1: all are near.
+    expert_slices: int = 1
+    # Whether rows are dealt to devices and microbatches by what they cost (training/balance.py). Rows of short
+    # documents cost about the same.
+    balance_rows: bool = False
     remat: str = "full"  # none, full, topk, dots
     reduce_dtype: str | None = None  # of gradient sums over devices; None: the compute dtype
 
@@ -76,6 +84,7 @@ class StepConfig:
             query_block=self.query_block,
             gather_block=self.gather_block,
             token_chunk=self.token_chunk,
+            expert_slices=self.expert_slices,
             remat=self.remat,
             reduce_dtype=self.reduce_dtype,
         )
@@ -166,6 +175,13 @@ def gradient_function(
             raise ValueError(
                 f"microbatches {config.microbatches} does not divide the batch of {rows} rows"
             )
+        if config.balance_rows:
+            learnt = {
+                "mtp_steps": mtp_steps,
+                "trunk": any("indexer/" not in path for path in flat),
+                "indexers": config.index_weight > 0,
+            }
+            batch = balanced(batch, cfg, mesh, config.microbatches, **learnt)
         totals = totals_of(batch, shift(batch, mtp_steps, _streams(token_loss, batch)))
         take = jax.value_and_grad(
             lambda p, part: loss(unflatten(p | still), part, rates, totals, rows), has_aux=True
@@ -366,6 +382,12 @@ def make_step(
         jax.jit(score_function(cfg, config, mesh, token_loss.temperature if token_loss else 1.0)),
         bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
     )
+
+
+def program_hash(lowered: jax.stages.Lowered) -> str:
+    """Of a program as it is given to the compiler: what a pod's compiler was given beforehand (launch.compile) is the
+    same where this is."""
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
 def advanced(state, batch, params, moments, finite) -> dict:

@@ -121,7 +121,7 @@ def quick(monkeypatch, tmp_path):
     """On one device, without the page; the tokenizer's folder."""
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
     monkeypatch.setattr(
-        stages, "make_mesh", lambda axes: make_mesh(axes, devices=jax.devices()[:1])
+        stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
     )
     TOKENIZER.save(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")

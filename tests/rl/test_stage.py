@@ -104,7 +104,7 @@ def quick(config, monkeypatch):
     of engine and learner."""
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
     monkeypatch.setattr(
-        stages, "make_mesh", lambda axes: make_mesh(axes, devices=jax.devices()[:1])
+        stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
     )
     return dataclasses.replace(config, agreement=AgreementConfig(attempts=0))
 

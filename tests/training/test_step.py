@@ -152,6 +152,7 @@ def test_microbatches_add_up_to_the_batch(three):
         ("loss_chunk", 0),
         ("microbatches", 0),
         ("token_chunk", 0),
+        ("expert_slices", 0),
         ("query_block", -1),
         ("mtp_steps", -1),
         ("reduce_dtype", "foo"),
