@@ -1,10 +1,13 @@
-"""Reading a compiled program: its collectives, what they move, and which of them stand in a loop."""
+"""The collectives of a compiled program: what they move, along which axes, and how often they run."""
 
+import functools
 import math
 import re
 from typing import NamedTuple
 
 import numpy as np
+
+from launch.hlo_text import Instruction, Module, Runs, elements, parse, runs, shape_bytes
 
 KINDS = (
     "ragged-all-to-all",
@@ -15,86 +18,158 @@ KINDS = (
     "collective-permute",
 )
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply)=%?([\w.\-]+)")
-_CALLED_LIST = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
-_BODY = re.compile(r"(?:body|condition)=%?([\w.\-]+)")
-_COLLECTIVE = re.compile(rf" = (.*?) ({'|'.join(KINDS)})(-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{\{(.*?)\}\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 
 
 class Collective(NamedTuple):
-    """One collective operation: num_bytes of its result on one device; the groups of devices (in the
-    order of the mesh) that take part together, () for a permutation. A loop counts once."""
+    """One collective operation of a program, as one device runs it.
+
+    num_bytes: of its result on one device, without padding.
+    times: how often one execution of the program runs it, the product of the trip counts of the loops
+        around it; None if a loop does not tell (then count it once).
+    groups: the devices (in the order of the mesh) that take part together; () for a permutation.
+    moved: bytes that one device sends into the network in one run, of n devices in a group
+        all-gather          (n-1)/n of the result
+        reduce-scatter      (n-1) times the result
+        all-reduce          2(n-1)/n of the result: a reduce-scatter and an all-gather
+        all-to-all          (n-1)/n of the result
+        ragged-all-to-all   the operand: a bound, what is sent depends on the run
+        collective-permute  the result
+        which is what bandwidth-optimal algorithms send (Thakur, Rabenseifner, Gropp 2005, "Optimization of
+        collective communication operations in MPICH"); a torus may route it over several links.
+    pairs: (source, target) of a permutation.
+    op_name: where jax made it, "jit(train)/while/body/psum"; "" if XLA made it.
+    """
 
     kind: str
     num_bytes: int
+    times: int | None
     in_loop: bool
     groups: tuple[tuple[int, ...], ...]
+    moved: int
+    pairs: tuple[tuple[int, int], ...] = ()
+    op_name: str = ""
 
 
 def collectives(hlo: str) -> list[Collective]:
-    """All collectives of a compiled module's text (`compiled.as_text()`), in its order."""
-    found, calls, loops, name = [], {}, set(), ""
-    for line in hlo.splitlines():
-        opened = _COMPUTATION.match(line)
-        if opened:
-            name = opened[1]
-            continue
-        loops.update(_BODY.findall(line))
-        inner = calls.setdefault(name, set())
-        inner.update(_CALLED.findall(line))
-        for names in _CALLED_LIST.findall(line):
-            inner.update(n.strip().lstrip("%") for n in names.split(","))
-        match = _COLLECTIVE.search(line)
-        if match:
-            shape, kind, start = match.groups()
-            found.append((name, kind, _size(shape, kind, bool(start)), line))
-    inside = set()
-    while loops - inside:
-        inside |= loops
-        loops = set().union(*(calls.get(name, ()) for name in inside))
-    return [
-        _collective(kind, size, _groups(line), at, at in inside) for at, kind, size, line in found
-    ]
+    """All collectives of a compiled module's text (`compiled.as_text()`), in its order.
+
+    The halves of an asynchronous pair count once, and so does a collective inside a fusion or in a
+    computation that is started asynchronously. ValueError if the text is no module.
+    """
+    module = parse(hlo)
+    often = runs(module)
+    found = (collective_of(module, at, i, often[at]) for at, i in module.instructions())
+    return [one for one in found if one]
 
 
-def _collective(kind, size, groups, computation, in_loop) -> Collective:
+def collective_of(
+    module: Module, at: str, instruction: Instruction, often: Runs
+) -> Collective | None:
+    """The collective that an instruction of the computation `at` is; None if it is none."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    groups, pairs = _groups(instruction.rest), _pairs(instruction.rest)
+    if not groups and kind != "collective-permute":  # XLA writes {} for all devices
+        groups = (tuple(range(module.num_devices)),)
+    size, n = _result_bytes(instruction), max(map(len, groups), default=1)
     # XLA:TPU writes its fused reduce-scatter as a computation of that name around an all-reduce.
-    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-        kind, size = "reduce-scatter", size // max(1, len(groups[0]) if groups else 1)
-    return Collective(kind, size, in_loop, groups)
+    if kind == "all-reduce" and at.startswith("all-reduce-scatter"):
+        kind, size = "reduce-scatter", size // n
+    sent = size
+    if kind == "ragged-all-to-all":
+        sent = module.computations[at].instructions[instruction.operands[0]].num_bytes
+    moved = _moved(kind, sent, n)
+    return Collective(kind, size, *often, groups, moved, pairs, instruction.op_name)
 
 
-def _size(shape: str, kind: str, started: bool) -> int:
-    """Bytes of a result: an array or a tuple of them."""
-    sizes = []
-    for dtype, dims in _ARRAY.findall(shape):
-        bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
-        sizes.append(math.prod(int(d) for d in dims.split(",") if d) * bits // 8)
-    if not started or kind == "all-reduce":
-        return sum(sizes)
-    # What is started returns its operands as well; the smaller side of a reduce-scatter is the result.
-    return min(sizes) if kind == "reduce-scatter" else max(sizes)
+def _moved(kind: str, num_bytes: int, n: int) -> int:
+    if kind in ("ragged-all-to-all", "collective-permute"):
+        return num_bytes
+    if kind == "reduce-scatter":
+        return (n - 1) * num_bytes
+    return (2 if kind == "all-reduce" else 1) * num_bytes * (n - 1) // n
 
 
-def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    listed, iota = _LISTED.search(line), _IOTA.search(line)
+def _result_bytes(collective: Instruction) -> int:
+    """Bytes of the result; what is started returns its operands as well, (operands, result, ...)."""
+    parts = elements(collective.shape)
+    started = collective.opcode.endswith("-start")
+    if started and (parts[0].startswith("(") or collective.opcode != "all-reduce-start"):
+        return shape_bytes(parts[1])
+    return shape_bytes(collective.shape)
+
+
+def _numbers(listed: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, part.split(","))) for part in listed.split("},{"))
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    listed = _PAIRS.search(text)
+    return _numbers(listed[1]) if listed else ()
+
+
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    listed, iota = _LISTED.search(text), _IOTA.search(text)
     if listed:
-        return tuple(tuple(map(int, g.split(","))) for g in listed[1].split("},{"))
-    if iota is None:
-        return ()
-    shape, dims, order = ([int(n) for n in (part or "").split(",") if n] for part in iota.groups())
-    devices = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
-    return tuple(map(tuple, devices.reshape(shape).tolist()))
+        return _numbers(listed[1])
+    return _iota_groups(*iota.groups()) if iota else ()
+
+
+def numbers(listed: str | None) -> list[int]:
+    """The numbers of "2,4"; none of None."""
+    return [int(n) for n in (listed or "").split(",") if n]
+
+
+def iota(dims: list[int], order: list[int]) -> np.ndarray:
+    """XLA's short form of a list of devices, `<=[dims]T(order)`."""
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
+
+
+@functools.lru_cache(maxsize=256)  # programs repeat the same few lists of a thousand devices
+def _iota_groups(*parts: str | None) -> tuple[tuple[int, ...], ...]:
+    shape, dims, order = map(numbers, parts)
+    return tuple(map(tuple, iota(dims, order).reshape(shape).tolist()))
 
 
 def groups_along(mesh, *axes: str) -> tuple[tuple[int, ...], ...]:
     """The groups of a collective over these mesh axes, as `Collective.groups` has them, sorted."""
-    ids = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
-    dims = [mesh.axis_names.index(a) for a in axes]
+    return _groups_along(tuple(mesh.shape.items()), axes)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups_along(shape: tuple[tuple[str, int], ...], axes) -> tuple[tuple[int, ...], ...]:
+    names, sizes = zip(*shape)
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    dims = [names.index(a) for a in axes]
     rest = [d for d in range(ids.ndim) if d not in dims]
-    size = math.prod(mesh.shape[a] for a in axes)
+    size = math.prod(sizes[d] for d in dims)
     return tuple(sorted(map(tuple, ids.transpose(rest + dims).reshape(-1, size).tolist())))
+
+
+def axes_of(collective: Collective, mesh) -> tuple[str, ...]:
+    """The mesh axes along which a collective runs, in the order of the mesh.
+
+    Of a permutation, the axes in which a source and its target differ. () if the groups are no product
+    of axes, or of single devices.
+    """
+    return _axes(collective.groups, collective.pairs, tuple(mesh.shape.items()))
+
+
+@functools.lru_cache(maxsize=256)
+def _axes(groups, pairs, shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    names, sizes = zip(*shape)
+    last = max((max(members) for members in pairs or groups), default=0)
+    if last >= math.prod(sizes):
+        raise ValueError(
+            f"a collective of device {last} and a mesh of {math.prod(sizes)} devices; "
+            "give the mesh that the program was compiled for"
+        )
+    together = np.array(pairs or groups[:1], int).T  # [members, groups]
+    at = np.unravel_index(together, sizes)
+    axes = tuple(name for name, index in zip(names, at) if (index != index[:1]).any())
+    found = tuple(sorted(tuple(sorted(group)) for group in groups))
+    return axes if pairs or found == _groups_along(shape, axes) else ()

@@ -1,8 +1,11 @@
 """The report on a pod's train step, and what the user is told if there is none."""
 
+import json
+
 import pytest
 
-from launch import compile as pod
+from glm5_jax.core.metrics_log import column, read
+from launch import compile as pod, run
 
 SMALL_POD = [
     "compile",
@@ -16,9 +19,9 @@ SMALL_POD = [
 def test_report_from_shapes(capsys):
     assert pod.main(SMALL_POD) == 0
     out = capsys.readouterr().out
-    assert "on 8 devices: fsdp 4, expert 2; batch of 1,024 tokens, 128 per device" in out
-    assert "largest weight while it is used: 0.001 GB (embed/weight)" in out
-    assert "lowered for tpu in" in out
+    assert "train step on 8 devices of no topology, fsdp 4, expert 2" in out
+    assert "8 rows of 128 tokens, 128 tokens per device" in out
+    assert "kept activations" in out and "temporaries" not in out
 
 
 def test_report_on_a_step_that_learns_from_samples(capsys):
@@ -26,7 +29,42 @@ def test_report_on_a_step_that_learns_from_samples(capsys):
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main(["compile", "--experiment=experiments/rl_reasoning.py:addition", *flags]) == 0
     out = capsys.readouterr().out
-    assert "on 4 devices: fsdp 2, expert 2; batch of 512 tokens, 128 per device" in out
+    assert "on 4 devices of no topology, fsdp 2, expert 2" in out
+    assert "8 rows of 64 tokens, 128 tokens per device" in out
+
+
+def test_json_has_the_bytes_of_each_kind(capsys):
+    """float32 weights and moments, of which each device has an eighth; activations are kept layer by layer."""
+    assert pod.main([*SMALL_POD, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    config = run.parse(SMALL_POD).config
+    whole = 4 * config.model.num_stored_parameters
+    assert whole / 8 <= told["held"]["params"] < 1.2 * whole / 8
+    assert told["held"]["batch"] == 5 * 4 * 128
+    assert told["fits"] is None and told["model_flops"] > 0
+    deeper = [*SMALL_POD[:-1], "--experiment.model.num_hidden_layers=4", "--json"]
+    assert pod.main(deeper) == 0
+    more = json.loads(capsys.readouterr().out)["kept"] - told["kept"]
+    assert more > 0
+
+
+def test_a_run_trains_with_the_program_that_is_told_beforehand(tmp_path, capsys):
+    """On the devices of this machine."""
+    small = [
+        "compile",
+        "--experiment=experiments/rl_reasoning.py:addition",
+        "--experiment.train.steps=1",
+        "--experiment.rows=8",
+        "--experiment.rollout.prompts=2",
+        "--experiment.rollout.group=4",
+        "--experiment.evaluation.tasks=0",
+        "--experiment.agreement.attempts=0",
+    ]
+    assert pod.main([*small, "--topology=cpu", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    run.parse(small).config.stage(tmp_path).run()
+    logged = column(read(tmp_path), "program")[1]
+    assert told["hash"] in logged and told["temporaries"] > 0
 
 
 @pytest.mark.parametrize(
@@ -47,10 +85,10 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--experiment.mesh.expert=-1"], "leaves an axis open; set it, or give --target"),
+        (["--experiment.mesh.expert=-1"], "leaves an axis open; set it"),
         (["--experiment.mesh.fsdp=3"], "batch size 8 does not divide over the mesh axes"),
-        (["--target=abacus:2x2"], "target 'abacus:2x2'"),
-        (["--target=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
+        (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
+        (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(changes, message, capsys):

@@ -1,12 +1,15 @@
 """Reading the collectives of a compiled program."""
 
+import time
+
 import jax
 import numpy as np
+import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 
 from glm5_jax.core.mesh import make_mesh
-from launch.hlo import Collective, collectives, groups_along
+from launch.hlo import Collective, axes_of, collectives, groups_along
 
 
 def test_collectives_of_a_program_that_is_compiled_here():
@@ -14,22 +17,33 @@ def test_collectives_of_a_program_that_is_compiled_here():
 
     def local(x):  # [2, 8]
         def layer(x, _):
+            x, _ = lax.scan(lambda x, _: (x * lax.psum(x, "expert"), None), x, None, length=5)
             return x * lax.psum(x, "fsdp"), None
 
         x, _ = lax.scan(layer, x, None, length=3)
+        x = lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])
         return lax.all_to_all(x, "expert", 1, 0, tiled=True)
 
     rows = P(("fsdp", "expert"))
     run = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
-    found = collectives(jax.jit(run).lower(np.ones((16, 8), np.float32)).compile().as_text())
-    assert found == [
-        Collective("all-reduce", 64, True, groups_along(mesh, "fsdp")),
-        Collective("all-to-all", 64, False, groups_along(mesh, "expert")),
-    ]
+    text = jax.jit(run).lower(np.ones((16, 8), np.float32)).compile().as_text()
+    found = {axes_of(c, mesh) + (c.kind,): c for c in collectives(text)}
+    fsdp, expert = groups_along(mesh, "fsdp"), groups_along(mesh, "expert")
+    swapped = tuple((i, (i + 4) % 8) for i in range(8))
+    plain = {k: c._replace(op_name="", pairs=tuple(sorted(c.pairs))) for k, c in found.items()}
+    assert plain == {
+        ("expert", "all-reduce"): Collective("all-reduce", 64, 15, True, expert, 96),
+        ("fsdp", "all-reduce"): Collective("all-reduce", 64, 3, True, fsdp, 64),
+        ("fsdp", "collective-permute"): Collective(
+            "collective-permute", 64, 1, False, (), 64, swapped
+        ),
+        ("expert", "all-to-all"): Collective("all-to-all", 64, 1, False, expert, 48),
+    }
+    assert "while/body" in found["fsdp", "all-reduce"].op_name
 
 
 TPU = """\
-HloModule jit_step, is_scheduled=true
+HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %add (x: f32[], y: f32[]) -> f32[] {
   ROOT %sum = f32[] add(f32[] %x, f32[] %y)
@@ -52,22 +66,92 @@ HloModule jit_step, is_scheduled=true
 }
 
 ENTRY %main (x: bf16[64,256]) -> bf16[64,256] {
-  %loop = (s32[], bf16[64,256]{1,0}) while(%init), condition=%condition.2, body=%body.2
-  %rows = bf16[32,1,256]{2,1,0} ragged-all-to-all(%x, %y, %o, %s, %p, %r), replica_groups={{0,1},{2,3}}
+  %y = bf16[96,1,256]{2,1,0} parameter(0)
+  %loop = (s32[], bf16[64,256]{1,0}) while(%init), condition=%condition.2, body=%body.2, backend_config={"known_trip_count":{"n":"75"}}
+  %rows = bf16[32,1,256]{2,1,0} ragged-all-to-all(%y, %x, %o, %s, %p, %r), replica_groups={{0,1},{2,3}}
   %moved = u8[16]{0} collective-permute(%z), source_target_pairs={{0,1},{1,0}}
+  %all = f32[6]{0} all-reduce(%z), replica_groups={}, to_apply=%add, metadata={op_name="jit(step)/psum"}
 }
 """
 
 
 def test_collectives_of_a_tpu_program():
     fours, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
+    part, whole, everyone = 16 * 256 * 2, 64 * 256 * 2, (tuple(range(8)),)
     assert collectives(TPU) == [
-        Collective("reduce-scatter", 16 * 256 * 2, True, fours),
-        Collective("all-gather", 64 * 256 * 2, True, fours),
-        Collective("all-reduce", 8 * 4 + 4, True, pairs),
-        Collective("ragged-all-to-all", 32 * 256 * 2, False, ((0, 1), (2, 3))),
-        Collective("collective-permute", 16, False, ()),
+        Collective("reduce-scatter", part, 75, True, fours, 3 * part),
+        Collective("all-gather", whole, 75, True, fours, whole * 3 // 4),
+        Collective("all-reduce", 8 * 4 + 4, 75, True, pairs, 8 * 4 + 4),
+        Collective("ragged-all-to-all", 32 * 512, 1, False, ((0, 1), (2, 3)), 96 * 512),
+        Collective("collective-permute", 16, 1, False, (), 16, ((0, 1), (1, 0))),
+        Collective("all-reduce", 24, 1, False, everyone, 2 * 24 * 7 // 8, (), "jit(step)/psum"),
     ]
+
+
+STARTED = """\
+HloModule jit_step, num_partitions=4
+
+%wrapped (p: f32[64]) -> f32[16] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %rs = f32[16]{{0}} reduce-scatter(%p), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}, to_apply=%add
+}}
+
+ENTRY %main (x: f32[64]) -> f32[64] {{
+  %x = f32[64]{{0}} parameter(0)
+  {begun}
+  {ended}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("begun", "ended", "kind", "num_bytes"),
+    [
+        (
+            "%s = ((f32[64]{0}), f32[16]{0}, s32[]) async-start(%x), calls=%wrapped",
+            "%d = f32[16]{0} async-done(%s), calls=%wrapped",
+            "reduce-scatter",
+            64,
+        ),
+        (
+            "%s = (f32[64]{0}, f32[256]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}",
+            "%d = f32[256]{0} all-gather-done(%s)",
+            "all-gather",
+            1024,
+        ),
+        (
+            "%s = ((f32[64], f32[4]), (f32[256], f32[16])) all-gather-start(%x, %y), replica_groups={}",
+            "%d = (f32[256], f32[16]) all-gather-done(%s)",
+            "all-gather",
+            1024 + 64,
+        ),
+        (
+            "%s = (f32[64]{0}, f32[4]{0}) all-reduce-start(%x, %y), replica_groups=[1,4]<=[4]",
+            "%d = (f32[64]{0}, f32[4]{0}) all-reduce-done(%s)",
+            "all-reduce",
+            256 + 16,
+        ),
+        (
+            "%s = ((f32[64]), f32[16], s32[]) reduce-scatter-start(%x), replica_groups={{0,1,2,3}}",
+            "%d = f32[16] reduce-scatter-done(%s)",
+            "reduce-scatter",
+            64,
+        ),
+        (
+            "%s = (f32[64], f32[64], u32[], u32[]) collective-permute-start(%x), "
+            "source_target_pairs={{0,1},{1,0}}",
+            "%d = f32[64] collective-permute-done(%s)",
+            "collective-permute",
+            256,
+        ),
+    ],
+)
+def test_the_halves_of_an_asynchronous_collective_count_once(begun, ended, kind, num_bytes):
+    text = STARTED.format(begun=begun, ended=ended)
+    if kind != "reduce-scatter" or "async" not in begun:
+        text = text.replace("reduce-scatter(%p)", "slice(%p)")
+    (found,) = collectives(text)
+    assert (found.kind, found.num_bytes, found.times) == (kind, num_bytes, 1)
 
 
 def test_groups_along_an_axis():
@@ -76,3 +160,42 @@ def test_groups_along_an_axis():
     assert groups_along(mesh, "fsdp") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert groups_along(mesh, "fsdp", "expert") == (tuple(range(8)),)
     assert groups_along(mesh, "tensor") == tuple((i,) for i in range(8))
+
+
+def over(groups, pairs=()):
+    return Collective("all-gather", 8, 1, False, groups, 8, pairs)
+
+
+def test_axes_of_a_collective_are_found_from_its_groups():
+    mesh = AbstractMesh((2, 4, 3), ("fsdp", "expert", "context"))
+    for axes in (("fsdp",), ("expert",), ("fsdp", "context"), ("fsdp", "expert", "context")):
+        groups = groups_along(mesh, *axes)
+        assert axes_of(over(groups), mesh) == axes
+        assert axes_of(over(tuple(group[::-1] for group in groups[::-1])), mesh) == axes
+    assert axes_of(over(groups_along(mesh)), mesh) == ()
+    halves = tuple((i, i + 3) for i in range(0, 24) if i % 6 < 3)  # two by two of expert
+    assert axes_of(over(halves), mesh) == ()
+    assert axes_of(over(groups_along(mesh, "fsdp")[:-1]), mesh) == ()
+    with pytest.raises(ValueError, match="device 23 and a mesh of 8 devices"):
+        axes_of(over(groups_along(mesh, "fsdp")), make_mesh(fsdp=8))
+
+
+def test_axes_of_a_permutation_are_those_in_which_source_and_target_differ():
+    mesh = AbstractMesh((2, 4, 3), ("fsdp", "expert", "context"))
+    ids = np.arange(24).reshape(2, 4, 3)
+
+    def rolled(*axes):
+        return tuple(zip(ids.ravel().tolist(), np.roll(ids, 1, axes).ravel().tolist()))
+
+    assert axes_of(over((), rolled(1)), mesh) == ("expert",)
+    assert axes_of(over((), rolled(0, 2)), mesh) == ("fsdp", "context")
+    assert axes_of(over((), ((5, 5), (4, 4))), mesh) == ()
+
+
+def test_axes_of_hundreds_of_collectives_of_a_large_mesh_take_no_time():
+    mesh = AbstractMesh((16, 64, 2), ("fsdp", "expert", "context"))
+    names = [("fsdp",), ("expert",), ("context",), ("fsdp", "expert"), ("fsdp", "context")]
+    many = [over(groups_along(mesh, *names[i % 5])) for i in range(500)]
+    began = time.process_time()
+    assert [axes_of(one, mesh) for one in many] == [names[i % 5] for i in range(500)]
+    assert time.process_time() - began < 5

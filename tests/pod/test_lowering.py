@@ -11,7 +11,7 @@ from glm5_jax.data.mixture import DataConfig
 from glm5_jax.rl.losses import PolicyLoss
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.step import StepConfig
-from launch import compile as pod, run
+from launch import programs as pod, run
 
 GIB = 2**30
 CHIPS = 1024
@@ -81,7 +81,7 @@ def test_the_step_lowers_for_a_thousand_tpus(make):
 
 def test_a_step_of_reinforcement_reads_what_was_sampled():
     config, _, step = lowered(reinforcement)
-    assert step.batch.keys() > {*PolicyLoss.streams}
+    assert step.arguments["batch"].keys() > {*PolicyLoss.streams}
     text = step.lowered.as_text()
     arguments = text[text.index("@main(") : text.index("->", text.index("@main("))]
     # What nothing reads is no argument: beside the streams only what all stages read.
@@ -92,14 +92,14 @@ def test_a_step_of_reinforcement_reads_what_was_sampled():
 def test_bytes_per_device_of_reinforcement():
     """Two moments of what gradients move: not the indexers, the MTP layer and the router's bias."""
     _, _, step = lowered(reinforcement)
-    weights = pod.bytes_on_device(step.state["params"])
+    weights = pod.bytes_on_device(step.arguments["params"])
     params = sum(weights.values())
     assert 4 * PARAMETERS / CHIPS <= params < 1.05 * 4 * PARAMETERS / CHIPS
     still = re.compile("indexer/|^mtp/|router/bias$")
     moving = sum(size for path, size in weights.items() if not still.search(path))
-    optimizer = sum(pod.bytes_on_device(step.state["optimizer"]).values())
+    optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
     assert optimizer - 2 * moving == 4, "beside the moments there is the number of steps"
-    batch = sum(pod.bytes_on_device(step.batch).values())
+    batch = sum(pod.bytes_on_device(step.arguments["batch"]).values())
     assert batch < 1e6
     assert params + optimizer + batch < 9 * GIB
 
@@ -109,9 +109,9 @@ def test_bytes_per_device(make):
     """Weights and momentum in float32, moments of the few AdamW weights: next to nothing is held
     twice."""
     _, _, step = lowered(make)
-    params = sum(pod.bytes_on_device(step.state["params"]).values())
-    optimizer = sum(pod.bytes_on_device(step.state["optimizer"]).values())
-    batch = sum(pod.bytes_on_device(step.batch).values())
+    params = sum(pod.bytes_on_device(step.arguments["params"]).values())
+    optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
+    batch = sum(pod.bytes_on_device(step.arguments["batch"]).values())
     whole = 4 * PARAMETERS / CHIPS
     assert whole <= params < 1.05 * whole
     # 154,880 words do not divide by expert * context = 512: there `context` holds copies of the
@@ -124,7 +124,7 @@ def test_bytes_per_device(make):
 @LAYOUTS
 def test_nothing_above_a_gibibyte_is_replicated(make):
     config, mesh, step = lowered(make)
-    arguments = {**step.state, "batch": step.batch}
+    arguments = step.arguments
     assert max(pod.replicated(arguments).values()) < 0.01 * GIB
     assert max(pod.bytes_on_device(arguments).values()) < GIB
     # While they are used: the tables are whole on every device, in bfloat16, and nothing else.

@@ -1,0 +1,262 @@
+"""What is told of a program for a pod: bytes by kind, FLOPs, collectives, and the least time that its chips need."""
+
+import collections
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Sequence
+
+import jax
+
+from glm5_jax.training.step import program_hash
+from launch.buffers import largest_allocations, needed_and_available
+from launch.hlo import Collective, axes_of, collectives
+from launch.pods import Pod
+from launch.programs import Program, bytes_on_device, kept_bytes, replicated
+from launch.replication import replicated as whole_arrays
+
+GB, GIB = 1e9, 2**30
+OVERWEIGHT = (
+    64e6  # bytes of a sum over devices inside a loop, above which a gradient was not scattered
+)
+SHAPES = "no topology"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind along the same axes of the mesh.
+
+    far: whether they leave a slice of TPUs or a host of GPUs; count: how many stand in the program; runs: how often
+    they run in one step, loops multiplied out; moved: bytes that a device sends in one step; largest: bytes of the
+    largest result on a device.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    far: bool
+    count: int
+    runs: int
+    moved: int
+    largest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One program. Bytes are those of one device, FLOPs those of one device and one step.
+
+    held: by kind, of what goes in. kept: activations that a forward leaves to its backward (None: not known). model_flops:
+    what the mathematics needs; parts: what the program's products take, recomputation among them. used_whole, replicated: weights while they are used, and arrays, that every device holds
+    whole, above a GiB. What follows is known of a compiled program alone. temporaries: what lives in between, kept
+    activations among them. not_reused: results that take no argument's place. available: of the chip. seconds: the least
+    that each resource needs, busy all the time: a bound, not a speed. largest: what takes most room, if it does not fit.
+    """
+
+    experiment: str
+    program: str
+    hash: str
+    topology: str
+    mesh: dict[str, int]
+    batch: dict[str, int]
+    held: dict[str, int]
+    kept: int | None
+    model_flops: float
+    parts: dict[str, int]
+    used_whole: dict[str, int]
+    replicated: dict[str, int]
+    lowering_seconds: float
+    compiling_seconds: float | None = None
+    compiler_gib: float | None = None
+    temporaries: int | None = None
+    not_reused: int = 0
+    available: int | None = None
+    traffic: tuple[Traffic, ...] = ()
+    overweight: tuple[str, ...] = ()
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    largest: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def used(self) -> int:
+        """Bytes of a device, as far as they are known."""
+        return sum(self.held.values()) + (self.temporaries or 0) + self.not_reused
+
+    @property
+    def fits(self) -> bool | None:
+        """None: not known, as nothing was compiled."""
+        if self.available is None or self.temporaries is None:
+            return None
+        return self.used <= self.available
+
+
+def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
+    """All collectives of a program, those of one kind along the same axes together, most bytes first."""
+    places = [_island(device) for device in mesh.devices.flat]
+    groups = collections.defaultdict(list)
+    for one in found:
+        groups[one.kind, axes_of(one, mesh)].append(one)
+    rows = [
+        Traffic(
+            kind,
+            axes,
+            any(
+                len({places[i] for i in group}) > 1
+                for one in own
+                for group in one.groups or one.pairs
+            ),
+            len(own),
+            sum(one.times or 1 for one in own),
+            sum(one.moved * (one.times or 1) for one in own),
+            max(one.num_bytes for one in own),
+        )
+        for (kind, axes), own in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.moved))
+
+
+def _island(device) -> int:
+    """The number of the slice of TPUs, or of the host of GPUs, that a device is in."""
+    return device.slice_index if device.platform == "tpu" else device.process_index
+
+
+def bounds(flops: float, state: int, rows: Sequence[Traffic], pod: Pod) -> dict[str, float]:
+    """Seconds that each resource of a device needs at least, at its peak all the time: products in bfloat16, memory for
+    reading and writing the state once, links in a slice or host, and the network beyond it where it is published."""
+    chip = pod.device
+    near = sum(row.moved for row in rows if not row.far)
+    far = sum(row.moved for row in rows if row.far)
+    found = {
+        "products": flops / chip.flops["bfloat16"],
+        "memory": 2 * state / chip.bandwidth,
+        "links": near / (chip.link * chip.num_links),
+    }
+    if far and chip.network:
+        found["network"] = far / chip.network
+    return found
+
+
+def overweight(found: Sequence[Collective]) -> tuple[str, ...]:
+    """Sums over devices of whole gradients, layer by layer, where each device should get its part alone."""
+    return tuple(
+        f"all-reduce of {one.num_bytes / 1e6:.0f} MB, {one.times or 1} times"
+        for one in found
+        if one.kind == "all-reduce" and one.in_loop and one.num_bytes > OVERWEIGHT
+    )
+
+
+def report_of(
+    experiment: str, topology: str, program: Program, mesh, pod: Pod | None, seconds: float
+) -> tuple["Report", str | None]:
+    """The report of a program, compiled if its topology has a compiler, and the compiled text.
+
+    seconds: that lowering took. Where the compiler refuses a program as it does not fit, the report says so.
+    """
+    sizes, tokens = {} if mesh is None else dict(mesh.shape), program.rows * program.length
+    known = {
+        "experiment": experiment,
+        "program": program.name,
+        "hash": program_hash(program.lowered),
+        "topology": topology,
+        "mesh": sizes,
+        "batch": {"rows": program.rows, "length": program.length, "tokens": tokens},
+        "held": {k: sum(bytes_on_device(part).values()) for k, part in program.arguments.items()},
+        "kept": None if mesh is None else kept_bytes(program.jaxpr),
+        "model_flops": program.model_flops,
+        "parts": {name: flops for name, flops in program.parts.items() if flops},
+        "used_whole": {path: size for path, size in program.used.items() if size > GIB},
+        "replicated": {} if mesh is None else _above(replicated(program.arguments)),
+        "lowering_seconds": seconds,
+    }
+    if topology == SHAPES:
+        return Report(**known), None
+    began = time.monotonic()
+    try:
+        options = pod.options if pod else None
+        compiled = program.lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        needed = needed_and_available(str(error))
+        if needed is None:
+            raise
+        known |= {"temporaries": needed[0] - sum(known["held"].values()), "available": needed[1]}
+        return Report(**known, largest=tuple(largest_allocations(str(error)))), None
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    known["compiling_seconds"] = time.monotonic() - began
+    known["compiler_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    known["temporaries"] = memory.temp_size_in_bytes
+    known["not_reused"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    if mesh is not None:
+        found = collectives(text)
+        known |= {"traffic": traffic(found, mesh), "overweight": overweight(found)}
+        known["replicated"] |= {
+            f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)
+        }
+    if pod is not None:
+        state = sum(known["held"].values())
+        known["available"] = int(pod.device.memory) if pod.device.memory else None
+        work = sum(program.parts.values()) or program.model_flops
+        known["seconds"] = bounds(work, state, known["traffic"], pod)
+    return Report(**known), text
+
+
+def _above(sizes: dict[str, int]) -> dict[str, int]:
+    return {path: size for path, size in sizes.items() if size > GIB}
+
+
+def _tera(count: float) -> str:
+    return f"{count / 1e12:,.1f}" if count > 1e11 else f"{count / 1e12:.2g}"
+
+
+def described(report: Report) -> str:
+    """For people."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report):
+    size, batch = math.prod(report.mesh.values()), report.batch
+    shape = ", ".join(f"{a} {n}" for a, n in report.mesh.items() if n > 1) or "one of each axis"
+    yield f"{report.experiment}: {report.program} on {size:,} devices of {report.topology}, {shape}"
+    yield (
+        f"  batch        {batch['rows']:,} rows of {batch['length']:,} tokens, {batch['tokens'] // size:,} tokens per device"
+    )
+    yield f"  program      {report.hash}, lowered in {report.lowering_seconds:.0f} s"
+    if report.compiling_seconds is not None:
+        yield f"  compiled     in {report.compiling_seconds:.0f} s, {report.compiler_gib:.1f} GiB of memory"
+    yield "  GB per device"
+    for kind, count in report.held.items():
+        yield f"    {kind:<24}{count / GB:8.3f}"
+    if report.temporaries is not None:
+        yield f"    {'temporaries':<24}{report.temporaries / GB:8.3f}"
+    if report.kept is not None:
+        among = "of them " if report.temporaries is not None else ""
+        yield f"    {among + 'kept activations':<24}{report.kept / GB:8.3f}"
+    if report.fits is not None:
+        share = report.used / report.available
+        yield f"    {'together':<24}{report.used / GB:8.3f}  {share:.0%} of {report.available / GB:.2f}"
+    total = sum(report.parts.values())
+    yield (
+        f"  TFLOP        {_tera(report.model_flops)} that the mathematics needs of a device in a step"
+        + (f", {_tera(total)} that the program takes" if total else "")
+    )
+    for name, flops in sorted(report.parts.items(), key=lambda part: -part[1]):
+        yield f"    {name:<24}{_tera(flops):>10}  {flops / total:7.2%}"
+    if report.seconds:
+        bound = max(report.seconds.values())
+        told = ", ".join(f"{name} {value:.2f}" for name, value in report.seconds.items())
+        yield f"  bound        {bound:.2f} s a step, each resource busy all the time (a bound, not a speed): {told}"
+    for row in report.traffic:
+        along = " x ".join(row.axes) or "several axes"
+        yield (
+            f"    {row.kind:<20}{along:<18}{'far' if row.far else 'near':<6}{row.count:>4} in the program, {row.runs:>7,} a step, "
+            f"{row.moved / GB:10.3f} GB sent, largest {row.largest / 1e6:,.1f} MB"
+        )
+    for line in report.overweight:
+        yield f"  not scattered: {line}"
+    for label, arrays in (
+        ("whole on every device", report.replicated),
+        ("whole while it is used", report.used_whole),
+    ):
+        for path, count in arrays.items():
+            yield f"  {label}: {path}, {count / GIB:.2f} GiB"
+    if report.fits is False:
+        yield "  it does not fit; the largest buffers:"
+        for count, what in report.largest:
+            yield f"    {count / GB:8.3f} GB  {what}"

@@ -1,0 +1,108 @@
+"""What the offline compilers say of each chip: its devices, its memory, and the options that training there has."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from launch import pods, xla_flags
+from pallas_kernels.chips import CHIPS, chip_of
+from tests.contracts.source_tree import ROOT
+from tests.kernels.offline import pod_of
+
+pytestmark = pytest.mark.aot
+
+SMALL = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+SMALL |= {"h100": "h100:1x4", "h200": "h200:1x4"}
+GIB = 2**30
+
+
+def program(pod: pods.Pod, rows: int = 512):
+    """A product of a gathered weight in a scanned layer, whose gradient is summed, lowered for all devices."""
+    mesh = pods.mesh(pod, {"fsdp": -1})
+
+    def loss(weights, x):
+        def layer(x, w):
+            whole = jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
+            return jnp.tanh(x @ whole), None
+
+        x, _ = jax.lax.scan(layer, x, weights)
+        return jax.lax.psum(jnp.sum(x), "fsdp")
+
+    specs = (P(None, "fsdp"), P("fsdp"))
+    local = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    shapes = ((4, 512, 512), (rows * mesh.size, 512))
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs)
+    ]
+    return jax.jit(jax.grad(local)).lower(*args)
+
+
+@pytest.mark.parametrize("chip", xla_flags.FLAGS)
+def test_the_compiler_takes_the_options_of_a_chip_and_no_others(chip):
+    pod = pod_of(SMALL[chip])
+    lowered = program(pod)
+    assert lowered.compile(compiler_options=pod.options)
+    invented = "xla_gpu_warp_speed" if pod.platform == "cuda" else "xla_tpu_warp_speed"
+    with pytest.raises(Exception, match=f"No such compile option: '{invented}'"):
+        lowered.compile(compiler_options=pod.options | {invented: "true"})
+
+
+START = """
+from launch import pods
+print(len(pods.devices(pods.parse("v6e:2x2"))))
+"""
+
+
+@pytest.mark.parametrize("chip", xla_flags.TPU)
+def test_libtpu_starts_with_the_options_of_a_chip_and_no_others(chip):
+    """As the launchers say them. Libtpu reads them once for all kinds of chips."""
+    pod_of(SMALL[chip])
+    for own, code in (("", 0), ("--xla_tpu_warp_speed=true", 1)):
+        env = os.environ | {"LIBTPU_INIT_ARGS": xla_flags.words(chip, own)}
+        command = [sys.executable, "-c", START]
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stdout == "4\n") == (code, code == 0), done.stderr
+    assert "Unknown command line flag 'xla_tpu_warp_speed'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", [*SMALL.values(), "v5e:16x16", "2*v6e:4x4", "2*tpu7x:2x2x2", "h200:2x2x8"]
+)
+def test_compilers_know_as_many_devices_as_a_name_says(text):
+    pod = pod_of(text)
+    found = pods.devices(pod)
+    assert len(found) == pod.num_devices and chip_of(found[0].device_kind) == pod.device
+    if pod.platform == "tpu" and pod.num_slices > 1:
+        slices = [device.slice_index for device in found]
+        assert sorted(slices) == sorted(list(range(pod.num_slices)) * pod.devices_per_slice)
+    hosts = {device.process_index for device in found}
+    assert len(hosts) == max(1, len(found) // pod.device.per_host)
+    assert pods.mesh(pod, {"data": pod.num_slices, "fsdp": -1}).size == pod.num_devices
+
+
+def test_what_the_compiler_does_not_know_is_told_in_one_line():
+    with pytest.raises(ValueError, match="target 'v6e:3x5': its compiler says: ") as refused:
+        pods.devices(pod_of("v6e:3x5"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("chip", pods.TORUS)
+def test_the_table_has_the_memory_that_libtpu_allows(chip):
+    """Its refusal of a program says how much there is, in GiB to two places."""
+    pod = pod_of(SMALL[chip])
+    where = NamedSharding(pods.mesh(pod, {"fsdp": -1}), P())
+    x = jax.ShapeDtypeStruct((int(CHIPS[chip].memory) >> 20, 2**20), jnp.int8, sharding=where)
+    with pytest.raises(Exception) as refused:
+        jax.jit(lambda x: x + 1).lower(x).compile()
+    needed, most = re.search(
+        r"([\d.]+)G\) exceeds available HBM \(([\d.]+)G", str(refused.value)
+    ).groups()
+    assert float(needed) == pytest.approx(2 * x.size / GIB, abs=0.01), "what G is"
+    assert float(most) == pytest.approx(pod.device.memory / GIB, abs=0.005)

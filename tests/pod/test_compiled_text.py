@@ -1,0 +1,133 @@
+"""What is read from programs of the real TPU and GPU compilers, where it is known by construction."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax.core.mesh import AXES
+from launch.buffers import dumped, large_buffers, needed_and_available
+from launch.hlo import axes_of, collectives
+from launch.replication import replicated
+from tests.pod.test_offline_compilers import mesh_of
+
+pytestmark = pytest.mark.aot
+
+MIB = 2**20
+WIDTH, ROWS, LAYERS, ROUNDS = 1024, 256, 7, 5
+TARGETS = ("v5p:2x2x2", "h200:1x8")
+BOUNDED = {"xla_tpu_max_hbm_size_mib": "1500"}  # less than the program needs
+
+
+def arrays(mesh, *shapes):
+    return [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in shapes
+    ]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def scanned(request):
+    """(mesh, text) of the gradient of layers that exchange their rows within an inner loop."""
+    mesh = mesh_of(request.param, dict(fsdp=2, expert=2, context=2))
+    cut = P(None, "expert", "fsdp")
+
+    def local(w, table, x):
+        def exchange(h, _):
+            h = lax.ppermute(h, "context", [(0, 1), (1, 0)])
+            return lax.all_to_all(h, "context", 0, 0, tiled=True) @ table, None
+
+        def layer(x, w):
+            w = lax.all_gather(w.astype(jnp.bfloat16), "expert", axis=0, tiled=True)
+            w = lax.all_gather(w, "fsdp", axis=1, tiled=True)
+            h, _ = lax.scan(exchange, jnp.tanh(x @ w), None, length=ROUNDS)
+            return x + h, None
+
+        def loss(w):
+            y, _ = lax.scan(jax.checkpoint(layer), x, w)
+            return lax.psum(jnp.sum(y.astype(jnp.float32)), AXES)
+
+        return jax.value_and_grad(loss)(w)
+
+    def step(w, table, x):
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(cut, P(), P(AXES)), out_specs=(P(), cut), check_vma=False
+        )(w, table, x)
+
+    given = arrays(
+        mesh,
+        ((LAYERS, WIDTH, WIDTH), jnp.float32, cut),
+        ((WIDTH, WIDTH), jnp.bfloat16, P()),
+        ((8 * ROWS, WIDTH), jnp.bfloat16, P(AXES)),
+    )
+    return mesh, jax.jit(step).lower(*given).compile().as_text()
+
+
+def test_collectives_run_and_send_as_the_program_says(scanned):
+    mesh, text = scanned
+    times, moved = collections.Counter(), collections.Counter()
+    for one in collectives(text):
+        key = one.kind, *axes_of(one, mesh)
+        times[key] += one.times
+        moved[key] += one.times * one.moved
+    weight, rows = WIDTH * WIDTH * 2, ROWS * WIDTH * 2  # bytes in bf16
+    exchanges = 2 * LAYERS * ROUNDS  # forward (once: the inner loop is linear) and backward
+    every = ("all-reduce", "fsdp", "expert", "context")
+    assert moved.pop(every) <= 64  # the loss, and on some chips its gradient
+    assert times.pop(every) <= 2
+    assert times == {
+        ("all-gather", "expert"): 2 * LAYERS,  # and again for the backward pass
+        ("all-gather", "fsdp"): 2 * LAYERS,
+        ("reduce-scatter", "fsdp"): LAYERS,
+        ("reduce-scatter", "expert"): LAYERS,
+        ("collective-permute", "context"): exchanges,
+        ("all-to-all", "context"): exchanges,
+    }
+    assert moved == {
+        ("all-gather", "expert"): 2 * LAYERS * weight // 4,
+        ("all-gather", "fsdp"): 2 * LAYERS * weight // 2,
+        ("reduce-scatter", "fsdp"): LAYERS * weight // 2,
+        ("reduce-scatter", "expert"): LAYERS * weight // 4,
+        ("collective-permute", "context"): exchanges * rows,
+        ("all-to-all", "context"): exchanges * rows // 2,
+    }
+
+
+def test_a_table_on_every_device_is_found_and_a_cut_weight_is_not(scanned):
+    mesh, text = scanned
+    found = {(one.where, one.what) for one in replicated(text, mesh, MIB)}
+    assert {("parameter", "table"), ("loop", "table")} <= found
+    assert "w" not in {what for _, what in found}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_fills_the_memory_is_named_also_where_the_compiler_refuses(target, tmp_path):
+    mesh, layers, width = mesh_of(target, {"fsdp": -1}), 12, 2048
+
+    def saved(x, w):
+        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    given = arrays(
+        mesh,
+        ((6554, width), jnp.float32, P()),
+        ((layers, width, width), jnp.float32, P()),
+    )
+    options = {"xla_dump_to": str(tmp_path)}
+    lowered = jax.jit(jax.grad(saved, 1)).lower(*given)
+    if target.startswith("h200"):  # XLA:GPU compiles what does not fit
+        lowered.compile(compiler_options=options)
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as refused:
+            lowered.compile(compiler_options=options | BOUNDED)
+        needed, available = needed_and_available(str(refused.value))
+        assert available == pytest.approx(1500 * MIB, rel=0.01)
+        assert needed == pytest.approx(2.17e9, rel=0.05)
+    text, ranges = dumped(tmp_path)
+    found = large_buffers(text, 150 * MIB, ranges)
+    stacks = [b.what for b in found if b.shape == f"f32[{layers},6554,{width}]"]
+    assert len(stacks) >= 2
+    assert {what.rpartition("/")[2] for what in stacks} == {"tanh", "sub"}
+    assert "w" in {b.what for b in found}

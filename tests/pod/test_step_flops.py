@@ -1,0 +1,142 @@
+"""What a device does in a train step: shared out evenly, and at 744B all of it explained by shapes."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from glm5_jax.core.flops import REST
+from glm5_jax.core.mesh import abstract_mesh
+from glm5_jax.data.mixture import DataConfig
+from glm5_jax.training.experiment import ExperimentConfig
+from glm5_jax.training.schedule import BatchRampConfig
+from glm5_jax.training.step_flops import PARTS, step_flops
+from launch import run
+from tests.mesh import cases
+
+EVERYTHING = (*PARTS, REST)
+
+
+@functools.cache
+def small(attention: str, **axes: int):
+    """Of the smallest model that divides over eight devices."""
+    tokens = cases.ROWS * cases.LENGTH
+    config = ExperimentConfig(
+        model=cases.config(attention),
+        data=DataConfig(sequence_length=cases.LENGTH),
+        batch=BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens),
+        step=cases.STEP,
+    )
+    return step_flops(config, abstract_mesh({"fsdp": 1} | axes))
+
+
+@pytest.mark.parametrize(
+    ("attention", "axes"),
+    [
+        ("dense", {"data": 2, "fsdp": 2, "expert": 2}),
+        ("sparse", {"data": 2, "fsdp": 2, "expert": 2}),
+        pytest.param("sparse", {"fsdp": 2, "expert": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_eight_devices_share_the_work(attention, axes):
+    """All of it but Newton-Schulz, whose matrices are few and whole."""
+    alone, shared = small(attention), small(attention, **axes)
+    for part in set(EVERYTHING) - {"newton_schulz"}:
+        assert alone.parts[part].flops == pytest.approx(8 * shared.parts[part].flops, rel=1e-6)
+    iterated = shared.parts["newton_schulz"].flops
+    assert alone.parts["newton_schulz"].flops / 8 <= iterated < alone.parts["newton_schulz"].flops
+    assert alone.model == 8 * shared.model
+
+
+def test_keys_that_every_device_of_a_sequence_expands_are_work_that_is_not_shared():
+    whole, cut = small("dense"), small("dense", context=8)
+    assert 8 * cut.parts["attention"].flops > 1.05 * whole.parts["attention"].flops
+    assert 8 * cut.parts["experts"].flops == whole.parts["experts"].flops
+
+
+def test_every_part_has_work_and_kernels_move_bytes():
+    sparse = small("sparse")
+    assert min(sparse.parts[part].flops for part in PARTS) > 0
+    assert all(
+        sparse.parts[part].kernel_bytes for part in ("attention", "indexer", "experts", "mtp")
+    )
+    assert sparse.total == sum(work.flops for work in sparse.parts.values())
+    assert sparse.share("experts") == sparse.parts["experts"].flops / sparse.total
+    assert "experts" in sparse.describe()
+
+
+class Model:
+    """Multiply-adds of one token in the parts of a layer, from the model's sizes."""
+
+    def __init__(self, cfg):
+        d, n, q, c = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
+        h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+        self.i, self.j, self.x, self.c, self.n = cfg.index_n_heads, cfg.index_head_dim, c + r, c, n
+        self.projections = d * q + q * n * (h + r) + d * (c + r) + c * n * (h + u) + n * u * d
+        self.query, self.value = n * (h + r), n * u
+        self.index = q * self.i * self.j + d * self.j + d * self.i
+        self.router = d * cfg.n_routed_experts
+        self.expert = 3 * d * cfg.moe_intermediate_size
+        self.routed = cfg.num_experts_per_tok * self.expert
+        self.dense = 3 * d * cfg.intermediate_size
+        self.eh_proj, self.head = 2 * d * d, d * cfg.vocab_size
+        self.layers, self.first = cfg.num_hidden_layers, cfg.first_k_dense_replace
+
+
+def explained(config) -> dict[str, float]:
+    """FLOPs of one device by part: with full remat every product forward, again, and twice backward, but for
+
+    - the last product of a feed-forward, which a layer's backward does not need again;
+    - attention, whose backward makes its logits once more: 5 products to the forward's 2, or by their widths;
+    - the MTP layer, whose output is normed within: it needs what its experts gave, which are run a fifth time;
+    - index vectors, whose gradients go to their weights alone, scores, which have none, and the KL, made once.
+    """
+    of, t = Model(config.model), config.row_length
+    moe = of.layers - of.first
+    attention, indexer = 4 * of.projections, 0
+    if config.model.attention == "dense":
+        attention += (t + 1) / 2 * (5 * of.query + 4 * of.value)
+    else:
+        k, x, c = config.model.index_topk, of.n * of.x, of.n * of.c
+        attention += k * (5 * x + 4 * c)
+        indexer = 3 * of.index + 2 * (t + 1) / 2 * of.i * of.j + k * (x + 3 * of.i * of.j)
+    steps = config.step.mtp_steps
+    again = of.routed + of.expert / 3
+    mlp = 11 / 3 * of.expert
+    each = attention + indexer + 4 * (of.router + of.routed + of.eh_proj) + mlp + again
+    each_token = {
+        "mtp": steps * each,
+        "indexer": of.layers * indexer,
+        "attention": of.layers * attention,
+        "router": moe * 4 * of.router,
+        "experts": moe * 4 * of.routed,
+        "mlp": 11 / 3 * (moe * of.expert + of.first * of.dense),
+        "head": (1 + steps) * 4 * of.head,
+    }
+    tokens = config.first_rows * t / 1024
+    return {part: 2 * tokens * work for part, work in each_token.items()}
+
+
+STAGES = {
+    "experiments/pretrain.py:glm5": 1.365,
+    "experiments/dsa_sparse.py:glm5": 1.650,
+    "experiments/sft.py:glm5,mixed": 1.650,
+}
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "pretrain" not in name else [])
+        for name in STAGES
+    ],
+)
+def test_all_work_of_the_744b_step_is_explained(experiment):
+    config = run.load(experiment)[1]
+    found = step_flops(config, abstract_mesh(dataclasses.asdict(config.mesh)))
+    print(f"{experiment}: {found.describe()}")
+    for part, flops in explained(config).items():
+        assert found.parts[part].flops == pytest.approx(flops, rel=0.01), part
+    assert found.parts[REST].flops < 1e-4 * found.total
+    assert found.ratio == pytest.approx(STAGES[experiment], rel=0.01)
+    assert found.share("newton_schulz") < 0.012
