@@ -48,9 +48,9 @@ from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, choose
 from glm5_jax.training.flops import forward_flops
 from pallas_kernels import dsa
-from pallas_kernels.flash_mla import cases as dense_cases
-from pallas_kernels.lightning_indexer import cases as indexer_cases
-from pallas_kernels.sparse_flash_attention import cases as sparse_cases
+from pallas_kernels.flash_mla import cost as dense_cost
+from pallas_kernels.lightning_indexer import cost as indexer_cost
+from pallas_kernels.sparse_flash_attention import cost as sparse_cost
 
 SEEDS = (0, 1, 2)
 TEXT, RETRIEVER = "text", "retriever"
@@ -303,20 +303,18 @@ def counts(cfg: ModelConfig, t: int) -> dict[str, tuple[float, float]]:
     )
     c, k = cfg.kv_lora_rank, min(cfg.index_topk, t)
     index = {"i": cfg.index_n_heads, "j": cfg.index_head_dim, "k": k}
+    latents = {"b": 1, "t": 1, "n": n, "x": c + r}
     rest = _layer_flops(dense, 1) - 2 * n * (h + r + u)  # a first token attends to itself
     projections = _layer_flops(sparse, 1) - _layer_flops(dense, 1) - 2 * index["i"] * index["j"]
     layers = _layer_flops(dense, t), _layer_flops(sparse, t)
 
-    heads = {"b": 1, "t": t, "s": t, "start": 0, "n": n, "m": n, "x": h + r, "y": u}
     folds = 2 * c * n * (h + u)
-    whole = dense_cases.cost(2)(heads).flops / t + folds
+    whole = dense_cost.forward(1, t, t, n, n, h + r, u, start=0).flops / t + folds
     chosen = dsa.cost({"t": t, "n": n, "h": h, "r": r, "u": u, "c": c} | index).flops / t
 
-    latents = {"b": 1, "t": 1, "s": t, "start": t - 1, "n": n, "m": 1, "x": c + r, "y": c + r}
-    every = dense_cases.cost(2)(latents)
-    scored = indexer_cases.cost("bfloat16")({"b": 1, "t": 1, "s": t} | index)
-    # Pages: of the cache only the selected rows are read.
-    picked = sparse_cases.cost(1, 1, 1)(latents | {"y": c, "k": k, "z": 64})
+    every = dense_cost.forward(**latents, s=t, m=1, y=c + r, start=t - 1, shared=True)
+    scored = indexer_cost.select(b=1, t=1, s=t, **index, start=t - 1)
+    picked = sparse_cost.forward(**latents, k=k, y=c)
     some = scored.flops + picked.flops + projections
     return {
         "prefill, attention alone": tuple(x - rest for x in layers),

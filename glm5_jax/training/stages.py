@@ -206,6 +206,7 @@ class Stage:
                     raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
             progress.print("compiling the train step ...")
             known = set()
+            told = set(column(read(own), "program")[1])  # by the run that this one goes on from
 
             def update(state, batch):
                 shape = batch["token_ids"].shape
@@ -213,7 +214,8 @@ class Stage:
                 if shape not in known and hasattr(self._step.train, "lower"):
                     known.add(shape)
                     name = program_hash(self._step.train.lower(state, batch))
-                    log.write({"step": int(state["step"]), "program": name})
+                    if name not in told:
+                        log.write({"step": int(state["step"]), "program": name})
                     progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
                 return self._update(state, batch)
 

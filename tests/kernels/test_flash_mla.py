@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax.core.flops import count_flops
 from pallas_kernels import blocks, compat
-from pallas_kernels.flash_mla import cases, flash_mla, tpu
+from pallas_kernels.flash_mla import flash_mla, tpu
 from pallas_kernels.flash_mla.ref import chosen
 from tests.kernels.attention_problem import (
     SCALE,
@@ -378,14 +378,6 @@ def test_a_window_without_keys_is_refused(window):
     x = np.zeros((1, 4, 2, 8), np.float32)
     with pytest.raises(ValueError, match=f"window {window}; it must be positive"):
         flash_mla(x, x, x, scale=1.0, window=window)
-
-
-def test_cost_counts_the_pairs_that_causality_lets_meet():
-    sizes = {"b": 2, "t": 5, "s": 9, "start": 6, "n": 3, "m": 3, "x": 4, "y": 2}
-    pairs = 7 + 8 + 9 + 9 + 9
-    assert cases.cost(2)(sizes).flops == 2 * 2 * 3 * pairs * (4 + 2)
-    assert cases.cost(7)(sizes).flops == 2 * 2 * 3 * pairs * (4 * 4 + 3 * 2)
-    assert cases.cost(2)(sizes).bytes == 2 * 2 * 3 * (5 + 9) * (4 + 2)
 
 
 def test_chosen():
