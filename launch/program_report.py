@@ -46,10 +46,12 @@ class Report:
     """One program. Bytes are those of one device, FLOPs those of one device and one step.
 
     held: by kind, of what goes in. kept: activations that a forward leaves to its backward (None: not known). model_flops:
-    what the mathematics needs; parts: what the program's products take, recomputation among them. used_whole, replicated: weights while they are used, and arrays, that every device holds
-    whole, above a GiB. What follows is known of a compiled program alone. temporaries: what lives in between, kept
-    activations among them. not_reused: results that take no argument's place. available: of the chip. seconds: the least
-    that each resource needs, busy all the time: a bound, not a speed. largest: what takes most room, if it does not fit.
+    what the mathematics needs; parts: what the program's products take, recomputation among them. used_whole, replicated:
+    weights while they are used, and arrays, that every device holds whole, above a GiB. What follows is known of a compiled
+    program alone. temporaries: what lives in between, kept activations among them. not_reused: results that take no
+    argument's place. available: of the chip. seconds: the least that each resource needs, busy all the time: a bound, not a
+    speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what takes most room,
+    if it does not fit.
     """
 
     experiment: str
@@ -73,6 +75,7 @@ class Report:
     traffic: tuple[Traffic, ...] = ()
     overweight: tuple[str, ...] = ()
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    utilisation: float | None = None
     largest: tuple[tuple[int, str], ...] = ()
 
     @property
@@ -115,7 +118,9 @@ def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
 
 def _island(device) -> int:
     """The number of the slice of TPUs, or of the host of GPUs, that a device is in."""
-    return device.slice_index if device.platform == "tpu" else device.process_index
+    if device.platform != "tpu":
+        return device.process_index
+    return getattr(device, "slice_index", 0)  # a slice that is alone has none
 
 
 def bounds(flops: float, state: int, rows: Sequence[Traffic], pod: Pod) -> dict[str, float]:
@@ -194,6 +199,8 @@ def report_of(
         known["available"] = int(pod.device.memory) if pod.device.memory else None
         work = sum(program.parts.values()) or program.model_flops
         known["seconds"] = bounds(work, state, known["traffic"], pod)
+        needed = program.model_flops / pod.device.flops["bfloat16"]
+        known["utilisation"] = needed / max(known["seconds"].values())
     return Report(**known), text
 
 
@@ -242,6 +249,7 @@ def _lines(report: Report):
         bound = max(report.seconds.values())
         told = ", ".join(f"{name} {value:.2f}" for name, value in report.seconds.items())
         yield f"  bound        {bound:.2f} s a step, each resource busy all the time (a bound, not a speed): {told}"
+        yield f"  utilisation  {report.utilisation:.0%} of the chips' bf16 peak by what the mathematics needs, at most"
     for row in report.traffic:
         along = " x ".join(row.axes) or "several axes"
         yield (

@@ -66,7 +66,7 @@ def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarra
 
 
 def _on_tori(devices, sizes: tuple[int, ...], expert_slices: int) -> np.ndarray:
-    count = len({device.slice_index for device in devices})
+    count = len({getattr(device, "slice_index", 0) for device in devices})
     split = {"allow_split_physical_axes": True}
     try:
         if count == 1:
