@@ -38,10 +38,15 @@ def summed_in_full(found, limit: float = 64 * MB):
 
 
 @pytest.mark.parametrize(
-    ("target", "platform", "attention"),
-    [("v5p:2x2x2", "tpu", "sparse"), ("h200:1x8", "cuda", "dense")],
+    ("target", "attention"),
+    [
+        ("v5p:2x2x2", "sparse"),
+        ("v6e:2x4", "dense"),
+        ("tpu7x:2x2x1", "sparse"),
+        ("h200:1x8", "dense"),
+    ],
 )
-def test_a_small_step_compiles_and_rows_travel_raggedly(target, platform, attention):
+def test_a_small_step_compiles_and_rows_travel_raggedly(target, attention):
     config = ExperimentConfig(
         model=cases.config(attention),
         mesh=MeshConfig(fsdp=2, expert=2, context=2),
@@ -50,7 +55,7 @@ def test_a_small_step_compiles_and_rows_travel_raggedly(target, platform, attent
         step=cases.STEP,
     )
     mesh = mesh_of(target, dataclasses.asdict(config.mesh))
-    program = pod.lower_step(config, mesh, platform)
+    program = pod.lower_step(config, mesh, pod_of(target).platform)
     report, text = report_of("small", target, program, mesh, pod_of(target), 0.0)
     exchanges = [c for c in collectives(text) if c.kind == "ragged-all-to-all"]
     # Of each body (MoE layers, MTP): out and back, forward, recomputed and backward.
