@@ -70,7 +70,10 @@ def glm5() -> ExperimentConfig:
         mesh=MeshConfig(fsdp=16, expert=64),
         data=DataConfig(sequence_length=4096, num_threads=16),
         optimizer=OptimizerConfig(frozen=IDLE),
-        step=StepConfig(token_chunk=1024),  # 3.2 GB for what a device may receive at most
+        step=StepConfig(
+            token_chunk=1024,  # 3.2 GB for what a device may receive at most
+            vocab_block=40_960,  # 0.5 GB of the embedding and of the head at a time
+        ),
         train=TrainConfig(
             log_interval=10, eval_interval=1000, sample_interval=0, save_interval=500, keep=3
         ),

@@ -53,7 +53,7 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
         config.row_length,
         model_flops(config, made.step) * per_device,
         {} if flops is None else {name: work.flops for name, work in flops.parts.items()},
-        {} if mesh is None else gathered(config.model, mesh),
+        {} if mesh is None else gathered(config.model, mesh, config.step.vocab_block),
     )
 
 
@@ -75,13 +75,15 @@ def replicated(tree) -> dict[str, int]:
     }
 
 
-def gathered(cfg, mesh) -> dict[str, int]:
-    """{path: bytes} that one device holds of a weight (one layer's) while it computes with it."""
+def gathered(cfg, mesh, vocab_block: int | None = None) -> dict[str, int]:
+    """{path: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
+    `StepConfig`."""
     letters = flatten(glm5.letters(cfg))
     out = {}
     for path, x in flatten(glm5.abstract(cfg)).items():
         keep, size = stationary(letters[path]), jnp.dtype(cfg.dtype).itemsize
         for letter, dim in zip(letters[path].split(), x.shape):
+            dim = min(dim, vocab_block or dim) if letter == "v" else dim
             own = math.prod(mesh.shape[a] for a in keep.get(letter, ()))
             size *= 1 if letter == "l" else dim // own if dim % own == 0 else dim
         out[path] = size

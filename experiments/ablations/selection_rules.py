@@ -16,7 +16,7 @@ from jax import lax
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import Region
 from glm5_jax.evals.attention_mass import look
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.cache import Cache, init_cache, write
 from glm5_jax.model.indexer import Index, Selection
@@ -148,7 +148,7 @@ def forward(
     positions = first + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, tokens.shape)
     context, cache = glm5.begin(positions, None, cache, cfg, PLAN, Region())
-    x, layer_caches, idx_keys, topks = glm5.embed(params, weights, tokens), [], [], []
+    x, layer_caches, idx_keys, topks = vocabulary.embed(params, weights, tokens), [], [], []
     for name, layers in glm5.stacks(cfg):
         for layer, w in zip(layers, params[name]):
             w = weights(name, w, sliced=True)
@@ -167,7 +167,7 @@ def forward(
             topks.append(topk)
     norm = weights("final_norm", params["final_norm"])
     hidden = rms_norm(x, norm, cfg.rms_norm_eps)
-    logits = jnp.einsum("btd,dv->btv", hidden, glm5.head(params, weights))
+    logits = jnp.einsum("btd,dv->btv", hidden, vocabulary.head(params, weights))
     if memory is not None:
         cache = cache._replace(layers=tuple(layer_caches), length=first + tokens.shape[1])
         memory = Memory(cache, tuple(idx_keys))

@@ -20,7 +20,7 @@ from jax import lax
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import Region
 from glm5_jax.evals.batches import batches
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import Context, block
 from glm5_jax.model.indexer import Index, Selection, index_keys, index_queries
 from glm5_jax.model.mla import Attended, Keys, Queries, mla
@@ -148,7 +148,7 @@ def _all_layers(params, tokens, cfg: ModelConfig, config: MassConfig, plan: Plan
 
 @functools.partial(jax.jit, static_argnames=("cfg", "plan"))
 def _embed(params, tokens, cfg, plan):
-    return glm5.embed(params, glm5.Weights(cfg, Region(), plan), tokens)
+    return vocabulary.embed(params, glm5.Weights(cfg, Region(), plan), tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "cfg", "config", "plan"))

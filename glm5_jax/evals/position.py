@@ -21,7 +21,7 @@ from glm5_jax.data.sources import SourceConfig
 from glm5_jax.evals.batches import batches
 from glm5_jax.evals.columns import aligned
 from glm5_jax.evals.intervals import Z
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.plan import Plan
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.cross_entropy import linear_cross_entropy
@@ -107,7 +107,7 @@ def _losses(params, tokens, cfg, mesh, plan):
     hidden = glm5.forward(params, tokens, cfg, mesh=mesh, plan=plan).hidden[:, :-1]
     nll, _ = linear_cross_entropy(
         hidden.reshape(-1, hidden.shape[-1]),
-        glm5.head(params, glm5.Weights(cfg, Region(), plan)),
+        vocabulary.head(params, glm5.Weights(cfg, Region(), plan)),
         jnp.asarray(tokens)[:, 1:].reshape(-1),
         CHUNK,
         # A kernel runs on one device; what XLA splits over a mesh is plain.

@@ -29,7 +29,7 @@ from glm5_jax.data.synthetic import KINDS, LongContextTasks, Task, TaskConfig
 from glm5_jax.evals.batches import batches
 from glm5_jax.evals.columns import aligned
 from glm5_jax.evals.intervals import paired_difference, wilson
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.plan import Plan
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.pretraining import Setting
@@ -155,7 +155,7 @@ def _right(params, tokens, cfg, tail, mesh, plan):
     if mesh is not None:
         # On every device, so that every process of a pod can read the verdict.
         hidden = lax.with_sharding_constraint(hidden, NamedSharding(mesh, P()))
-    head = glm5.head(params, glm5.Weights(cfg, Region(), plan))
+    head = vocabulary.head(params, glm5.Weights(cfg, Region(), plan))
     logits = functools.partial(jnp.matmul, preferred_element_type=wide(hidden.dtype))
     best = lax.map(
         lambda row: jnp.argmax(logits(row, head)),

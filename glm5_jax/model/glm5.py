@@ -34,6 +34,7 @@ from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 from glm5_jax.model.turned import read_out
+from glm5_jax.model.vocabulary import embed, head
 from pallas_kernels.numerics import wide
 
 STACKS = ("dense_layers", "moe_layers")
@@ -199,6 +200,10 @@ class Weights:
         self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
         self._reduce_dtype = plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
 
+    def whole(self, name: str) -> jax.ShapeDtypeStruct:
+        """Shape of a weight on all devices together."""
+        return self._whole[name]
+
     def __call__(self, prefix: str, tree, sliced: bool = False):
         """The subtree at prefix, gathered; sliced: it is one layer of a stack, without its `l`."""
 
@@ -246,7 +251,7 @@ def trunk(
     weights = Weights(cfg, region, plan)
     context, cache = begin(positions, segments, cache, cfg, plan, region)
     context = dataclasses.replace(context, index_weight=index_weight, watched=watched)
-    x = embed(params, weights, tokens)
+    x = embed(params, weights, tokens, plan.vocab_block)
     layer_caches, stats = [], []
     shares = index_shares(cfg, index_served)
     selection = Selection(None, None)
@@ -354,18 +359,6 @@ def begin(positions, segments, cache, cfg, plan, region):
     return Context(cfg, plan, region, *queries, paging=paging), cache
 
 
-def embed(params, weights: Weights, tokens):
-    """Rows of the embedding table, [b t d] in the compute dtype."""
-    return jnp.take(weights("embed", params["embed"])["weight"], tokens, axis=0)
-
-
-def head(params, weights: Weights):
-    """The output projection [d v] in the compute dtype (the embedding's transpose where tied)."""
-    if "lm_head" in params:
-        return weights("lm_head", params["lm_head"])["weight"]
-    return weights("embed", params["embed"])["weight"].T
-
-
 class Output(NamedTuple):
     """logits float32[b t v]; hidden [b t d] after the final norm; stats over all devices."""
 
@@ -433,7 +426,7 @@ def forward_mtp(
         context, cache = begin(positions, segment_ids, cache, cfg, plan, region)
         w = weights("mtp", params["mtp"])
         own = cache and cache.layers[0]
-        embedded = embed(params, weights, following)
+        embedded = embed(params, weights, following, plan.vocab_block)
         hidden, own, stats = mtp_step(w, hidden, embedded, own, context)
         if cache is not None:
             cache = cache.behind((own,), context.segments)

@@ -16,7 +16,8 @@ class Plan:
 
     query_block: queries per block of dense attention and of scoring. gather_block: queries per block
     of sparse attention. token_chunk: tokens of a device that travel to the experts at a time (None:
-    all). expert_slices: of the mesh axis `expert`, far from each other, to each of which a token travels once
+    all). vocab_block: tokens of the vocabulary whose rows of the embedding, or columns of the head, a device brings
+    together at a time (None: all; `model.vocabulary`). expert_slices: of the mesh axis `expert`, far from each other, to each of which a token travels once
     (`routed_experts`). remat: what a layer keeps for its backward: "none" everything, "full" nothing, "topk" the
     selected keys only, "dots" matmul results; where indexers learn, all keep their gradients, which cost
     another pass over all keys. reduce_dtype: in which gradients are summed over
@@ -27,6 +28,7 @@ class Plan:
     query_block: int = 128
     gather_block: int = 32
     token_chunk: int | None = None
+    vocab_block: int | None = None
     expert_slices: int = 1
     remat: str = "none"
     reduce_dtype: str | None = None
@@ -36,7 +38,7 @@ class Plan:
     def __post_init__(self):
         if self.remat not in REMAT:
             raise ValueError(f"remat is {self.remat!r}; use one of {', '.join(REMAT)}")
-        for name in ("query_block", "gather_block", "token_chunk", "expert_slices"):
+        for name in ("query_block", "gather_block", "token_chunk", "vocab_block", "expert_slices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be positive")

@@ -164,6 +164,7 @@ _FREE = (
     "step.query_block",
     "step.gather_block",
     "step.token_chunk",
+    "step.vocab_block",
     "step.expert_slices",
     "step.balance_rows",
     "step.remat",

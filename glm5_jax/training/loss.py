@@ -16,7 +16,7 @@ from glm5_jax.core.mesh import AXES, Region
 from glm5_jax.model import glm5
 from glm5_jax.model.mtp import mtp_step
 from glm5_jax.model.plan import Plan
-from pallas_kernels.cross_entropy import linear_cross_entropy
+from glm5_jax.model.vocabulary import cross_entropy, embed
 
 
 class TokenLoss(Protocol):
@@ -184,7 +184,7 @@ def local_objective(
             return hidden, (hidden, stats)
 
         # One lookup for all steps: the table is gathered once, and its gradient reduced once.
-        embedded = glm5.embed(params, weights, shifted.targets[:-1])
+        embedded = embed(params, weights, shifted.targets[:-1], plan.vocab_block)
         _, (more, mtp_stats) = lax.scan(plan.checkpoint(step), out.hidden, embedded)
         hiddens = jnp.concatenate([hiddens, more])
         # The MTP block counts as one more layer: loads of its runs are summed, their losses averaged.
@@ -199,13 +199,8 @@ def local_objective(
     if token_loss is not None:
         hiddens = hiddens / token_loss.temperature
     with jax.named_scope("head"):
-        nll, logz = linear_cross_entropy(
-            hiddens.reshape(-1, hiddens.shape[-1]),
-            glm5.head(params, weights),
-            shifted.targets.reshape(-1),
-            chunk,
-            implementation=plan.kernels,
-        )
+        rows = hiddens.reshape(-1, hiddens.shape[-1])
+        nll, logz = cross_entropy(params, weights, rows, shifted.targets.reshape(-1), chunk, plan)
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
     share = shifted.weights / _divisor(totals.heads)[:, None, None]
     ce = jnp.sum(nll * share, axis=(1, 2))
@@ -244,13 +239,8 @@ def target_logp(
     params, weights: glm5.Weights, hidden, targets, temperature, chunk: int, plan: Plan
 ):
     """wide[b t]: the log-probs of targets int32[b t], of the trunk's hidden [b t d]."""
-    nll, _ = linear_cross_entropy(
-        hidden.reshape(-1, hidden.shape[-1]) / temperature,
-        glm5.head(params, weights),
-        targets.reshape(-1),
-        chunk,
-        implementation=plan.kernels,
-    )
+    rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
+    nll, _ = cross_entropy(params, weights, rows, targets.reshape(-1), chunk, plan)
     return -nll.reshape(targets.shape)
 
 

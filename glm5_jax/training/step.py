@@ -59,6 +59,9 @@ class StepConfig:
     query_block: int = 128
     gather_block: int = 32
     token_chunk: int | None = None  # tokens per device that travel to the experts at a time
+    vocab_block: int | None = (
+        None  # of the vocabulary that a device brings together at a time; None: all
+    )
     # Groups of neighbours on the mesh axis `expert` that are far from each other, such as the slices of a pod or hosts:
     # a token crosses to each once (`core.mesh.placed`, `model.dispatch`). 1: all are near.
     expert_slices: int = 1
@@ -84,6 +87,7 @@ class StepConfig:
             query_block=self.query_block,
             gather_block=self.gather_block,
             token_chunk=self.token_chunk,
+            vocab_block=self.vocab_block,
             expert_slices=self.expert_slices,
             remat=self.remat,
             reduce_dtype=self.reduce_dtype,

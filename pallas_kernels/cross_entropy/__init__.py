@@ -4,8 +4,11 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import dispatch
+
+LOGZ = "cross_entropy_logz"  # the name of what the backward needs of the forward, for policies of jax.checkpoint
 
 
 class Static(NamedTuple):
@@ -33,7 +36,7 @@ def _loss(static, hidden, head, targets):
 
 def _saving(static, hidden, head, targets):
     nll, logz = _loss(static, hidden, head, targets)
-    return (nll, logz), (hidden, head, targets, logz)
+    return (nll, logz), (hidden, head, targets, checkpoint_name(logz, LOGZ))
 
 
 def _backward(static, saved, cotangents):

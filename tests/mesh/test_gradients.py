@@ -98,3 +98,8 @@ def test_rows_that_are_dealt_by_their_cost_leave_the_gradients_as_they_are(atten
     """Of these, tests/training/test_balance.py shows that some move."""
     step = dataclasses.replace(cases.STEP, balance_rows=True, microbatches=2)
     compare(cases.config(attention), step, make_mesh(fsdp=2, context=2, tensor=2))
+
+
+def test_the_vocabulary_may_come_in_parts():
+    cfg, mesh = cases.config("dense"), make_mesh(fsdp=2, expert=2, context=2)
+    compare(cfg, dataclasses.replace(cases.STEP, vocab_block=16), mesh)

@@ -30,7 +30,7 @@ def long_context():
         model=presets.glm5(),
         mesh=MeshConfig(fsdp=2, expert=64, context=8),
         data=DataConfig(sequence_length=131_072),
-        step=StepConfig(token_chunk=1024, query_block=64),
+        step=StepConfig(token_chunk=1024, vocab_block=40_960, query_block=64),
     )
 
 
@@ -127,8 +127,7 @@ def test_nothing_above_a_gibibyte_is_replicated(make):
     arguments = step.arguments
     assert max(pod.replicated(arguments).values()) < 0.01 * GIB
     assert max(pod.bytes_on_device(arguments).values()) < GIB
-    # While they are used: the tables are whole on every device, in bfloat16, and nothing else.
-    used = pod.gathered(config.model, mesh)
-    tables = {"embed/weight", "lm_head/weight"}
-    assert {path for path, size in used.items() if size > GIB} == tables
-    assert max(size for path, size in used.items() if path not in tables) < 0.25 * GIB
+    # While they are used, one layer's and a part of the tables'.
+    used = pod.gathered(config.model, mesh, config.step.vocab_block)
+    assert max(used.values()) < 0.5 * GIB
+    assert pod.gathered(config.model, mesh)["embed/weight"] > GIB

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import Region
 from glm5_jax.core.tree import flatten, unflatten
-from glm5_jax.model import glm5
+from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.indexer import Selection
 from glm5_jax.model.plan import Plan
@@ -104,7 +104,7 @@ def feed_forwards(params, cfg: ModelConfig, tokens) -> Iterator[tuple]:
         x, selection, *_ = block(w, x, selection, None, context, kind=kind)
         return x, selection, rms_norm(middle, w["mlp_norm"], cfg.rms_norm_eps)
 
-    x, selection = glm5.embed(params, weights, tokens), Selection(None, None)
+    x, selection = vocabulary.embed(params, weights, tokens), Selection(None, None)
     layers_of = glm5.unstack(params, cfg)
     for name, layers in glm5.stacks(cfg):
         for layer, w in zip(layers, layers_of[name]):

@@ -1,0 +1,87 @@
+"""The weights with a row or a column for every token: the embedding and the output projection.
+
+Of GLM-5 either is 1.9 GB in bfloat16, which a device would gather whole. With a `vocab_block` the vocabulary is gone through
+in parts of at most so many tokens: a part is gathered, used and given up, in the backward pass again, and its gradient
+is reduce-scattered before the next.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from glm5_jax.model.plan import Plan
+from pallas_kernels.cross_entropy import LOGZ, linear_cross_entropy
+from pallas_kernels.numerics import wide
+
+
+def embed(params, weights, tokens, vocab_block: int | None = None):
+    """Rows of the embedding table for tokens int[...], [... d] in the compute dtype. weights: `glm5.Weights`;
+    vocab_block: as of `Plan`."""
+    table = params["embed"]["weight"]
+    if vocab_block is None:
+        return jnp.take(weights("embed", params["embed"])["weight"], tokens, axis=0)
+    size = weights.whole("embed/weight").shape[0]
+    parts = _parts(table, 0, size, vocab_block)
+    which, row = _place(tokens, table.shape[0], len(parts))
+
+    def add(total, xs):
+        number, part = xs
+        found = jnp.take(weights("embed", {"weight": part})["weight"], row, axis=0)
+        return total + jnp.where((which == number)[..., None], found, 0), None
+
+    first = jax.eval_shape(lambda: weights("embed", {"weight": parts[0]})["weight"])
+    zeros = jnp.zeros((*tokens.shape, first.shape[1]), first.dtype)
+    return lax.scan(add, zeros, (jnp.arange(len(parts)), parts))[0]
+
+
+def head(params, weights):
+    """The output projection [d v] in the compute dtype (the embedding's transpose where tied)."""
+    if "lm_head" in params:
+        return weights("lm_head", params["lm_head"])["weight"]
+    return weights("embed", params["embed"])["weight"].T
+
+
+def cross_entropy(params, weights, hidden, targets, chunk: int, plan: Plan):
+    """(nll, log partition), wide[m], of targets int32[m] behind hidden [m d]; as `linear_cross_entropy`."""
+    run = functools.partial(linear_cross_entropy, chunk=chunk, implementation=plan.kernels)
+    if plan.vocab_block is None:
+        return run(hidden, head(params, weights), targets)
+    name, dim = ("lm_head", 1) if "lm_head" in params else ("embed", 0)
+    table = params[name]["weight"]
+    parts = _parts(table, dim, weights.whole(f"{name}/weight").shape[dim], plan.vocab_block)
+    which, column = _place(targets, table.shape[dim], len(parts))
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOGZ))
+    def one(hidden, number, part):
+        own = weights(name, {"weight": part})["weight"]
+        nll, logz = run(hidden.astype(dtype), own if dim else own.T, column)
+        return logz, jnp.where(which == number, logz - nll, 0.0)
+
+    # A scan sums the gradient of what all its turns read in that array's dtype.
+    dtype, hidden = hidden.dtype, hidden.astype(wide(hidden.dtype))
+    numbers = jnp.arange(len(parts))
+    _, (logz, logits) = lax.scan(lambda _, xs: (None, one(hidden, *xs)), None, (numbers, parts))
+    logz = jax.nn.logsumexp(logz, axis=0)
+    return logz - logits.sum(0), logz
+
+
+def _parts(table, dim: int, size: int, most: int):
+    """A device's part of a table as parts of the vocabulary [n ...], of at most so many tokens on all devices together."""
+    own = table.shape[dim]
+    fitting = (n for n in range(1, own + 1) if own % n == 0 and size // n <= most)
+    count = next(fitting, None)
+    if count is None:
+        raise ValueError(
+            f"vocab_block is {most}; {size // own} parts of the vocabulary are cut over devices, use at least that"
+        )
+    shape = (*table.shape[:dim], count, own // count, *table.shape[dim + 1 :])
+    return jnp.moveaxis(table.reshape(shape), dim, 0)
+
+
+def _place(tokens, own: int, count: int):
+    """(part, place in it once it is gathered) of tokens, of which each device has `own`."""
+    shard, row = tokens // own, tokens % own
+    size = own // count
+    return row // size, shard * size + row % size

@@ -1,0 +1,86 @@
+"""The embedding and the cross-entropy by parts of the vocabulary are those of the whole."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.core.flops import count_flops, jaxprs_of
+from glm5_jax.core.mesh import Region
+from glm5_jax.model import glm5, vocabulary
+from glm5_jax.model.plan import Plan
+from tests.model import small
+
+V, D, BLOCK = 60, 16, 16  # 60 tokens in parts of at most 16 are four of 15
+
+
+@functools.cache
+def tables(tied: bool):
+    cfg = small.one_layer(vocab_size=V, tie_word_embeddings=tied)
+    draw = np.random.default_rng(0)
+    names = {"embed": (V, D)} | ({} if tied else {"lm_head": (D, V)})
+    params = {
+        k: {"weight": jnp.asarray(draw.standard_normal(s), jnp.float32)} for k, s in names.items()
+    }
+    return cfg, params
+
+
+def parts(tied: bool, block: int | None):
+    cfg, params = tables(tied)
+    plan = Plan(vocab_block=block)
+    weights, tokens = glm5.Weights(cfg, Region(), plan), jnp.arange(70).reshape(5, 14) % V
+
+    def loss(params, hidden):
+        x = vocabulary.embed(params, weights, tokens, plan.vocab_block)
+        rows = (hidden + x).reshape(-1, D)
+        nll, logz = vocabulary.cross_entropy(params, weights, rows, tokens.reshape(-1), 7, plan)
+        return jnp.sum(nll * jnp.arange(70)) + jnp.sum(logz**2), (x, nll, logz)
+
+    return loss, (params, jnp.ones((5, 14, D)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_give_what_the_whole_gives_gradients_included(tied):
+    (whole, args), (cut, _) = parts(tied, None), parts(tied, BLOCK)
+    (_, want), want_gradients = jax.value_and_grad(whole, (0, 1), has_aux=True)(*args)
+    (_, found), gradients = jax.value_and_grad(cut, (0, 1), has_aux=True)(*args)
+    np.testing.assert_array_equal(found[0], want[0])
+    for one, other in zip(
+        jax.tree.leaves((found, gradients)), jax.tree.leaves((want, want_gradients))
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
+def test_nothing_is_looked_up_in_or_multiplied_with_the_whole_vocabulary():
+    cut, args = parts(False, BLOCK)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *own: cut(*own)[0], (0, 1)))(*args).jaxpr
+    used = [set(shape) for shape in operands(jaxpr, "dot_general", "gather", "scatter-add")]
+    assert any({15, D} == own for own in used) and not any(V in own for own in used)
+
+
+def operands(jaxpr, *names: str):
+    """Shapes of what these primitives take and give, in a jaxpr and in those within it."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in names:
+            yield from (v.aval.shape for v in (*eqn.invars, *eqn.outvars))
+        for inner in jaxprs_of(eqn.params):
+            yield from operands(inner, *names)
+
+
+def test_the_backward_multiplies_no_more_than_that_of_the_whole():
+    (whole, args), (cut, _) = parts(False, None), parts(False, BLOCK)
+
+    def products(loss):
+        return count_flops(jax.grad(lambda *own: loss(*own)[0], (0, 1)), *args)
+
+    assert products(cut) == products(whole) > 0
+
+
+def test_parts_cannot_be_smaller_than_what_devices_hold_together():
+    cfg, params = tables(False)
+    weights = glm5.Weights(cfg, Region(), Plan())
+    own = {"embed": {"weight": params["embed"]["weight"][:15]}}  # of four devices
+    with pytest.raises(ValueError, match="vocab_block is 3; 4 parts of the vocabulary are cut"):
+        vocabulary.embed(own, weights, jnp.arange(4), 3)
