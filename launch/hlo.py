@@ -35,7 +35,8 @@ class Collective(NamedTuple):
         reduce-scatter      (n-1) times the result
         all-reduce          2(n-1)/n of the result: a reduce-scatter and an all-gather
         all-to-all          (n-1)/n of the result
-        ragged-all-to-all   the operand: a bound, what is sent depends on the run
+        ragged-all-to-all   (n-1)/n of the smaller of operand and result: of rows that go to experts and come back one holds
+                            those that exist, the other has room for the worst case; evenly, as it depends on the run
         collective-permute  the result
         which is what bandwidth-optimal algorithms send (Thakur, Rabenseifner, Gropp 2005, "Optimization of
         collective communication operations in MPICH"); a torus may route it over several links.
@@ -81,13 +82,14 @@ def collective_of(
         kind, size = "reduce-scatter", size // n
     sent = size
     if kind == "ragged-all-to-all":
-        sent = module.computations[at].instructions[instruction.operands[0]].num_bytes
+        operand = module.computations[at].instructions[instruction.operands[0]]
+        sent = min(size, operand.num_bytes)
     moved = _moved(kind, sent, n)
     return Collective(kind, size, *often, groups, moved, pairs, instruction.op_name)
 
 
 def _moved(kind: str, num_bytes: int, n: int) -> int:
-    if kind in ("ragged-all-to-all", "collective-permute"):
+    if kind == "collective-permute":
         return num_bytes
     if kind == "reduce-scatter":
         return (n - 1) * num_bytes

@@ -82,10 +82,18 @@ def test_collectives_of_a_tpu_program():
         Collective("reduce-scatter", part, 75, True, fours, 3 * part),
         Collective("all-gather", whole, 75, True, fours, whole * 3 // 4),
         Collective("all-reduce", 8 * 4 + 4, 75, True, pairs, 8 * 4 + 4),
-        Collective("ragged-all-to-all", 32 * 512, 1, False, ((0, 1), (2, 3)), 96 * 512),
+        Collective("ragged-all-to-all", 32 * 512, 1, False, ((0, 1), (2, 3)), 16 * 512),
         Collective("collective-permute", 16, 1, False, (), 16, ((0, 1), (1, 0))),
         Collective("all-reduce", 24, 1, False, everyone, 2 * 24 * 7 // 8, (), "jit(step)/psum"),
     ]
+
+
+def test_rows_that_exist_travel_not_the_room_for_the_worst_case():
+    there, back = (
+        next(c for c in collectives(text) if c.kind == "ragged-all-to-all")
+        for text in (TPU.replace("%y = bf16[96,", "%y = bf16[8,"), TPU)
+    )
+    assert (there.moved, back.moved) == (8 * 512 // 2, 32 * 512 // 2)
 
 
 STARTED = """\
