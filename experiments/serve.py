@@ -19,6 +19,7 @@ and knows better: each token of `/generate` tells that of the weights that drew 
 :glm5    for the chips of one process: experts over them, attention in parallel over their chats, 4 drafts
 
 With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 its memory holds 1.8 times as many tokens.
+What it needs of which chips is known beforehand: `python -m launch.compile --experiment=experiments/serve.py:glm5 ...`.
 Other machines reach it with --experiment.server.host=0.0.0.0; give --experiment.server.api_key then.
 """
 

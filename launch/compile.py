@@ -2,7 +2,15 @@
 
     python -m launch.compile --experiment=experiments/pretrain.py:glm5 [--topology=v5p:8x8x16]
 
-An experiment that trains has one program, its step; one that serves (experiments/serve.py) two, prefill and decode.
+An experiment that trains has one program, its step; one that serves (experiments/serve.py) two, prefill and decode, for
+sequences of --experiment.engine.max_length tokens, of which each group of devices decodes --experiment.engine.max_batch:
+
+    python -m launch.compile --experiment=experiments/serve.py:glm5 --experiment.mesh.expert=32 --quantised
+
+What it serves is --experiment.checkpoint, of which the config alone is read, or --model (glm5, glm5_2, glm4_7_flash, small,
+tiny; default: the variant), whose fields are set with --model.FIELD=VALUE. --quantised: weights in W4A8, else in the model's
+dtype. Told beside the rest is the least that a million tokens cost: a bound from peaks, never a speed.
+
 Without --topology they are only lowered, for as many chips as --experiment.mesh names: bytes per device and FLOPs
 follow from the shapes, in seconds. --topology compiles them for chips that are not there, by the real compiler
 (launch/test.sh aot installs it), and adds temporary memory, collectives and the least time of a step:
@@ -12,7 +20,7 @@ follow from the shapes, in seconds. --topology compiles them for chips that are 
     h200:1x128x8   128 hosts of 8 NVIDIA GPUs (h200, h100)
     cpu            this machine, where the program's hash is the one that a run here writes into its log
 
---json prints one line for programs instead. --hlo=FILE keeps the compiled text. Fields of the experiment are set as
+--json prints one line for programs instead. --hlo=FILE keeps the compiled text, of two in FILE-prefill and FILE-decode. Fields of the experiment are set as
 in launch.run. The exit code is 0 if all fits or nothing was compiled, 3 if something does not fit, 2 for a mistake.
 """
 
@@ -30,15 +38,23 @@ if __name__ == "__main__":  # the compilers need no device, and a pod's would be
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 from absl import flags
+from ml_collections import config_flags
 
+from glm5_jax import presets
+from glm5_jax.checkpoint import models
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.editable import editable, freeze
 from glm5_jax.core.mesh import abstract_mesh, make_mesh
+from glm5_jax.inference.request import EngineConfig
 from glm5_jax.training.experiment import StageConfig
 from launch import pods
 from launch.program_report import SHAPES, described, report_of
 from launch.programs import Program, lower_step
-from launch.run import parse
+from launch.run import check_fields, parse, spec_of
+from launch.serving_programs import lower_decode, lower_prefill
 
 NOT_FITTING = 3  # exit code
+MODEL = "--model"
 
 
 def mesh_of(topology: str | None, axes: dict[str, int], expert_slices: int):
@@ -52,11 +68,39 @@ def mesh_of(topology: str | None, axes: dict[str, int], expert_slices: int):
     return pods.mesh(pod, axes, expert_slices), pod
 
 
-def programs_of(config, mesh, platform: str) -> list[Program]:
-    """All programs of an experiment; ValueError if it has none that can be lowered."""
-    if isinstance(config, StageConfig):
+def served(config, variant: str, argv: list[str], quantised: bool) -> tuple[ModelConfig, bool]:
+    """The model of an experiment that serves, and whether in W4A8; ValueError if none is named, or two are."""
+    names = [arg.partition("=")[2] for arg in argv if arg.partition("=")[0] == MODEL]
+    given = names or any(arg.startswith(f"{MODEL}.") for arg in argv)
+    if config.checkpoint is not None:
+        if given:
+            raise ValueError(f"--experiment.checkpoint and {MODEL} both name a model; give one")
+        cfg, packed = models.read_config(config.checkpoint)
+        return cfg, packed or quantised
+    name = names[-1] if names else variant
+    if name not in presets.PRESETS:
+        raise ValueError(
+            f"no model {name!r}; use {MODEL}={', '.join(presets.PRESETS)}, or --experiment.checkpoint=DIR"
+        )
+    twin, values = editable(presets.get(name)), flags.FlagValues()
+    check_fields("model", twin, argv)
+    config_flags.DEFINE_config_dataclass(
+        "model", twin, "what is served", flag_values=values, sys_argv=argv, parse_fn=lambda _: twin
+    )
+    values(argv, known_only=True)
+    try:
+        return freeze(values["model"].value), quantised
+    except ValueError as error:
+        raise ValueError(f"{MODEL}.{error}") from None
+
+
+def programs_of(config, model: tuple[ModelConfig, bool] | None, mesh, platform) -> list[Program]:
+    """All programs of an experiment; ValueError if they cannot be lowered. model: of `served`, if it serves."""
+    if model is None:
         return [lower_step(config, mesh, platform)]
-    raise ValueError("this experiment is not one stage of training; give the one to compile")
+    cfg, quantised = model
+    lower = (lower_prefill, lower_decode)
+    return [make(cfg, mesh, platform, config.engine, quantised) for make in lower]
 
 
 def main(argv: list[str]) -> int:
@@ -65,27 +109,39 @@ def main(argv: list[str]) -> int:
     flags.DEFINE_string("topology", None, "what to compile for", flag_values=values)
     flags.DEFINE_string("hlo", None, "file for the compiled text", flag_values=values)
     flags.DEFINE_bool("json", False, "one line of JSON for each program", flag_values=values)
+    flags.DEFINE_bool("quantised", False, "weights in W4A8", flag_values=values)
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
         return 0
     try:
-        config = parse(values(argv, known_only=True)).config
-        if not hasattr(config, "mesh"):
+        rest = values(argv, known_only=True)
+        own = [arg for arg in rest if arg.startswith((f"{MODEL}=", f"{MODEL}."))]
+        config = parse([arg for arg in rest if arg not in own]).config
+        name, model = getattr(config, "name", None), None
+        if isinstance(config, StageConfig):
+            if own or values.quantised:
+                what = own[0] if own else "--quantised"
+                raise ValueError(f"{what} is of what serves; use --experiment.model.FIELD here")
+        elif isinstance(getattr(config, "engine", None), EngineConfig):
+            file, _, variant = spec_of(rest).partition(":")
+            name = f"{pathlib.Path(file).stem}:{variant}".removesuffix(":")
+            model = served(config, variant, ["compile", *own], values.quantised)
+        else:
             raise ValueError(
-                "this experiment is not one stage of training; give the one to compile"
+                "this experiment is not one stage of training, nor does it serve; give the one to compile"
             )
         slices = config.step.expert_slices if isinstance(config, StageConfig) else 1
         mesh, pod = mesh_of(values.topology, dataclasses.asdict(config.mesh), slices)
         platform = pod.platform if pod else "cpu" if values.topology else "tpu"
         began = time.monotonic()
-        programs = programs_of(config, mesh, platform)
+        programs = programs_of(config, model, mesh, platform)
     except (ValueError, flags.Error) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
     seconds, fits = (time.monotonic() - began) / len(programs), True
     for program in programs:
         topology = values.topology or SHAPES
-        report, text = report_of(config.name, topology, program, mesh, pod, seconds)
+        report, text = report_of(name, topology, program, mesh, pod, seconds)
         fits &= report.fits is not False
         if values.json:
             told = dataclasses.asdict(report) | {"fits": report.fits}
@@ -93,7 +149,10 @@ def main(argv: list[str]) -> int:
         else:
             print(described(report), flush=True)
         if values.hlo and text:
-            pathlib.Path(values.hlo).write_text(text)
+            file = pathlib.Path(values.hlo)
+            if len(programs) > 1:
+                file = file.with_stem(f"{file.stem}-{program.name}")
+            file.write_text(text)
     return 0 if fits else NOT_FITTING
 
 

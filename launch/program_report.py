@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import jax
 
+from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost
 from glm5_jax.training.step import program_hash
 from launch.buffers import largest_allocations, needed_and_available
 from launch.hlo import Collective, axes_of, collectives
 from launch.pods import Pod
-from launch.programs import Program, bytes_on_device, kept_bytes, replicated
+from launch.programs import Program, bytes_on_device, replicated
 from launch.replication import replicated as whole_arrays
+from pallas_kernels.cost import Cost
 
 GB, GIB = 1e9, 2**30
 OVERWEIGHT = (
@@ -47,11 +49,12 @@ class Report:
 
     held: by kind, of what goes in. kept: activations that a forward leaves to its backward (None: not known). model_flops:
     what the mathematics needs; parts: what the program's products take, recomputation among them. used_whole, replicated:
-    weights while they are used, and arrays, that every device holds whole, above a GiB. What follows is known of a compiled
-    program alone. temporaries: what lives in between, kept activations among them. not_reused: results that take no
-    argument's place. available: of the chip. seconds: the least that each resource needs, busy all the time: a bound, not a
-    speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what takes most room,
-    if it does not fit.
+    weights while they are used, and arrays, that every device holds whole, above a GiB. cached: tokens that each row may
+    have in pages; token_costs: of programs that serve, the least that tokens cost on chips of this kind. What follows is
+    known of a compiled program alone. temporaries: what lives in between, kept activations among them. not_reused: results
+    that take no argument's place. available: of the chip. seconds: the least that each resource needs, busy all the time: a
+    bound, not a speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what
+    takes most room, if it does not fit.
     """
 
     experiment: str
@@ -67,6 +70,8 @@ class Report:
     used_whole: dict[str, int]
     replicated: dict[str, int]
     lowering_seconds: float
+    cached: int | None = None
+    token_costs: tuple[TokenCost, ...] = ()
     compiling_seconds: float | None = None
     compiler_gib: float | None = None
     temporaries: int | None = None
@@ -123,15 +128,17 @@ def _island(device) -> int:
     return getattr(device, "slice_index", 0)  # a slice that is alone has none
 
 
-def bounds(flops: float, state: int, rows: Sequence[Traffic], pod: Pod) -> dict[str, float]:
-    """Seconds that each resource of a device needs at least, at its peak all the time: products in bfloat16, memory for
-    reading and writing the state once, links in a slice or host, and the network beyond it where it is published."""
+def bounds(least: Sequence[Cost], rows: Sequence[Traffic], pod: Pod) -> dict[str, float]:
+    """Seconds that each resource of a device needs at least, at its peak all the time: products in their dtype (in that of
+    bfloat16 where the chip has no rate of it), memory, links in a slice or host, and the network beyond it where it is
+    published."""
     chip = pod.device
     near = sum(row.moved for row in rows if not row.far)
     far = sum(row.moved for row in rows if row.far)
+    rate = chip.flops["bfloat16"]
     found = {
-        "products": flops / chip.flops["bfloat16"],
-        "memory": 2 * state / chip.bandwidth,
+        "products": sum(cost.flops / chip.flops.get(cost.dtype, rate) for cost in least),
+        "memory": sum(cost.bytes for cost in least) / chip.bandwidth,
         "links": near / (chip.link * chip.num_links),
     }
     if far and chip.network:
@@ -163,14 +170,17 @@ def report_of(
         "topology": topology,
         "mesh": sizes,
         "batch": {"rows": program.rows, "length": program.length, "tokens": tokens},
+        "cached": program.cached,
         "held": {k: sum(bytes_on_device(part).values()) for k, part in program.arguments.items()},
-        "kept": None if mesh is None else kept_bytes(program.jaxpr),
+        "kept": program.kept,
         "model_flops": program.model_flops,
         "parts": {name: flops for name, flops in program.parts.items() if flops},
         "used_whole": {path: size for path, size in program.used.items() if size > GIB},
         "replicated": {} if mesh is None else _above(replicated(program.arguments)),
         "lowering_seconds": seconds,
     }
+    if program.token_costs is not None:
+        known["token_costs"] = program.token_costs((pod.chip,) if pod else SERVED)
     if topology == SHAPES:
         return Report(**known), None
     began = time.monotonic()
@@ -195,10 +205,8 @@ def report_of(
             f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)
         }
     if pod is not None:
-        state = sum(known["held"].values())
         known["available"] = int(pod.device.memory) if pod.device.memory else None
-        work = sum(program.parts.values()) or program.model_flops
-        known["seconds"] = bounds(work, state, known["traffic"], pod)
+        known["seconds"] = bounds(program.least, known["traffic"], pod)
         needed = program.model_flops / pod.device.flops["bfloat16"]
         known["utilisation"] = needed / max(known["seconds"].values())
     return Report(**known), text
@@ -217,12 +225,26 @@ def described(report: Report) -> str:
     return "\n".join(_lines(report))
 
 
+def _costs_of_tokens(costs: Sequence[TokenCost]):
+    """Lines of the least that tokens cost."""
+    what = "prompts read" if costs[0].stage == "prefill" else "sequences decoded"
+    yield (
+        f"  tokens       chip-seconds for a million, {costs[0].batch:,} {what} at once, in bf16 but for W4A8: {BOUND} ({CLAIM})"
+    )
+    for cost in costs:
+        forms = ", ".join(f"{name} {seconds:,.0f}" for name, seconds in cost.totals.items())
+        saved = "" if cost.saved is None else f": {cost.saved:.0%} less"
+        yield f"    {cost.chip:<8}{cost.length:>9,} tokens each  {forms}{saved}"
+
+
 def _lines(report: Report):
     size, batch = math.prod(report.mesh.values()), report.batch
     shape = ", ".join(f"{a} {n}" for a, n in report.mesh.items() if n > 1) or "one of each axis"
     yield f"{report.experiment}: {report.program} on {size:,} devices of {report.topology}, {shape}"
+    behind = f", each with up to {report.cached:,} in its pages" if report.cached else ""
     yield (
-        f"  batch        {batch['rows']:,} rows of {batch['length']:,} tokens, {batch['tokens'] // size:,} tokens per device"
+        f"  batch        {batch['rows']:,} rows of {batch['length']:,} tokens, {batch['tokens'] / size:,.6g} tokens per device"
+        + behind
     )
     yield f"  program      {report.hash}, lowered in {report.lowering_seconds:.0f} s"
     if report.compiling_seconds is not None:
@@ -250,6 +272,8 @@ def _lines(report: Report):
         told = ", ".join(f"{name} {value:.2f}" for name, value in report.seconds.items())
         yield f"  bound        {bound:.2f} s a step, each resource busy all the time (a bound, not a speed): {told}"
         yield f"  utilisation  {report.utilisation:.0%} of the chips' bf16 peak by what the mathematics needs, at most"
+    if report.token_costs:
+        yield from _costs_of_tokens(report.token_costs)
     for row in report.traffic:
         along = " x ".join(row.axes) or "several axes"
         yield (

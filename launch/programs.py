@@ -1,18 +1,20 @@
 """The programs of an experiment in the compiler's language, from shapes alone, for devices that need not be there."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from glm5_jax.core.flops import jaxprs_of
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.sharding import stationary
 from glm5_jax.core.tree import flatten
+from glm5_jax.inference.serving_cost import TokenCost
 from glm5_jax.model import glm5
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.step_flops import model_flops, step_flops, trace_step
+from pallas_kernels.cost import Cost
 
 
 class Program(NamedTuple):
@@ -20,18 +22,23 @@ class Program(NamedTuple):
 
     arguments: what goes in, by kind, as shapes with shardings; rows, length: of a batch; model_flops: what the mathematics
     needs of one device in a step; parts: what the program's products take there, by part ({}: not known); used: by path,
-    bytes that a device holds of a weight while it computes with it.
+    bytes that a device holds of a weight while it computes with it; least: what its products and memory do at least, by
+    dtype; kept: bytes that a forward keeps for its backward (None: not known); cached: tokens that a row may have in pages;
+    token_costs: for the names of chips, the least that tokens cost there.
     """
 
     name: str
     lowered: jax.stages.Lowered
-    jaxpr: object
     arguments: dict[str, dict]
     rows: int
     length: int
     model_flops: float
     parts: dict[str, int]
     used: dict[str, int]
+    least: tuple[Cost, ...]
+    kept: int | None = None
+    cached: int | None = None
+    token_costs: Callable[[tuple[str, ...]], tuple[TokenCost, ...]] | None = None
 
 
 def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
@@ -44,16 +51,22 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
         # Kernels for GPUs do not tell what they cost; those for TPUs do the same work.
         counted = (mesh, made) if platform == "tpu" else (abstract_mesh(dict(mesh.shape)), None)
         flops = step_flops(config, *counted)
+    arguments = {"params": state["params"], "optimizer": state["optimizer"], "batch": made.batch}
+    needed = model_flops(config, made.step) * per_device
+    parts = {} if flops is None else {name: work.flops for name, work in flops.parts.items()}
+    state_bytes = sum(sum(bytes_on_device(part).values()) for part in arguments.values())
     return Program(
         "train step",
         made.traced.lower(lowering_platforms=(platform,)),
-        made.traced.jaxpr.jaxpr,
-        {"params": state["params"], "optimizer": state["optimizer"], "batch": made.batch},
+        arguments,
         config.first_rows,
         config.row_length,
-        model_flops(config, made.step) * per_device,
-        {} if flops is None else {name: work.flops for name, work in flops.parts.items()},
+        needed,
+        parts,
         {} if mesh is None else gathered(config.model, mesh, config.step.vocab_block),
+        # The state is read once and written once.
+        (Cost(sum(parts.values()) or needed, 2 * state_bytes),),
+        None if mesh is None else kept_bytes(made.traced.jaxpr.jaxpr),
     )
 
 
@@ -75,17 +88,18 @@ def replicated(tree) -> dict[str, int]:
     }
 
 
-def gathered(cfg, mesh, vocab_block: int | None = None) -> dict[str, int]:
+def gathered(cfg, mesh, vocab_block: int | None = None, params=None) -> dict[str, int]:
     """{path: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
-    `StepConfig`."""
+    `StepConfig`. params: shapes (default: all in the compute dtype), of which a quantised one is several arrays."""
     letters = flatten(glm5.letters(cfg))
     out = {}
-    for path, x in flatten(glm5.abstract(cfg)).items():
-        keep, size = stationary(letters[path]), jnp.dtype(cfg.dtype).itemsize
-        for letter, dim in zip(letters[path].split(), x.shape):
-            dim = min(dim, vocab_block or dim) if letter == "v" else dim
+    for path, w in flatten(glm5.abstract(cfg, cfg.dtype) if params is None else params).items():
+        keep = stationary(letters[path])
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
+        for letter, dim in zip(letters[path].split(), w.shape):
+            size = size // dim * min(dim, vocab_block or dim) if letter == "v" else size
             own = math.prod(mesh.shape[a] for a in keep.get(letter, ()))
-            size *= 1 if letter == "l" else dim // own if dim % own == 0 else dim
+            size //= dim if letter == "l" else own if dim % own == 0 else 1
         out[path] = size
     return out
 

@@ -71,13 +71,7 @@ def parse(argv: list[str]) -> Command:
     spec = spec_of(argv)
     module, config = load(spec)
     twin = editable(config)
-    for arg in argv[1:]:
-        if arg.lstrip("-").startswith("experiment."):
-            path = arg.lstrip("-").removeprefix("experiment.").split("=")[0]
-            try:
-                check_path(twin, path)
-            except ValueError as error:
-                raise ValueError(f"--experiment.{path}: {error}") from None
+    check_fields("experiment", twin, argv)
     values = define(twin, argv)
     rest = values(argv)
     if len(rest) > 1:
@@ -144,6 +138,17 @@ def _has_its_host(environment: Mapping[str, str]) -> bool:
     if "SLURM_NTASKS" in environment:
         return environment["SLURM_NTASKS"] == environment.get("SLURM_STEP_NUM_NODES")
     return environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+
+
+def check_fields(name: str, twin, argv: list[str]) -> None:
+    """ValueError if one of the flags --NAME.FIELD names no field of an editable config."""
+    for arg in argv[1:]:
+        if arg.lstrip("-").startswith(f"{name}."):
+            path = arg.lstrip("-").removeprefix(f"{name}.").split("=")[0]
+            try:
+                check_path(twin, path)
+            except ValueError as error:
+                raise ValueError(f"--{name}.{path}: {error}") from None
 
 
 def define(twin, argv: list[str]) -> flags.FlagValues:

@@ -163,6 +163,14 @@ def _workdir(path: pathlib.Path) -> pathlib.Path:
     return path if (path / "checkpoints").is_dir() else path.absolute().parents[1]
 
 
+def read_config(path) -> tuple[ModelConfig, bool]:
+    """The config of the model at a path, and whether its weights are quantised; ValueError that says what is wrong there."""
+    path = _there(path)
+    if _is_run(path):
+        return run_config(path), False
+    return hf_import.read_config(path), hf_import.is_quantised(path)
+
+
 def run_config(path: pathlib.Path) -> ModelConfig:
     """The model's config as the run wrote it."""
     file = _workdir(path) / "config.json"

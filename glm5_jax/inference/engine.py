@@ -29,6 +29,7 @@ from glm5_jax.inference.request import (
     DEADLINE,
     FAILED,
     Completion,
+    EngineConfig,
     Handle,
     Request,
     Token,
@@ -36,8 +37,8 @@ from glm5_jax.inference.request import (
 )
 from glm5_jax.inference.runner import Carried, Computation, Part, Runner, WeightsLost
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.scheduler import Decode, Limits, Prefill, Scheduler, Sequence as Running
-from glm5_jax.inference.steps import Drew, Shape
+from glm5_jax.inference.scheduler import Decode, Prefill, Scheduler, Sequence as Running
+from glm5_jax.inference.steps import MAX_BIAS, Drew, sized
 from glm5_jax.inference.stops import Stops
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
@@ -80,7 +81,7 @@ class Engine:
         batch_invariant: bool = False,
         index_cache: str | None = None,
         latent_cache: str | None = None,
-        max_bias: int = 300,
+        max_bias: int = MAX_BIAS,
         seed: int = 0,
         version: int = 0,
         plan: Plan = Plan(),
@@ -98,28 +99,15 @@ class Engine:
         the pages hold index keys and latents (`init_pages`); None: in the model's dtype. max_bias: tokens in a request's
         logit_bias at most. seed: of the seeds of requests that bring none. ValueError for what cannot be.
         """
+        sizes = page_size, num_pages, max_batch, max_length, chunk, step_tokens, short_prompt
+        kinds = num_draft, batch_invariant, index_cache, latent_cache, seed
         cfg = model.cfg
+        self._shape, limits = sized(cfg, EngineConfig(*sizes, *kinds), max_bias)
         max_length = max_length or cfg.max_position_embeddings
-        cfg.check_length(max_length)
-        if cfg.projections != "mla" or {*cfg.layer_kinds} != {"full"}:
-            raise ValueError(
-                f"the model has {cfg.projections} projections and layers {sorted({*cfg.layer_kinds})}; an engine "
-                "serves full attention (MLA) alone, use model.generate"
-            )
-        if min(page_size, short_prompt) < 1:
-            sizes = f"page_size is {page_size}, short_prompt {short_prompt}"
-            raise ValueError(f"{sizes}; both must be positive")
-        if num_draft and not cfg.num_nextn_predict_layers:
-            raise ValueError(f"num_draft is {num_draft}, and the model has no MTP layer; use 0")
-        limits = Limits(max_batch, chunk, step_tokens or chunk, batch_invariant, num_draft)
-        max_pages = -(-max_length // page_size)
-        num_pages = num_pages or max_batch * max_pages
-        kinds = short_prompt, num_draft, batch_invariant, index_cache, latent_cache
-        self._shape = Shape(num_pages, page_size, max_batch, max_pages, chunk, max_bias, *kinds)
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
         self._runner = Runner(model, self._shape, plan)
         self._schedulers = [
-            Scheduler(num_pages, page_size, limits) for _ in range(self._runner.groups)
+            Scheduler(self._shape.num_pages, page_size, limits) for _ in range(self._runner.groups)
         ]
         self._flights: collections.deque[_Flight] = collections.deque()
         self._live: dict[Running, _Live] = {}

@@ -16,7 +16,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.tree import flatten, is_compound, made, map_with_path, unflatten
 from glm5_jax.inference.quantize import table
-from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Row, Sampling, cuts, rows
+from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, cuts
 from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
 from glm5_jax.inference.steps import (
     Device,
@@ -124,7 +124,7 @@ class Runner:
         for paths in _in_parts(flat, jnp.dtype(self._cfg.dtype).itemsize):
             try:
                 own = unflatten({path: self._kept(path, made(flat.pop(path))) for path in paths})
-                own = jax.block_until_ready(self._in_layers(_computed(own, self._cfg)))
+                own = jax.block_until_ready(self._in_layers(computed(own, self._cfg)))
             except Exception as error:
                 if not parts:
                     raise
@@ -198,7 +198,7 @@ class Runner:
 
     def warm(self, show: bool = False) -> None:
         """Compiles what requests without top_logprobs can need, so that none waits for it. show: a progress bar."""
-        shape, x = self._shape, self.groups
+        shape = self._shape
         widths = _sizes(shape.pages, shape.max_pages)
         variants = [Variant(cut) for cut in (False, True)]
         calls = [
@@ -217,31 +217,16 @@ class Runner:
         ]
         with ProgressBar(len(calls), unit="program") if show else contextlib.nullcontext() as bar:
             for done, (call, width, variant) in enumerate(calls, 1):
-                call(np.zeros((x, width), np.int32), variant)
+                call(width, variant)
                 if bar:
                     bar.update(done, "compiled")
         jax.block_until_ready(self._device)
 
-    def _idle_decode(self, b: int, tables, variant: Variant) -> None:
-        x = self.groups
-        nobody, none = np.full((x, b), self._shape.slots, np.int32), np.zeros((x, b), np.int32)
-        tables = np.repeat(tables[:, None], b, axis=1)
-        self._run(self._steps.decode, Draws(tables, nobody, none - 1, none), variant)
+    def _idle_decode(self, b: int, width: int, variant: Variant) -> None:
+        self._run(self._steps.decode, self._steps.idle_draws(b, width), variant)
 
-    def _idle_prefill(self, b: int, t: int, tables, variant: Variant) -> None:
-        x = self.groups
-        nobody, none = np.full((x, b), self._shape.slots, np.int32), np.zeros((x, b), np.int32)
-        tables = np.repeat(tables[:, None], b, axis=1)
-        sampling = self._samplings(none, none, [[Sampling()] * b] * x)
-        tokens = np.zeros((x, b, t), np.int32)
-        reads = Reads(tokens, none, none, none - 1, tables, nobody, sampling)
-        self._run(self._steps.prefill, reads, variant)
-
-    def _samplings(self, seeds, positions, samplings: list[list[Sampling]]) -> Row:
-        """`Row` [x b ...] of what each sequence is drawn by."""
-        flat = [sampling for own in samplings for sampling in own]
-        found = rows(flat, np.ravel(seeds), np.ravel(positions), self._shape.max_bias)
-        return Row(*(a.reshape(*np.shape(positions), *a.shape[1:]) for a in found))
+    def _idle_prefill(self, b: int, t: int, width: int, variant: Variant) -> None:
+        self._run(self._steps.prefill, self._steps.idle_reads(b, t, width), variant)
 
     def _run(self, step, inputs, variant: Variant) -> Drew:
         self._device, drew = step(self._params, self._device, inputs, variant)
@@ -290,7 +275,7 @@ class Runner:
                 if one.draws:
                     where.append((group * b + row, one))
         tables = self._tables[np.arange(x)[:, None], slot, : shape.pages(widest)]
-        sampling = self._samplings(seeds, start, samplings)
+        sampling = self._steps.drawn_by(seeds, start, samplings)
         reads = Reads(tokens, start, count, behind, tables, slot, sampling)
         variant = _variant(one.sequence for own in prefills for one in own)
         return Part(where, self._run(self._steps.prefill, reads, variant))
@@ -376,8 +361,9 @@ _unstack = jax.jit(glm5.unstack, static_argnames="cfg")
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def _computed(params, cfg: ModelConfig):
-    """Weights in the compute dtype, but for the router's, which is computed wide, experts as int4 where cfg says so."""
+def computed(params, cfg: ModelConfig):
+    """Weights as an engine keeps them: in the compute dtype, but for the router's, which is computed wide, experts as
+    int4 where cfg says so."""
     dtype = jnp.dtype(cfg.dtype)
     return map_with_path(
         # Always wide: a router that comes in another dtype than the last one would be other programs'.

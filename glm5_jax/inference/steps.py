@@ -20,11 +20,24 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import BATCH_AXES, Region
-from glm5_jax.inference.sampling import Drawn, Row, draw, keys_of, probabilities, told
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.inference.sampling import (
+    Drawn,
+    Row,
+    Sampling,
+    draw,
+    keys_of,
+    probabilities,
+    rows as rows_of,
+    told,
+)
+from glm5_jax.inference.scheduler import Limits
 from glm5_jax.model.cache import LayerCache, PagedCache, init_pages
 from glm5_jax.model.draft import verify
 from glm5_jax.model.glm5 import forward, forward_mtp
 from glm5_jax.model.plan import Plan
+
+MAX_BIAS = 300  # as OpenAI's logit_bias
 
 
 class Fresh(NamedTuple):
@@ -137,6 +150,32 @@ class Shape:
         return self.chunk if self.invariant else bucket(count, self.chunk, self.short_prompt)
 
 
+def sized(
+    cfg: ModelConfig, options: EngineConfig, max_bias: int = MAX_BIAS
+) -> tuple[Shape, Limits]:
+    """What each group of devices of an engine with these options holds, and the most that it does in a step; ValueError
+    for what no engine can serve."""
+    most, page_size, drafts = options.max_batch, options.page_size, options.num_draft
+    max_length = options.max_length or cfg.max_position_embeddings
+    cfg.check_length(max_length)
+    if cfg.projections != "mla" or {*cfg.layer_kinds} != {"full"}:
+        raise ValueError(
+            f"the model has {cfg.projections} projections and layers {sorted({*cfg.layer_kinds})}; an engine "
+            "serves full attention (MLA) alone, use model.generate"
+        )
+    if min(page_size, options.short_prompt) < 1:
+        sizes = f"page_size is {page_size}, short_prompt {options.short_prompt}"
+        raise ValueError(f"{sizes}; both must be positive")
+    if drafts and not cfg.num_nextn_predict_layers:
+        raise ValueError(f"num_draft is {drafts}, and the model has no MTP layer; use 0")
+    chunk, alike = options.chunk, options.batch_invariant
+    limits = Limits(most, chunk, options.step_tokens or chunk, alike, drafts)
+    max_pages = -(-max_length // page_size)
+    num_pages = options.num_pages or most * max_pages
+    kinds = options.short_prompt, drafts, alike, options.index_cache, options.latent_cache
+    return Shape(num_pages, page_size, most, max_pages, chunk, max_bias, *kinds), limits
+
+
 def bucket(count: int, most: int, least: int = 1, factor: int = 2) -> int:
     """The smallest of least, least * factor, ... that holds count; `most` where that is smaller."""
     size = least
@@ -150,55 +189,104 @@ class Steps:
 
     def __init__(self, cfg: ModelConfig, shape: Shape, mesh=None, plan: Plan = Plan()):
         self.cfg, self.shape, self._mesh, self._plan = cfg, shape, mesh, plan
-        self.groups = 1 if mesh is None else Region.of(mesh).size(BATCH_AXES)
+        self.groups = self.groups_of(mesh)
+
+    @staticmethod
+    def groups_of(mesh) -> int:
+        """Groups of devices that hold other sequences."""
+        return 1 if mesh is None else Region.of(mesh).size(BATCH_AXES)
 
     def device(self, dtype) -> Device:
         """Empty pages and slots. dtype: of the pages."""
+        empty = functools.partial(self._empty, dtype)
+        if self._mesh is None:
+            return jax.jit(empty)()
+        return jax.jit(empty, out_shardings=self._spread)()
+
+    def abstract_device(self, dtype) -> Device:
+        """The same as shapes, with shardings if there is a mesh, whose chips need not be here."""
+        if self._mesh is None:
+            return jax.eval_shape(functools.partial(self._empty, dtype))
+        # In which form pages are held depends on the chip.
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            shapes = jax.eval_shape(functools.partial(self._empty, dtype))
+        where = self._spread
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes
+        )
+
+    @property
+    def _spread(self) -> NamedSharding:
+        return NamedSharding(self._mesh, P(BATCH_AXES))
+
+    def _empty(self, dtype) -> Device:
         shape, x = self.shape, self.groups
 
         def pages(**more):
             kept = {"index_cache": shape.index_cache, "latent_cache": shape.latent_cache}
             return init_pages(self.cfg, x * shape.num_pages, shape.page_size, dtype, **kept, **more)
 
-        def empty():
-            y = shape.slots + 1
-            rows = Row(
-                temperature=jnp.ones((x, y), jnp.float32),
-                top_p=jnp.ones((x, y), jnp.float32),
-                min_p=jnp.zeros((x, y), jnp.float32),
-                top_k=jnp.zeros((x, y), jnp.int32),
-                seed=jnp.zeros((x, y, 2), jnp.uint32),
-                position=jnp.zeros((x, y), jnp.int32),
-                bias_ids=jnp.full((x, y, shape.max_bias), -1, jnp.int32),
-                bias=jnp.zeros((x, y, shape.max_bias), jnp.float32),
-            )
-            none = jnp.zeros((x, y), jnp.int32)
-            mtp = fresh = None
-            if k := shape.num_draft:
-                [mtp] = pages(num_layers=1)
-                hidden = jnp.zeros((x, y, k + 1, self.cfg.hidden_size), self.cfg.dtype)
-                fresh = Fresh(hidden, jnp.zeros((x, y, k + 1), jnp.int32), none)
-            return Device(pages(), mtp, Slots(none, none, rows, fresh))
-
-        if self._mesh is None:
-            return jax.jit(empty)()
-        spread = NamedSharding(self._mesh, P(BATCH_AXES))
-        return jax.jit(empty, out_shardings=spread)()
+        y = shape.slots + 1
+        rows = Row(
+            temperature=jnp.ones((x, y), jnp.float32),
+            top_p=jnp.ones((x, y), jnp.float32),
+            min_p=jnp.zeros((x, y), jnp.float32),
+            top_k=jnp.zeros((x, y), jnp.int32),
+            seed=jnp.zeros((x, y, 2), jnp.uint32),
+            position=jnp.zeros((x, y), jnp.int32),
+            bias_ids=jnp.full((x, y, shape.max_bias), -1, jnp.int32),
+            bias=jnp.zeros((x, y, shape.max_bias), jnp.float32),
+        )
+        none = jnp.zeros((x, y), jnp.int32)
+        mtp = fresh = None
+        if k := shape.num_draft:
+            [mtp] = pages(num_layers=1)
+            hidden = jnp.zeros((x, y, k + 1, self.cfg.hidden_size), self.cfg.dtype)
+            fresh = Fresh(hidden, jnp.zeros((x, y, k + 1), jnp.int32), none)
+        return Device(pages(), mtp, Slots(none, none, rows, fresh))
 
     def prefill(self, params, device: Device, reads: Reads, variant: Variant):
         """(Device, Drew [x * b 1 ...]): the tokens behind what is read."""
-        return self._run(_prefill, params, device, reads, variant)
+        function, static = self.program("prefill", variant)
+        return function(params, device, reads, **static)
 
     def decode(self, params, device: Device, draws: Draws, variant: Variant):
         """(Device, Drew [x * b k+1 ...]): the next token of every sequence, and those drafted that it keeps."""
-        if k := self.shape.num_draft:
-            return self._run(_speculate, params, device, draws, variant, num_draft=k)
-        invariant = self.shape.invariant
-        return self._run(_decode, params, device, draws, variant, one_by_one=invariant)
+        function, static = self.program("decode", variant)
+        return function(params, device, draws, **static)
 
-    def _run(self, function, params, device, inputs, variant, **static):
-        static |= dict(cfg=self.cfg, mesh=self._mesh, plan=self._plan, variant=variant)
-        return function(params, device, inputs, **static)
+    def program(self, name: str, variant: Variant):
+        """What `prefill` or `decode` calls with (params, device, inputs): the jitted function, and the rest of its
+        arguments by name."""
+        static = dict(cfg=self.cfg, mesh=self._mesh, plan=self._plan, variant=variant)
+        if name == "prefill":
+            return _prefill, static
+        if k := self.shape.num_draft:
+            return _speculate, static | {"num_draft": k}
+        return _decode, static | {"one_by_one": self.shape.invariant}
+
+    def drawn_by(self, seeds, positions, samplings: list[list[Sampling]]) -> Row:
+        """`Row` [x b ...] of what each sequence is drawn by."""
+        flat = [sampling for own in samplings for sampling in own]
+        found = rows_of(flat, np.ravel(seeds), np.ravel(positions), self.shape.max_bias)
+        return Row(*(a.reshape(*np.shape(positions), *a.shape[1:]) for a in found))
+
+    def idle_reads(self, b: int, t: int, num_pages: int) -> Reads:
+        """Of b sequences for each group that are none, with t tokens and so many pages: what a prefill of this shape
+        is compiled with."""
+        tables, nobody, none = self._nobody(b, num_pages)
+        rows = self.drawn_by(none, none, [[Sampling()] * b] * self.groups)
+        tokens = np.zeros((*none.shape, t), np.int32)
+        return Reads(tokens, none, none, none - 1, tables, nobody, rows)
+
+    def idle_draws(self, b: int, num_pages: int) -> Draws:
+        """The same for a decode."""
+        tables, nobody, none = self._nobody(b, num_pages)
+        return Draws(tables, nobody, none - 1, none)
+
+    def _nobody(self, b: int, num_pages: int):
+        none = np.zeros((self.groups, b), np.int32)
+        return np.zeros((*none.shape, num_pages), np.int32), none + self.shape.slots, none
 
 
 _STATIC = ("cfg", "mesh", "plan", "variant")

@@ -98,6 +98,13 @@ class Context:
         return self.watched or self.index_weight is not None
 
 
+jax.tree_util.register_dataclass(
+    Context,
+    ("cos", "sin", "start", "segments", "key_segments", "index_weight", "paging"),
+    ("cfg", "plan", "region", "num_keys", "watched"),
+)
+
+
 class LayerStats(NamedTuple):
     """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit, and the
     weighted loss of its indexer (None if they do not learn). Of a watched forward alone: the selection that the
@@ -165,6 +172,10 @@ def block(
     y, load, balance, routing = mixture(w, normed, context)
     stats = stats._replace(load=load, balance=balance, routing=routing)
     return x + y, selection, cache, stats
+
+
+# Of layers that are not scanned: those that are alike are traced and lowered once, not 78 times, which takes minutes.
+block_once = jax.jit(block, static_argnames=("full", "share", "kind"))
 
 
 def attention(

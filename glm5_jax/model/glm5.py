@@ -27,7 +27,7 @@ from glm5_jax.core.params import (
 )
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model import quant
-from glm5_jax.model.block import Block, Context, LayerStats, Switch, block
+from glm5_jax.model.block import Block, Context, LayerStats, Switch, block, block_once
 from glm5_jax.model.cache import Cache, PagedCache, Paging, write
 from glm5_jax.model.indexer import Index, Selection, index_shares
 from glm5_jax.model.mtp import Mtp, mtp_step
@@ -261,12 +261,11 @@ def trunk(
         stack = params[name]
         if cache is not None or isinstance(stack, list):
             stack = stack if isinstance(stack, list) else unstack(params, cfg)[name]
+            run = block if cache is None else block_once
             for layer, w in zip(layers, stack):
                 own = cache and cache.layers[layer]
                 w, kind = weights(name, w, sliced=True), cfg.layer_kinds[layer]
-                x, selection, own, s = block(
-                    w, x, selection, own, context, True, shares[layer], kind
-                )
+                x, selection, own, s = run(w, x, selection, own, context, True, shares[layer], kind)
                 layer_caches.append(own)
                 stats.append(jax.tree.map(lambda a: a[None], s))
         else:

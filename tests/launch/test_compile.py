@@ -70,7 +70,10 @@ def test_a_run_trains_with_the_program_that_is_told_beforehand(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("experiment", "message"),
     [
-        ("lifecycle.py:tiny", "is not one stage of training; give the one to compile"),
+        (
+            "lifecycle.py:tiny",
+            "is not one stage of training, nor does it serve; give the one to compile",
+        ),
         ("reward_model.py:tiny", "reward_model:tiny learns by a step of its own"),
     ],
 )

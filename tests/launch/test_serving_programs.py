@@ -1,0 +1,275 @@
+"""The engine's programs from shapes alone: the ones that an engine runs, with what its devices hold."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.mesh import abstract_mesh, make_mesh
+from glm5_jax.core.tree import flatten
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.quantize import rotation, table
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.inference.serving_cost import BOUND
+from glm5_jax.inference.steps import Variant
+from glm5_jax.model import glm5
+from launch import compile as command, programs as pod, serving_programs
+from launch.serving_programs import lower_decode, lower_prefill
+from tests.mesh import cases
+
+GROUP = 4
+CFG = dataclasses.replace(cases.config(), eos_token_id=(), int4_group=GROUP)
+AXES = {"fsdp": 2, "expert": 2, "tensor": 2}  # four groups of two devices
+SMALL = EngineConfig(max_length=32, max_batch=2, page_size=8, chunk=16)
+LOWER = {"prefill": lower_prefill, "decode": lower_decode}
+
+
+def total(tree) -> int:
+    return sum(pod.bytes_on_device(tree).values())
+
+
+def engine(mesh, options: EngineConfig, quantised: bool) -> Engine:
+    """A real one, of drawn weights."""
+    plain = dataclasses.replace(CFG, int4_group=None)
+    params, cfg = cases.params(plain), plain
+    if quantised:
+        params, cfg = table.quantise(*rotation.rotate(params, cfg), GROUP)
+    if mesh is not None:
+        params = jax.device_put(params, glm5.param_shardings(cfg, mesh, params))
+    model = glm5.Glm5(cfg, params=params, mesh=mesh)
+    return Engine(model, **dataclasses.asdict(options))
+
+
+KINDS = {
+    "plain": (SMALL, False),
+    "w4a8": (dataclasses.replace(SMALL, index_cache="int8", latent_cache="fp8"), True),
+    "drafts": (dataclasses.replace(SMALL, num_draft=2), False),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "alone"])
+def test_they_are_what_an_engine_runs_and_hold_what_it_holds(kind):
+    """On devices that are there: the same text, and the same bytes on each of them."""
+    mesh = None if kind == "alone" else make_mesh(AXES)
+    options, quantised = KINDS.get(kind, KINDS["drafts"])
+    runner = engine(mesh, options, quantised)._runner
+    inputs = {
+        "prefill": runner._steps.idle_reads(1, 16, 4),
+        "decode": runner._steps.idle_draws(2, 4),
+    }
+    cfg = CFG if quantised else dataclasses.replace(CFG, int4_group=None)
+    for name, lower in LOWER.items():
+        program = lower(cfg, mesh, "cpu", options, quantised)
+        function, static = runner._steps.program(name, Variant())
+        own = function.lower(runner._params, runner._device, inputs[name], **static)
+        assert program.lowered.as_text() == own.as_text()
+        held = {"weights": runner._params, "cache": runner._device, "inputs": inputs[name]}
+        for part, tree in held.items():
+            arrays = flatten(serving_programs.plain(tree))
+            shapes = flatten(program.arguments[part])
+            assert {path: (x.shape, x.dtype) for path, x in shapes.items()} == {
+                path: (a.shape, a.dtype) for path, a in arrays.items()
+            }
+            if part != "inputs":
+                each = {path: a.addressable_shards[0].data.nbytes for path, a in arrays.items()}
+                assert pod.bytes_on_device(program.arguments[part]) == each
+
+
+CHIPS = {"tpu": "TPU v5p", "cuda": "NVIDIA H200"}
+
+
+@pytest.mark.parametrize("platform", CHIPS)
+@pytest.mark.parametrize("name", LOWER)
+def test_they_lower_for_chips_that_are_not_there(name, platform):
+    mesh = abstract_mesh(AXES, CHIPS[platform])
+    program = LOWER[name](CFG, mesh, platform, *KINDS["w4a8"])
+    text = program.lowered.as_text()
+    assert "mhlo.num_partitions = 8" in text
+    assert "ragged_all_to_all" in text, "rows do not travel between the experts' devices"
+    assert "i8" in text and {*program.arguments} == {"weights", "cache", "inputs"}
+    assert max(pod.replicated(program.arguments["weights"]).values()) < 10_000
+    assert (program.rows, program.length) == {"prefill": (4, 16), "decode": (8, 1)}[name]
+    assert program.cached == 32 and min(program.parts["experts"], program.parts["indexer"]) > 0
+    assert {cost.dtype for cost in program.least} == {"bfloat16", "int8"}
+
+
+@pytest.mark.slow
+def test_products_are_counted_by_part_and_are_those_of_the_mathematics():
+    """Four layers of GLM-5's own sizes: what the program does beside is little, whatever chip it is for."""
+    cfg = dataclasses.replace(presets.glm5(), num_hidden_layers=4)
+    options = EngineConfig(max_length=32_768, max_batch=2, chunk=2048)
+    found = {}
+    for platform, chip in CHIPS.items():
+        mesh = abstract_mesh({"expert": 8}, chip)
+        for name, lower in LOWER.items():
+            program = lower(cfg, mesh, platform, options)
+            own = found.setdefault(name, program)
+            assert program.parts == own.parts, "GPUs do the same work"
+            parts = program.parts
+            assert min(parts[part] for part in ("indexer", "attention", "experts", "mlp")) > 0
+            assert parts["mtp"] == parts["rest"] == 0
+    for name, program in found.items():
+        done = sum(program.parts.values())
+        assert done == pytest.approx(program.model_flops, rel=0.03), name
+        assert program.model_flops == sum(cost.flops for cost in program.least)
+
+
+def test_pages_are_in_the_form_of_the_chip():
+    """A TPU's rows of latents are words in whole lanes, whatever the tests run on."""
+    cfg = dataclasses.replace(CFG, dtype="bfloat16", int4_group=None)
+    cfg = dataclasses.replace(cfg, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    options = EngineConfig(max_length=1024, max_batch=1, page_size=64, chunk=16)
+    rows = {}
+    for platform, chip in CHIPS.items():
+        mesh = abstract_mesh({"expert": 8}, chip)
+        arguments = lower_decode(cfg, mesh, platform, options).arguments
+        layer = flatten(arguments["cache"]["layers"]["0"])
+        rows[platform] = sum(pod.bytes_on_device(layer).values()) / 1024
+    assert rows == {"cuda": 1152 + 256, "tpu": 1536 + 256}
+
+
+def test_bytes_on_a_device_are_what_the_shapes_say():
+    """Pages for the whole batch, cut over the groups; of the weights half a byte and a scale for each group."""
+    mesh = abstract_mesh({"expert": 8}, CHIPS["cuda"])
+    cfg = dataclasses.replace(CFG, dtype="bfloat16", index_head_dim=28)
+    options = dataclasses.replace(SMALL, max_length=64, max_batch=1)
+    held = {}
+    for quantised in (False, True):
+        arguments = lower_decode(cfg, mesh, "cuda", options, quantised).arguments
+        found = pod.bytes_on_device(arguments["weights"])
+        held[quantised] = sum(size for path, size in found.items() if "/experts/" in path)
+        latents = 3 * 64 * 2 * (24 + 4)
+        keys = 2 * 64 * 2 * 28  # the third layer has no indexer
+        assert total(arguments["cache"]["layers"]) == latents + keys, "one sequence a device"
+    experts = (2 + 1) * 16 * 3 * 32 * 8 // 8  # two layers, and the MTP layer's
+    assert held == {False: 2 * experts, True: experts // 2 + 4 * experts // GROUP}
+
+
+def test_more_sequences_take_more_pages_and_no_more_weights():
+    mesh, cfg = abstract_mesh(AXES), dataclasses.replace(CFG, int4_group=None)
+    one, two = (
+        lower_decode(cfg, mesh, "tpu", dataclasses.replace(SMALL, max_batch=batch)).arguments
+        for batch in (2, 4)
+    )
+    assert total(two["cache"]["layers"]) == 2 * total(one["cache"]["layers"])
+    assert total(two["weights"]) == total(one["weights"])
+    assert two["inputs"]["tables"].shape == (4, 4, 4)
+
+
+def test_true_size_is_placed_in_seconds_and_in_no_memory():
+    """W4A8 on eight H200: half a byte for each expert's weight, the rest cut in eight as well."""
+    cfg, mesh = presets.glm5(), abstract_mesh({"expert": 8})
+    plain, packed = (
+        pod.bytes_on_device(
+            serving_programs.plain(serving_programs.abstract_weights(cfg, mesh, quantised))
+        )
+        for quantised in (False, True)
+    )
+    experts = 76 * 256 * 3 * 6144 * 2048
+    sizes = [
+        sum(size for path, size in found.items() if "/experts/" in path)
+        for found in (plain, packed)
+    ]
+    assert sizes == [2 * experts // 8, (experts // 2 + 4 * experts // 128) // 8]
+    assert sum(plain.values()) == pytest.approx(2 * cfg.num_stored_parameters / 8, rel=0.01)
+    assert 50e9 < sum(packed.values()) < 54e9
+
+
+@pytest.mark.parametrize(
+    ("cfg", "changes", "message"),
+    [
+        (CFG, {"max_length": 4096}, "exceeds max_position_embeddings"),
+        (CFG, {"max_batch": 0}, "max_batch is 0; it must be positive"),
+        (CFG, {"page_size": 0}, "page_size is 0"),
+        (presets.ablation("gqa"), {}, "an engine serves full attention"),
+        (
+            dataclasses.replace(CFG, num_nextn_predict_layers=0),
+            {"num_draft": 1},
+            "num_draft is 1, and the model has no MTP layer; use 0",
+        ),
+    ],
+)
+def test_what_no_engine_would_take_is_refused(cfg, changes, message):
+    options = dataclasses.replace(SMALL, **changes)
+    with pytest.raises(ValueError, match=message):
+        lower_decode(cfg, abstract_mesh(AXES), "tpu", options)
+
+
+SERVED = [
+    "compile",
+    "--experiment=experiments/serve.py:tiny",
+    "--experiment.mesh.fsdp=2",
+    "--experiment.mesh.expert=4",
+    "--experiment.engine.max_length=128",
+    "--model.num_hidden_layers=4",
+]
+
+
+def test_the_report_tells_of_both_programs(capsys):
+    assert command.main(SERVED) == 0
+    out = capsys.readouterr().out
+    for name in LOWER:
+        assert f"serve:tiny: {name} on 8 devices of no topology, fsdp 2, expert 4" in out
+    assert "64 rows of 1 tokens, 8 tokens per device, each with up to 128 in its pages" in out
+    assert (
+        out.count(BOUND) == 2 and "chip-seconds for a million, 64 sequences decoded at once" in out
+    )
+    assert "kept activations" not in out
+
+
+def test_json_has_the_bytes_of_each_kind(capsys):
+    flags, held = ["--model.dtype=bfloat16"], {}
+    for quantised in (False, True):
+        more = ["--quantised", "--model.int4_group=32"] if quantised else []
+        assert command.main([*SERVED, *flags, *more, "--json"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [own["program"] for own in told] == [*LOWER]
+        assert told[0]["held"]["weights"] == told[1]["held"]["weights"]
+        held[quantised] = told[1]["held"]
+        assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
+    assert held[True]["weights"] < 0.7 * held[False]["weights"]
+    assert held[True]["cache"] == held[False]["cache"]
+
+
+def test_a_checkpoint_says_itself_what_it_is(tmp_path, capsys):
+    cfg = dataclasses.replace(CFG, int4_group=None)
+    (tmp_path / "checkpoints").mkdir()
+    config = {"model": dataclasses.asdict(cfg)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = [f"--experiment.checkpoint={tmp_path}", "--experiment.engine.max_length=64", "--json"]
+    assert command.main([*SERVED[:-1], *flags]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[1])
+    mesh = abstract_mesh({"fsdp": 2, "expert": 4})
+    weights = serving_programs.plain(serving_programs.abstract_weights(cfg, mesh))
+    assert told["held"]["weights"] == total(weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model=glm6"], "no model 'glm6'; use --model=glm5, glm5_2"),
+        (["--model.heads=3"], "--model.heads: no field 'heads' in the experiment"),
+        (["--model.num_attention_heads=0"], "--model."),
+        (["--experiment.checkpoint=nowhere"], "both name a model; give one"),
+        (["--experiment.engine.num_draft=2", "--model.num_nextn_predict_layers=0"], "no MTP layer"),
+        (["--experiment.engine.max_length=1000000"], "exceeds max_position_embeddings"),
+        (["--experiment.engine.max_batch=0"], "max_batch is 0; it must be positive"),
+        (["--experiment.engine.latent_cache=int3"], "latent_cache is 'int3'"),
+        (["--experiment.mesh.expert=3"], "mesh axis expert=3 does not divide n_routed_experts"),
+        (["--experiment.mesh.expert=-1"], "leaves an axis open; set it"),
+        (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(changes, message, capsys):
+    assert command.main(SERVED + changes) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--quantised", "--model.num_hidden_layers=4"])
+def test_flags_of_what_serves_are_no_flags_of_a_stage(flag, capsys):
+    assert command.main(["compile", "--experiment=experiments/pretrain.py:tiny", flag]) == 2
+    assert f"{flag} is of what serves" in capsys.readouterr().err

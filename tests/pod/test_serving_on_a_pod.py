@@ -1,0 +1,85 @@
+"""GLM-5's serving programs at their true size for chips that are not there, and small ones through the real compilers."""
+
+import dataclasses
+
+import pytest
+
+from glm5_jax import presets
+from glm5_jax.core.mesh import abstract_mesh
+from glm5_jax.inference.request import EngineConfig
+from launch import programs as pod
+from launch.program_report import described, report_of
+from launch.serving_programs import lower_decode, lower_prefill
+from tests.kernels.offline import pod_of
+from tests.pod.test_kernels_in_model import kernels
+from tests.pod.test_offline_compilers import mesh_of
+
+GLM5 = presets.glm5()
+EXPERTS = 76 * 256 * 3 * 6144 * 2048  # weights of routed experts, the MTP layer's included
+LOWER = {"prefill": lower_prefill, "decode": lower_decode}
+LAYOUTS = {
+    "8 H200, 128K": (
+        "NVIDIA H200",
+        {"expert": 8},
+        EngineConfig(max_length=131_072, max_batch=1, index_cache="fp8", latent_cache="fp8"),
+    ),
+    "64 v5e, 200K": (
+        "TPU v5e",
+        {"fsdp": 8, "expert": 8},
+        EngineConfig(max_length=202_752, max_batch=1, index_cache="int8", latent_cache="fp8"),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOWER)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_true_size_lowers_from_shapes(layout, name):
+    chip, axes, options = LAYOUTS[layout]
+    mesh = abstract_mesh(axes, chip)
+    platform = mesh.abstract_device.platform
+    program = LOWER[name](GLM5, mesh, platform, options, quantised=True)
+    text = program.lowered.as_text()
+    assert f"mhlo.num_partitions = {mesh.size}" in text
+    weights = pod.bytes_on_device(program.arguments["weights"])
+    routed = sum(size for path, size in weights.items() if "/experts/" in path)
+    assert routed == (EXPERTS // 2 + 4 * EXPERTS // 128) // mesh.size
+    rest = 2 * (GLM5.num_stored_parameters - EXPERTS) / mesh.size
+    assert routed + rest / 2 < sum(weights.values()) < routed + 1.1 * rest
+    pages = sum(pod.bytes_on_device(program.arguments["cache"]["layers"]).values())
+    row = (656 if platform == "cuda" else 1024) + 132
+    assert pages == 78 * row * options.max_length, "one sequence a device"
+    assert max(pod.replicated(program.arguments["weights"]).values()) < 0.1 * 2**30
+
+
+KERNELS = {
+    "v5p:2x2x2": {"mla_prologue", "lightning_indexer", "sparse_flash_attention"},
+    "h200:1x8": {"mla_project", "score_keys", "select_rows", "sparse_attend"},
+}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("target", KERNELS)
+def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised):
+    widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64}
+    cfg = dataclasses.replace(
+        presets.small(), num_hidden_layers=2, index_head_dim=128, index_topk=512, **widths
+    )
+    kinds = {"index_cache": "int8", "latent_cache": "fp8"} if quantised else {}
+    options = EngineConfig(max_length=4096, max_batch=2, **kinds)
+    mesh, platform = mesh_of(target, {"fsdp": 2, "expert": 4}), pod_of(target).platform
+    for name, lower in LOWER.items():
+        program = lower(cfg, mesh, platform, options, quantised)
+        report, text = report_of("small", target, program, mesh, pod_of(target), 0.0)
+        found = kernels(text)
+        product = "w4a8_matmul" if quantised else "grouped_matmul"
+        assert any(product in kernel for kernel in found), (name, found)
+        if name == "decode":
+            assert found >= KERNELS[target]
+        assert report.fits and not report.replicated
+        # But for what is left of the slots, the cache is written in place.
+        assert report.not_reused < 0.02 * report.held["cache"], "pages are copied"
+        assert "ragged-all-to-all" in {row.kind for row in report.traffic}
+        assert {"products", "memory", "links"} == report.seconds.keys()
+        assert report.parts["experts"] > 0 and "chip-seconds for a million" in described(report)
