@@ -126,13 +126,7 @@ def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
     if is_compound(w):
         w = w.astype(dtype)
         return jax.tree.map(lambda x, *own: gather(x, *own, region, x.dtype), w, letters, spec)
-    keep = stationary(letters)
-    plan = []
-    for dim, (letter, entry) in reversed(list(enumerate(zip(letters.split(), spec)))):
-        axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        axes = tuple(a for a in axes if a not in keep.get(letter, ()))
-        if region.live(axes):
-            plan.append((dim, axes))
+    plan = _cuts(letters, spec, region)
     if not plan or reduce_dtype is None or reduce_dtype == dtype:
         w = w.astype(dtype)
         for dim, axes in plan:
@@ -147,13 +141,29 @@ def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
         return w
 
     def backward(own, g):
-        g = g.astype(reduce_dtype)
-        for dim, axes in reversed(plan):
-            g = region.psum_scatter(g, axes, dim)
-        return (g.astype(own.dtype),)
+        return (scatter(g, letters, spec, region, reduce_dtype).astype(own.dtype),)
 
     gathered.defvjp(lambda w: (gathered(w), jnp.zeros((), w.dtype)), backward)
     return gathered(w)
+
+
+def scatter(gradient, letters: str, spec: P, region, dtype):
+    """Inside a manual region: this device's part of a whole weight's gradient, summed in dtype over the devices that
+    `gather` the weight from each other."""
+    for dim, axes in reversed(_cuts(letters, spec, region)):
+        gradient = region.psum_scatter(gradient.astype(dtype), axes, dim)
+    return gradient
+
+
+def _cuts(letters: str, spec: P, region) -> list[tuple[int, tuple[str, ...]]]:
+    """Dimensions that are gathered, in that order, each with its mesh axes: all but the stationary ones."""
+    keep, cuts = stationary(letters), []
+    for dim, (letter, entry) in reversed(list(enumerate(zip(letters.split(), spec)))):
+        axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        axes = region.live(a for a in axes if a not in keep.get(letter, ()))
+        if axes:
+            cuts.append((dim, axes))
+    return cuts
 
 
 def on_every_host(leaf, at: tuple[int, ...]) -> np.ndarray:

@@ -25,7 +25,7 @@ from glm5_jax.core.params import (
     random_values_at_once,
     shapes_only,
 )
-from glm5_jax.core.tree import flatten, map_with_path
+from glm5_jax.core.tree import flatten, found, map_with_path
 from glm5_jax.model import quant
 from glm5_jax.model.block import Block, Context, LayerStats, Switch, block, block_once
 from glm5_jax.model.cache import Cache, PagedCache, Paging, write
@@ -189,16 +189,14 @@ def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
 
 
 class Weights:
-    """Inside a manual region: this device's whole copy of weights, in the compute dtype.
-
-    The router keeps its stored dtype: it is computed wide. Experts are as int4 where cfg says so.
-    """
+    """Inside a manual region: this device's whole copy of weights, in the compute dtype; the router keeps its stored
+    dtype, as it is computed wide, and experts are as int4 where cfg says so."""
 
     def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
         self._letters, self._whole = flatten(letters(cfg)), flatten(abstract(cfg))
         self._region, self._sizes = region, {axis: getattr(region, axis) for axis in AXES}
         self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
-        self._reduce_dtype = plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
+        self._plan, self._reduce_dtype = plan, plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
 
     def whole(self, name: str) -> jax.ShapeDtypeStruct:
         """Shape of a weight on all devices together."""
@@ -209,12 +207,14 @@ class Weights:
 
         def one(path, w):
             name = f"{prefix}/{path}" if path else prefix
+            if found(self._plan.gathered, name):
+                return w
             names, shape = self._letters[name], self._whole[name].shape
             if sliced:
                 names, shape = names.removeprefix("l "), shape[1:]
             own, spec = sharding.cut_of(w, names, shape, self._sizes)
-            dtype = w.dtype if "router/" in path else self._dtype
-            w = quant.computed(w, path, self._int4_group)
+            dtype = w.dtype if "router/" in name else self._dtype
+            w = quant.computed(w, name, self._int4_group)
             return sharding.gather(w, own, spec, self._region, dtype, self._reduce_dtype)
 
         return map_with_path(one, tree)

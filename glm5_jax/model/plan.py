@@ -3,10 +3,11 @@
 import dataclasses
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation
 
-REMAT = ("none", "full", "topk", "dots")
+REMAT = ("none", "full", "topk", "dots", "offload")
 REDUCE = (None, "bfloat16", "float32", "float64")
 
 
@@ -16,13 +17,16 @@ class Plan:
 
     query_block: queries per block of dense attention and of scoring. gather_block: queries per block
     of sparse attention. token_chunk: tokens of a device that travel to the experts at a time (None:
-    all). vocab_block: tokens of the vocabulary whose rows of the embedding, or columns of the head, a device brings
-    together at a time (None: all; `model.vocabulary`). expert_slices: of the mesh axis `expert`, far from each other, to each of which a token travels once
-    (`routed_experts`). remat: what a layer keeps for its backward: "none" everything, "full" nothing, "topk" the
-    selected keys only, "dots" matmul results; where indexers learn, all keep their gradients, which cost
-    another pass over all keys. reduce_dtype: in which gradients are summed over
-    devices (None: the compute dtype). attention_form: None, or a form of `mla` to insist on. kernels:
-    which implementations to run, "auto" or a name (`pallas_kernels.dispatch.choose`).
+    all). vocab_block: tokens of the vocabulary whose rows of the embedding, or columns of the head, a device
+    brings together at a time (None: all; `model.vocabulary`). expert_slices: of the mesh axis `expert`, far
+    from each other, to each of which a token travels once (`routed_experts`). remat: what a layer keeps for its
+    backward beside its input: "none" everything, "full" nothing, "topk" the selected keys only, "dots" matmul
+    results, "offload" the selected keys, and these and its input in the host's pinned memory (GLM-5 2.4); a CPU
+    has no other memory, and nothing moves there. Where indexers learn, all keep their gradients, which cost
+    another pass over all keys. reduce_dtype: in which gradients are summed over devices (None: the compute
+    dtype). gathered: patterns of weights that come whole and in the compute dtype (`training.accumulation`).
+    attention_form: None, or a form of `mla` to insist on. kernels: which implementations to run, "auto" or a
+    name (`pallas_kernels.dispatch.choose`).
     """
 
     query_block: int = 128
@@ -32,6 +36,7 @@ class Plan:
     expert_slices: int = 1
     remat: str = "none"
     reduce_dtype: str | None = None
+    gathered: tuple[str, ...] = ()
     attention_form: str | None = None
     kernels: str | Implementation = "auto"
 
@@ -46,14 +51,26 @@ class Plan:
             choice = ", ".join(map(repr, REDUCE))
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}; use one of {choice}")
 
-    def checkpoint(self, function):
-        """The function under this plan's rematerialisation policy."""
+    def checkpoint(self, layer):
+        """layer(carry, xs), the body of a scan, under this plan's rematerialisation policy."""
         policies = jax.checkpoint_policies
         if self.remat == "none":
-            return function
+            return layer
         names = ("index_gradients", "topk") if self.remat == "topk" else ("index_gradients",)
         policy = policies.save_only_these_names(*names)
         if self.remat == "dots":
             dots = policies.dots_with_no_batch_dims_saveable
             policy = policies.save_from_both_policies(dots, policy)
-        return jax.checkpoint(function, policy=policy)
+        if self.remat != "offload":
+            return jax.checkpoint(layer, policy=policy)
+        policy = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=names,
+            names_which_can_be_offloaded=("carry", "topk"),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+
+        def named(carry, xs):
+            return layer(jax.tree.map(lambda x: checkpoint_name(x, "carry"), carry), xs)
+
+        return jax.checkpoint(named, policy=policy)

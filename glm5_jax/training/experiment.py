@@ -167,8 +167,10 @@ _FREE = (
     "step.vocab_block",
     "step.expert_slices",
     "step.balance_rows",
+    "step.accumulate",
     "step.remat",
     "step.reduce_dtype",
+    "optimizer.ns_blocks",
 )
 
 

@@ -11,11 +11,15 @@ its shape; the shape is the block's, not the stored array's.
 Newton-Schulz multiplies whole matrices. On a mesh the shards of one weight are therefore exchanged in
 one all-to-all (split the blocks, join the matrix), every device works on blocks of its own, and a
 second all-to-all returns them. Devices that hold copies of a weight share the work as well, so no
-block is computed twice and no matrix is ever summed over devices.
+block is computed twice and no matrix is ever summed over devices. A large mesh has more devices than
+most weights have blocks; blocks of several weights then go to different devices, or the step would
+wait for them one after the other.
 """
 
 import collections
 import dataclasses
+import functools
+import itertools
 import math
 import re
 
@@ -102,9 +106,13 @@ def newton_schulz(x: jax.Array, coefficients, steps: int) -> jax.Array:
     chunks = min(num, -(-x.size // MAX_ELEMENTS))
     if chunks > 1:
         size = -(-num // chunks)
-        parts = _pad(x, size).reshape(-1, size, rows, columns)
+        looped = num - num % size
+        parts = x[:looped].reshape(-1, size, rows, columns)
         parts = lax.map(lambda part: newton_schulz(part, coefficients, steps), parts)
-        return parts.reshape(-1, rows, columns)[:num]
+        parts = parts.reshape(-1, rows, columns)
+        if looped == num:
+            return parts
+        return jnp.concatenate([parts, newton_schulz(x[looped:], coefficients, steps)])
 
     a, b, c = coefficients
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -121,10 +129,6 @@ def newton_schulz(x: jax.Array, coefficients, steps: int) -> jax.Array:
 
     norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(wide)), axis=(1, 2), keepdims=True))
     return lax.fori_loop(0, steps, step, (x / jnp.maximum(norm, 1e-12)).astype(x.dtype))
-
-
-def _pad(x, multiple: int):
-    return jnp.pad(x, [(0, -len(x) % multiple)] + [(0, 0)] * (x.ndim - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,38 +152,119 @@ class Placement:
             copies=region.live(a for a in AXES if not any(a in entry for entry in entries)),
         )
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes over which pieces of one block lie, in the order of the mesh."""
+        return tuple(a for a in AXES if any(a in names for names in self.cut))
 
-def on_whole_blocks(function, x: jax.Array, placement: Placement, region: Region) -> jax.Array:
-    """function [k, r, c] -> [k, r, c] on the whole blocks of which x [b, *piece] holds the pieces.
+    def whole(self, region: Region) -> tuple[int, int]:
+        """(r, c) of the whole blocks."""
+        sizes = [size * region.size(names) for size, names in zip(self.piece, self.cut)]
+        return math.prod(sizes[: self.num_rows]), math.prod(sizes[self.num_rows :])
 
-    Every device gets k blocks: b, padded with zeros, is shared out among the devices that hold pieces
-    or copies of the same blocks. To be called inside a manual region over the mesh, or anywhere with
-    `Region()`.
+    def join(self, x: jax.Array, region: Region, first: int = 0) -> jax.Array:
+        """[k, r, c]: of the blocks of which x [b, *piece] holds the pieces, those that this device owns, whole.
+
+        b, padded with zeros, is shared out among the devices that hold pieces or copies of the same blocks; the
+        first zeros come before them. `part` is the inverse.
+        """
+        devices = region.size(self.axes) * region.size(self.copies)
+        padding = (first, -(first + len(x)) % devices)
+        y = jnp.pad(x, [padding] + [(0, 0)] * (x.ndim - 1))
+        if self.copies:
+            share = len(y) // region.size(self.copies)
+            y = lax.dynamic_slice_in_dim(y, region.index(self.copies) * share, share)
+        if self.axes:
+            # The barrier keeps the joined blocks one array: XLA would exchange the blocks one by one, each
+            # in the layout of its weight, and refuse the mixture.
+            y = lax.all_to_all(lax.optimization_barrier(y), self.axes, 0, 0, tiled=True)
+        y = y.reshape(*(region.size((a,)) for a in self.axes), -1, *self.piece)
+        return y.transpose(self._order).reshape(-1, *self.whole(region))
+
+    def part(self, y: jax.Array, num: int, region: Region, first: int = 0) -> jax.Array:
+        """[num, *piece]: this device's pieces of all blocks, from the whole ones [k, r, c] that each owns."""
+        sizes = [
+            (*(region.size((a,)) for a in names), size) for size, names in zip(self.piece, self.cut)
+        ]
+        y = y.reshape(-1, *itertools.chain(*sizes)).transpose(np.argsort(self._order))
+        y = y.reshape(-1, *self.piece)
+        if self.axes:
+            y = lax.all_to_all(y, self.axes, 0, 0, tiled=True)
+        return region.all_gather(y, self.copies, 0)[first : first + num]
+
+    @property
+    def _order(self) -> list[int]:
+        """Of [*axes, k, *piece], so that every axis stands before the dimension that it shards, and k in front."""
+        order = [len(self.axes)]
+        for i, names in enumerate(self.cut):
+            order += [self.axes.index(a) for a in names] + [len(self.axes) + 1 + i]
+        return order
+
+
+def on_whole_blocks(function, pieces: dict[Placement, jax.Array], region: Region) -> dict:
+    """function [k, r, c] -> [k, r, c] on the whole blocks of which {placement: x [b, *piece]} hold the pieces.
+
+    Blocks are shared out among the devices that hold pieces or copies of them. To be called inside a manual
+    region over the mesh, or anywhere with `Region()`. GLM-5 2.4 calls it zero-redundant: a device gathers what it
+    owns, and iterates on that alone. Blocks of several placements that are too few for all devices go to different
+    ones, and all of these iterate at once: blocks whose longer side is shorter than others' get zeros there, which
+    stay zero and change no product.
     """
-    cut, copies = placement.cut, placement.copies
-    axes = tuple(a for names in cut for a in names)
-    y = _pad(x, region.size(axes) * region.size(copies))
-    if copies:
-        share = len(y) // region.size(copies)
-        y = lax.dynamic_slice_in_dim(y, region.index(copies) * share, share)
-    if axes:
-        # The barrier keeps the joined blocks one array: XLA would exchange the blocks one by one, each
-        # in the layout of its weight, and refuse the mixture.
-        y = lax.all_to_all(lax.optimization_barrier(y), axes, 0, 0, tiled=True)
+    out = {}
+    for shared in _together({placement: len(x) for placement, x in pieces.items()}, region):
+        shapes = {placement: placement.whole(region) for placement in shared}
+        height, width = next(iter(shapes.values()))
+        turned = {p: (r > c) != (height > width) for p, (r, c) in shapes.items()}
+        longer = max(map(max, shapes.values()))
+        size = (longer, width) if height > width else (height, longer)
+        joined = []
+        for placement, first in shared.items():
+            y = placement.join(pieces[placement], region, first)
+            y = y.swapaxes(1, 2) if turned[placement] else y
+            missing = [(0, n - own) for n, own in zip(size, y.shape[1:])]
+            joined.append(jnp.pad(y, [(0, 0), *missing]))
+        # Of one placement at most a device owns a block, the others give it zeros.
+        y = function(functools.reduce(jnp.add, joined))
+        for placement, first in shared.items():
+            r, c = reversed(shapes[placement]) if turned[placement] else shapes[placement]
+            own = y[:, :r, :c].swapaxes(1, 2) if turned[placement] else y[:, :r, :c]
+            out[placement] = placement.part(own, len(pieces[placement]), region, first)
+    return out
 
-    # [*axes, k, *piece] -> [k, *matrix], every axis in front of the dimension that it shards
-    order = [len(axes)]
-    for i, names in enumerate(cut):
-        order += [axes.index(a) for a in names] + [len(axes) + 1 + i]
-    y = y.reshape(*(region.size((a,)) for a in axes), -1, *placement.piece).transpose(order)
-    joined = y.shape
-    whole = [size * region.size(names) for size, names in zip(placement.piece, cut)]
-    y = function(y.reshape(len(y), math.prod(whole[: placement.num_rows]), -1))
-    y = y.reshape(joined).transpose(np.argsort(order)).reshape(-1, *placement.piece)
 
-    if axes:
-        y = lax.all_to_all(y, axes, 0, 0, tiled=True)
-    return region.all_gather(y, copies, 0)[: len(x)]
+def _together(numbers: dict[Placement, int], region: Region) -> list[dict[Placement, int]]:
+    """Placements of so many blocks each, in groups that are worked on at once: {placement: the device that owns its
+    first block}, 0 where devices own several."""
+
+    def shape(placement):
+        return placement.copies, placement.axes, min(placement.whole(region))
+
+    groups: list[dict[Placement, int]] = []
+    for placement, num in numbers.items():
+        devices = region.size(placement.axes) * region.size(placement.copies)
+        for group in groups:
+            taken = sum(numbers[other] for other in group)
+            if shape(placement) == shape(next(iter(group))) and taken + num <= devices:
+                group[placement] = taken
+                break
+        else:
+            groups.append({placement: 0})
+    return groups
+
+
+def on_gathered_blocks(function, pieces: dict[Placement, jax.Array], region: Region) -> dict:
+    """The same, but every device gathers all blocks of which it holds pieces, and works on all of them: a block
+    is computed as often as there are devices with a piece or a copy of it."""
+    out = {}
+    for placement, y in pieces.items():
+        for dim, names in enumerate(placement.cut, 1):
+            y = region.all_gather(y, names, dim)
+        joined = y.shape
+        y = function(y.reshape(-1, *placement.whole(region))).reshape(joined)
+        for dim, (size, names) in enumerate(zip(placement.piece, placement.cut), 1):
+            y = lax.dynamic_slice_in_dim(y, region.index(names) * size, size, dim)
+        out[placement] = y
+    return out
 
 
 def orthogonalize(
@@ -191,12 +276,14 @@ def orthogonalize(
     steps: int = 5,
     dtype: str = "bfloat16",
     rms: float = 0.2,
+    blocks: str = "owned",
 ) -> optax.GradientTransformation:
     """Stateless: replaces every block by rms sqrt(max(r, c)) newton_schulz(block).
 
     letters: tree of axis letters that covers every update; mesh: where the updates are sharded as
     `core.sharding.spec_of` says, None for one device. The exchange between devices and Newton-Schulz
-    run in dtype, the result is in the update's own.
+    run in dtype, the result is in the update's own. blocks: what a device iterates on, its "owned" ones, or
+    "everywhere" all of which it holds a part.
     """
     letters = tree.flatten(letters)
 
@@ -206,9 +293,10 @@ def orthogonalize(
         layouts = {path: layout_of(path, letters[path], split) for path in flat}
         region = Region() if mesh is None else Region.of(mesh)
         sizes = {a: getattr(region, a) for a in AXES}
+        exchange = {"owned": on_whole_blocks, "everywhere": on_gathered_blocks}[blocks]
 
-        def iterate(blocks):
-            return newton_schulz(blocks, coefficients, steps)
+        def iterate(x):
+            return newton_schulz(x, coefficients, steps)
 
         specs = {path: spec_of(letters[path], x.shape, sizes) for path, x in flat.items()}
         scales = {p: rms * math.sqrt(max(layouts[p].size(x.shape))) for p, x in flat.items()}
@@ -217,12 +305,16 @@ def orthogonalize(
             groups = collections.defaultdict(list)
             for path, x in shards.items():
                 groups[Placement.of(layouts[path], x.shape, specs[path], region)].append(path)
+            pieces = {p: layouts[p].to_blocks(x).astype(dtype) for p, x in shards.items()}
+            joined = {
+                placement: jnp.concatenate([pieces[p] for p in paths])
+                for placement, paths in groups.items()
+            }
+            done = exchange(iterate, joined, region)
             out = {}
             for placement, paths in groups.items():
-                blocks = [layouts[p].to_blocks(shards[p]).astype(dtype) for p in paths]
-                y = on_whole_blocks(iterate, jnp.concatenate(blocks), placement, region)
-                ends = np.cumsum([len(b) for b in blocks])[:-1]
-                for path, part in zip(paths, jnp.split(y, ends)):
+                ends = np.cumsum([len(pieces[p]) for p in paths])[:-1]
+                for path, part in zip(paths, jnp.split(done[placement], ends)):
                     x = shards[path]
                     y = layouts[path].from_blocks(part, x.shape).astype(x.dtype)
                     out[path] = scales[path] * y

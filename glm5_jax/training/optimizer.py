@@ -53,6 +53,9 @@ class OptimizerConfig:
     # As public Muon: half the exchange and the fast matrix units, for singular values that move by
     # 1.5%. Use "float32" where runs on different meshes are compared.
     ns_dtype: str = "bfloat16"
+    # GLM-5 2.4, zero-redundant Muon: a device gathers the blocks it owns, and iterates on those alone.
+    # "everywhere": on all that it has a part of, which is what that saves.
+    ns_blocks: str = "owned"
     weight_decay: float = 0.1  # GLM-4.5 2.4; of matrices, in every group. Norms and biases: none
     adam_b1: float = 0.9  # AdamW is not printed; the usual values of large language models
     adam_b2: float = 0.95
@@ -117,6 +120,7 @@ def make_optimizer(config: OptimizerConfig, letters, mesh=None) -> optax.Gradien
             steps=config.ns_steps,
             dtype=config.ns_dtype,
             rms=config.muon_rms,
+            blocks=config.ns_blocks,
         ),
         optax.add_decayed_weights(config.weight_decay),
         optax.scale(-1.0),
@@ -141,6 +145,8 @@ def _check(config: OptimizerConfig):
         raise ValueError(f"ns_coefficients is {config.ns_coefficients}; it must be three numbers")
     if config.ns_dtype not in ("bfloat16", "float32"):
         raise ValueError(f"ns_dtype is {config.ns_dtype!r}; use 'bfloat16' or 'float32'")
+    if config.ns_blocks not in ("owned", "everywhere"):
+        raise ValueError(f"ns_blocks is {config.ns_blocks!r}; use 'owned' or 'everywhere'")
 
 
 def gradient_norms(gradients, groups) -> dict[str, jax.Array]:

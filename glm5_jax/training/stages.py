@@ -204,6 +204,8 @@ class Stage:
                     hosts.first_does(count)
                 except ValueError as error:
                     raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
+            if config.step.remat == "offload" and jax.default_backend() == "cpu":
+                progress.print("remat offload: a CPU has one memory, layers' inputs stay in it")
             progress.print("compiling the train step ...")
             known = set()
             told = set(column(read(own), "program")[1])  # by the run that this one goes on from

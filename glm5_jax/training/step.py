@@ -1,6 +1,7 @@
 """The train step: one pure function over (state, batch), compiled once per batch shape."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
@@ -16,6 +16,7 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
+from glm5_jax.training.accumulation import WHOLE, accumulated
 from glm5_jax.training.balance import balanced
 from glm5_jax.training.loss import (
     LossWeights,
@@ -55,6 +56,9 @@ class StepConfig:
     # layers that it has "served" (IndexCache, arXiv 2603.12201).
     index_target: str = "own"
     microbatches: int = 1  # gradient accumulation
+    # Weights that stay whole from microbatch to microbatch, their gradients being reduced once per step: none
+    # if "sharded", routed "experts", or all if "local" (training/accumulation.py).
+    accumulate: str = "sharded"
     loss_chunk: int = 1024  # rows of logits at a time
     query_block: int = 128
     gather_block: int = 32
@@ -68,7 +72,7 @@ class StepConfig:
     # Whether rows are dealt to devices and microbatches by what they cost (training/balance.py). Rows of short
     # documents cost about the same.
     balance_rows: bool = False
-    remat: str = "full"  # none, full, topk, dots
+    remat: str = "full"  # none, full, topk, dots, offload
     reduce_dtype: str | None = None  # of gradient sums over devices; None: the compute dtype
 
     def __post_init__(self):
@@ -78,6 +82,8 @@ class StepConfig:
         for name in ("mtp_steps", "balance_weight", "z_weight", "index_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.accumulate not in WHOLE:
+            raise ValueError(f"accumulate is {self.accumulate!r}; use one of {', '.join(WHOLE)}")
         if self.index_target not in ("own", "served"):
             raise ValueError(f"index_target is {self.index_target!r}; use 'own' or 'served'")
         self.plan()
@@ -104,52 +110,50 @@ class Rates(NamedTuple):
 def loss_function(cfg, config: StepConfig, mesh=None, token_loss: TokenLoss | None = None):
     """`f(params, batch, rates) -> (objective, LossParts)` over a whole batch of arrays [b t]."""
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
-    region = Region() if mesh is None else Region.of(mesh)
     if config.index_weight and cfg.index_topk is None:
         raise ValueError(
             f"index_weight is {config.index_weight}, but the model has no indexer (index_topk is None); "
             "use 0, or give the model an indexer"
         )
 
-    def loss(params, batch, rates, totals: Totals | None = None, num_rows=None):
+    local = _local(cfg, config, mesh, token_loss)
+
+    def loss(params, batch, rates, totals: Totals | None = None):
         shifted = shift(batch, mtp_steps, _streams(token_loss, batch))
         batch = {k: batch[k] for k in BATCH_KEYS}
         totals = totals_of(batch, shifted) if totals is None else totals
-        num_rows = batch["token_ids"].shape[0] if num_rows is None else num_rows
-        loss_weights = LossWeights(rates.mtp_weight, config.balance_weight, config.z_weight)
-
-        def local(params, batch, shifted, totals, loss_weights):
-            return local_objective(
-                params,
-                batch,
-                shifted,
-                totals,
-                loss_weights,
-                cfg=cfg,
-                plan=config.plan(),
-                chunk=config.loss_chunk,
-                region=region,
-                num_rows=num_rows,
-                index_factor=config.index_weight,
-                index_served=config.index_target == "served",
-                token_loss=token_loss,
-            )
-
-        args = (params, batch, shifted, totals, loss_weights)
+        args = (params, batch, shifted, totals, _loss_weights(config, rates))
+        run = functools.partial(local, num_rows=batch["token_ids"].shape[0], plan=config.plan())
         if mesh is None:
-            return local(*args)
+            return run(*args)
         params_spec = jax.tree.map(lambda s: s.spec, glm5.param_shardings(cfg, mesh))
         rows, stacked = P(BATCH_AXES, SEQUENCE_AXES), P(None, BATCH_AXES, SEQUENCE_AXES)
-        shifted_spec = Shifted(stacked, stacked, rows)
         return jax.shard_map(
-            local,
+            run,
             mesh=mesh,
-            in_specs=(params_spec, rows, shifted_spec, P(), P()),
+            in_specs=(params_spec, rows, Shifted(stacked, stacked, rows), P(), P()),
             out_specs=P(),
             check_vma=False,
         )(*args)
 
     return loss
+
+
+def _local(cfg, config: StepConfig, mesh, token_loss: TokenLoss | None):
+    """`local_objective` of a model on a mesh, with what a step's config says of it, but for rows and plan."""
+    return functools.partial(
+        local_objective,
+        cfg=cfg,
+        chunk=config.loss_chunk,
+        region=Region() if mesh is None else Region.of(mesh),
+        index_factor=config.index_weight,
+        index_served=config.index_target == "served",
+        token_loss=token_loss,
+    )
+
+
+def _loss_weights(config: StepConfig, rates: Rates) -> LossWeights:
+    return LossWeights(rates.mtp_weight, config.balance_weight, config.z_weight)
 
 
 def _streams(token_loss: TokenLoss | None, batch) -> tuple[str, ...]:
@@ -164,7 +168,7 @@ def gradient_function(
 
     frozen: paths of parameters for which no gradient is computed; it is zeros.
     """
-    loss = loss_function(cfg, config, mesh, token_loss)
+    loss, local = (make(cfg, config, mesh, token_loss) for make in (loss_function, _local))
     mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
 
     def gradients(params, batch, rates):
@@ -174,42 +178,58 @@ def gradient_function(
         return objective, parts, unflatten(grads | jax.tree.map(jnp.zeros_like, still))
 
     def moving(flat, still, batch, rates):
-        rows = batch["token_ids"].shape[0]
-        if rows % config.microbatches:
-            raise ValueError(
-                f"microbatches {config.microbatches} does not divide the batch of {rows} rows"
-            )
+        rows, count = batch["token_ids"].shape[0], config.microbatches
+        if rows % count:
+            raise ValueError(f"microbatches {count} does not divide the batch of {rows} rows")
         if config.balance_rows:
             learnt = {
                 "mtp_steps": mtp_steps,
                 "trunk": any("indexer/" not in path for path in flat),
                 "indexers": config.index_weight > 0,
             }
-            batch = balanced(batch, cfg, mesh, config.microbatches, **learnt)
-        totals = totals_of(batch, shift(batch, mtp_steps, _streams(token_loss, batch)))
-        take = jax.value_and_grad(
-            lambda p, part: loss(unflatten(p | still), part, rates, totals, rows), has_aux=True
-        )
-        if config.microbatches == 1:
-            (objective, parts), grads = take(flat, batch)
+            batch = balanced(batch, cfg, mesh, count, **learnt)
+        streams = _streams(token_loss, batch)
+        totals = totals_of(batch, shift(batch, mtp_steps, streams))
+        if count == 1 and config.accumulate == "sharded":
+            take = jax.value_and_grad(
+                lambda p: loss(unflatten(p | still), batch, rates, totals), has_aux=True
+            )
+            (objective, parts), grads = take(flat)
             return objective, parts, grads
         # Row r goes to microbatch r % n, so that every device keeps its own rows.
-        split = jax.tree.map(
-            lambda x: x.reshape(-1, config.microbatches, *x.shape[1:]).swapaxes(0, 1), batch
-        )
-        zeros = jax.eval_shape(take, flat, jax.tree.map(lambda x: x[0], split))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
+        split = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch)
+        shifted = jax.vmap(lambda part: shift(part, mtp_steps, streams))(split)
+        split = {k: split[k] for k in BATCH_KEYS}
 
-        def one(total, part):
-            (objective, parts), grads = take(flat, part)
-            (objective_sum, parts_sum), grads_sum = total
-            top = jnp.maximum(parts_sum.max_logit, parts.max_logit)
-            summed = jax.tree.map(jnp.add, parts_sum, parts)._replace(max_logit=top)
-            grads = jax.tree.map(jnp.add, grads_sum, grads)
-            return ((objective_sum + objective, summed), grads), None
+        def run(flat, still, split, totals, loss_weights):
+            def objective(params, part, plan):
+                return local(params, *part, totals, loss_weights, num_rows=rows, plan=plan)
 
-        ((objective, parts), grads), _ = lax.scan(one, zeros, split)
-        return objective, parts, grads
+            return accumulated(
+                objective,
+                flat,
+                still,
+                split,
+                cfg=cfg,
+                plan=config.plan(),
+                region=local.keywords["region"],
+                mode=config.accumulate,
+            )
+
+        args = (flat, still, (split, shifted), totals, _loss_weights(config, rates))
+        if mesh is None:
+            return run(*args)
+        specs = {path: s.spec for path, s in flatten(glm5.param_shardings(cfg, mesh)).items()}
+        own, others = ({path: specs[path] for path in part} for part in (flat, still))
+        parts = P(None, BATCH_AXES, SEQUENCE_AXES)
+        stacked = P(None, *parts)
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(own, others, (parts, Shifted(stacked, stacked, parts)), P(), P()),
+            out_specs=(P(), P(), own),
+            check_vma=False,
+        )(*args)
 
     return gradients
 

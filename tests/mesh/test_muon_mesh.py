@@ -46,8 +46,8 @@ def draw(shapes, seed=0):
     return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
 
 
-def orthogonalize(mesh=None):
-    tx = muon.orthogonalize(LETTERS, mesh=mesh, dtype="float32")
+def orthogonalize(mesh=None, blocks="owned"):
+    tx = muon.orthogonalize(LETTERS, mesh=mesh, dtype="float32", blocks=blocks)
     return lambda updates: tx.update(updates, optax.EmptyState())[0]
 
 
@@ -57,9 +57,11 @@ def alone():
 
 
 @functools.cache
-def on_mesh(axes):
+def on_mesh(axes, carried="owned"):
     """(compiled, update, {(r, c): number of blocks that one device iterates on})."""
-    mesh, exchange, blocks = make_mesh(dict(axes)), muon.on_whole_blocks, collections.Counter()
+    mesh, blocks = make_mesh(dict(axes)), collections.Counter()
+    name = {"owned": "on_whole_blocks", "everywhere": "on_gathered_blocks"}[carried]
+    exchange = getattr(muon, name)
 
     def recorded(function, *args):
         def count(x):
@@ -70,8 +72,9 @@ def on_mesh(axes):
 
     shardings = shardings_of(LETTERS, SHAPES, mesh)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, "on_whole_blocks", recorded)
-        jitted = jax.jit(orthogonalize(mesh), in_shardings=(shardings,), out_shardings=shardings)
+        patch.setattr(muon, name, recorded)
+        function = orthogonalize(mesh, carried)
+        jitted = jax.jit(function, in_shardings=(shardings,), out_shardings=shardings)
         compiled = jitted.lower(SHAPES).compile()
     return compiled, compiled(jax.device_put(draw(SHAPES), shardings)), blocks
 
@@ -99,18 +102,52 @@ def test_blocks_are_exchanged_and_never_summed(axes):
         assert found["all-gather"] == 0
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_no_block_is_computed_twice(axes):
+def num_blocks():
+    """{(r, c): number of such blocks in all weights}."""
     total = collections.Counter()
     for path, letters in tree.flatten(LETTERS).items():
         shape = tree.flatten(SHAPES)[path].shape
         block = muon.layout_of(path, letters).size(shape)
         total[tuple(sorted(block))] += math.prod(shape) // math.prod(block)
-    one_device = on_mesh(keys(axes))[2]
+    return total
+
+
+def by_smaller_side(blocks):
+    """{r: number of blocks [r, c] or [c, r]}: those of one r may be worked on together."""
+    total = collections.Counter()
+    for (rows, _), num in blocks.items():
+        total[rows] += num
+    return total
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_no_block_is_computed_twice(axes):
+    total, one_device = by_smaller_side(num_blocks()), by_smaller_side(on_mesh(keys(axes))[2])
     assert one_device.keys() == total.keys()
-    for block, num in total.items():
-        incomplete = 2  # shares: one for every set of weights that are exchanged together
-        assert num <= 8 * one_device[block] < num + 8 * incomplete, block
+    for rows, num in total.items():
+        incomplete = 3  # shares: one for every way in which such weights lie on the mesh
+        assert num <= 8 * one_device[rows] < num + 8 * incomplete, rows
+
+
+def test_weights_of_few_blocks_go_to_different_devices_and_are_worked_on_at_once():
+    """Four matrices `o` [192, 128], one `down` [384, 128] and one `eh_proj` [256, 128]."""
+    few = {block: num for block, num in num_blocks().items() if block[0] == 128}
+    assert few == {(128, 192): 4, (128, 384): 1, (128, 256): 1}
+    found = on_mesh(keys({"fsdp": 2, "expert": 4}))[2]
+    assert {block: num for block, num in found.items() if block[0] == 128} == {(128, 384): 1}
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"expert": 2, "context": 2, "tensor": 2}], ids=str)
+def test_what_owners_alone_compute_saves_every_other_device_its_share(axes):
+    """Zero-redundant Muon beside the plain one, where all that hold a part of a block compute it."""
+    _, update, everywhere = on_mesh(keys(axes), "everywhere")
+    got, owned = tree.flatten(update), on_mesh(keys(axes))[2]
+    for path, want in tree.flatten(alone()).items():
+        np.testing.assert_allclose(got[path], want, atol=1e-5, err_msg=path)
+    if axes == {"fsdp": 8}:  # which cuts every matrix: each is computed eight times
+        assert everywhere == num_blocks()
+    everywhere, owned = by_smaller_side(everywhere), by_smaller_side(owned)
+    assert all(everywhere[rows] > owned[rows] for rows in owned)
 
 
 def test_the_whole_optimizer_on_a_mesh():

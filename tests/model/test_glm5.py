@@ -187,11 +187,14 @@ def gradient_flops(remat):
 def test_remat_recomputes_what_it_says():
     none, full, topk, dots = (gradient_flops(kind) for kind in ("none", "full", "topk", "dots"))
     assert none < dots < full
+    assert gradient_flops("offload") == topk
     assert none < topk < full  # the selection's scores are not computed again
 
 
 def test_an_unknown_remat_is_refused():
-    with pytest.raises(ValueError, match="remat is 'some'; use one of none, full, topk, dots"):
+    with pytest.raises(
+        ValueError, match="remat is 'some'; use one of none, full, topk, dots, offload"
+    ):
         Plan(remat="some")
 
 

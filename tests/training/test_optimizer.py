@@ -240,6 +240,7 @@ def test_gradient_norms_by_group():
         ("weight_decay", -0.1),
         ("ns_coefficients", (1.0, 2.0)),
         ("ns_dtype", "int8"),
+        ("ns_blocks", "some"),
         ("matrices", "sgd"),
     ],
 )

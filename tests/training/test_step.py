@@ -156,6 +156,7 @@ def test_microbatches_add_up_to_the_batch(three):
         ("query_block", -1),
         ("mtp_steps", -1),
         ("reduce_dtype", "foo"),
+        ("accumulate", "twice"),
     ],
 )
 def test_values_that_cannot_work_are_named(field, value):

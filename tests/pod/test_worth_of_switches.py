@@ -1,0 +1,240 @@
+"""What each switch for memory is worth, before and after: by the real compilers of eight chips, and of the 744B step by
+its shapes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from glm5_jax import presets
+from glm5_jax.core.flops import count_flops
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, abstract_mesh
+from glm5_jax.core.sharding import shardings_of
+from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.data.record import STREAMS
+from glm5_jax.model import glm5
+from glm5_jax.training import muon
+from glm5_jax.training.optimizer import OptimizerConfig, groups_of
+from glm5_jax.training.step import BATCH_KEYS, StepConfig, gradient_function
+from launch.hlo import axes_of, collectives
+from launch.hlo_text import parse, runs
+from pallas_kernels.cross_entropy import linear_cross_entropy
+from tests.kernels.offline import compile_for, pod_of
+from tests.mesh import cases
+from tests.mesh.traffic import traffic
+from tests.pod.test_lowering import pretraining
+from tests.pod.test_offline_compilers import mesh_of
+
+TPU, GPU, AXES = "v5p:2x2x2", "h200:1x8", {"fsdp": 4, "expert": 2}
+ROWS, LENGTH, MB, GB = 32, 2048, 1e6, 1e9  # 8,192 tokens on each of eight chips
+HOST = "S(5)"  # the host's pinned memory, in a layout
+MODEL = dataclasses.replace(
+    presets.small(),
+    num_hidden_layers=8,
+    first_k_dense_replace=0,  # one body to compile
+    n_routed_experts=8,
+    num_nextn_predict_layers=0,
+    attention="dense",
+    index_topk=None,
+    indexer_types=None,
+)
+SPARSE = dataclasses.replace(MODEL, attention="sparse", index_topk=presets.small().index_topk)
+
+
+def batch_of(rows, length, where=None):
+    dtypes = {key: STREAMS.get(key, np.int32) for key in BATCH_KEYS}
+    return {
+        key: jax.ShapeDtypeStruct((rows, length), dtype, sharding=where)
+        for key, dtype in dtypes.items()
+    }
+
+
+@functools.cache
+def compiled(target, model=MODEL, **step):
+    """The gradients of a step in bfloat16, with the options that launchers give the chip's compiler."""
+    mesh = mesh_of(target, AXES)
+    shardings = glm5.param_shardings(model, mesh)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s),
+        glm5.abstract(model),
+        shardings,
+    )
+    batch = batch_of(ROWS, LENGTH, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES)))
+    run = gradient_function(model, StepConfig(token_chunk=1024, **step), mesh)
+    jitted = jax.jit(run, out_shardings=(None, None, shardings))
+    lowered = jitted.lower(params, batch, cases.RATES)
+    return lowered.compile(compiler_options=pod_of(target).options)
+
+
+def memory(name, program):
+    """(bytes of temporaries on the device, on the host), which are printed."""
+    found = program.memory_analysis()
+    sizes = found.temp_size_in_bytes, found.host_temp_size_in_bytes
+    print(f"{name}: temporaries {sizes[0] / MB:,.0f} MB, on the host {sizes[1] / MB:,.0f} MB")
+    return sizes
+
+
+def copies_to_and_from_the_host(text: str) -> list[tuple[bool, str, int]]:
+    """(in a loop, its name, operations between its start and its end) of a program's asynchronous copies."""
+    module, found = parse(text), []
+    often = runs(module)
+    for at, computation in module.computations.items():
+        own = list(computation.instructions.values())
+        begun = {i.name: n for n, i in enumerate(own) if HOST in i.shape}
+        for n, instruction in enumerate(own):
+            start = begun.get(instruction.operands[0]) if instruction.operands else None
+            if instruction.opcode.endswith("-done") and start is not None:
+                work = [i for i in own[start:n] if i.opcode in ("fusion", "custom-call")]
+                found.append((often[at].in_loop, own[start].name, len(work)))
+    return found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", [TPU, GPU])
+def test_layers_inputs_leave_the_device_and_come_back_one_layer_ahead(target):
+    before, after = (compiled(target, remat=remat) for remat in ("full", "offload"))
+    inputs = MODEL.num_hidden_layers * ROWS * LENGTH // 8 * MODEL.hidden_size * 2
+    print(f"inputs of layers: {inputs / MB:.0f} MB")
+    was, was_on_host = memory(f"{target} remat full", before)
+    now, now_on_host = memory(f"{target} remat offload", after)
+    assert was_on_host == 0 and now_on_host >= inputs
+    assert now < was - 0.7 * inputs
+    assert HOST not in before.as_text()
+    copies = copies_to_and_from_the_host(after.as_text())
+    print(*copies, sep="\n")
+    assert any(in_loop and work for in_loop, _, work in copies), "layers wait for their copies"
+
+
+@pytest.mark.aot
+def test_what_a_layer_keeps():
+    """Of sparse attention: the selected keys cost some memory, and save scoring and selecting them again."""
+    kept, flops = {}, {}
+    for remat in ("full", "topk", "dots"):
+        kept[remat], _ = memory(f"remat {remat}", compiled(TPU, SPARSE, remat=remat))
+        step = StepConfig(token_chunk=1024, remat=remat)
+        run = gradient_function(SPARSE, step, abstract_mesh(AXES))
+        flops[remat] = count_flops(run, glm5.abstract(SPARSE), batch_of(ROWS, LENGTH), cases.RATES)
+        print(f"{flops[remat] / 1e12:.2f} TFLOP")
+    assert kept["full"] < kept["topk"] < kept["dots"]
+    assert flops["full"] > flops["topk"] > flops["dots"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("chip", ["v5p", "h200"])
+def test_logits_are_there_a_chunk_at_a_time(chip):
+    """GLM-5's head and 8,192 tokens: whole, in chunks of XLA's (`step.loss_chunk`), and the kernel that a step takes."""
+    model, tokens, kept = presets.glm5(), 8192, {}
+    logits = tokens * model.vocab_size * 4
+    print(f"all logits in float32: {logits / MB:,.0f} MB")
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, model.hidden_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((model.hidden_size, model.vocab_size), jnp.bfloat16),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+    )
+    for name, form, chunk in (
+        ("whole", "ref", tokens),
+        ("chunks", "ref", 1024),
+        ("kernel", "auto", 1),
+    ):
+        nll = functools.partial(linear_cross_entropy, chunk=chunk, implementation=form)
+        gradient = jax.grad(lambda *args, nll=nll: nll(*args)[0].sum(), (0, 1))
+        kept[name], _ = memory(f"{chip} logits {name}", compile_for(chip, gradient, *shapes))
+    assert kept["whole"] > logits
+    assert kept["chunks"] < kept["whole"] - 0.6 * logits
+    assert kept["kernel"] < kept["whole"]
+
+
+@pytest.mark.aot
+def test_what_whole_weights_cost_and_save():
+    """Four microbatches: bytes of memory, and bytes that weights take through the network."""
+    mesh, kept, sent_bytes = mesh_of(TPU, AXES), {}, {}
+    for mode in ("sharded", "experts", "local"):
+        program = compiled(TPU, remat="full", microbatches=4, accumulate=mode)
+        kept[mode], _ = memory(f"accumulate {mode}", program)
+        over = [c for c in collectives(program.as_text()) if axes_of(c, mesh) == ("fsdp",)]
+        sent_bytes[mode] = sum(c.moved * (c.times or 1) for c in over)
+        print(f"sent over fsdp in a step: {sent_bytes[mode] / MB:,.0f} MB")
+    assert kept["sharded"] < kept["experts"] < kept["local"]
+    assert sent_bytes["sharded"] > sent_bytes["experts"] > sent_bytes["local"]
+
+
+def muon_update(model, mesh, blocks):
+    """(function, its argument as shapes with shardings, these): Newton-Schulz of all that Muon updates."""
+    groups = flatten(groups_of(OptimizerConfig(), glm5.letters(model)))
+
+    def chosen(values):
+        return unflatten({p: v for p, v in flatten(values).items() if groups[p] == "muon"})
+
+    letters, shapes = chosen(glm5.letters(model)), chosen(glm5.abstract(model))
+    where = shardings_of(letters, shapes, mesh)
+    transform = muon.orthogonalize(letters, mesh=mesh, blocks=blocks)
+    args = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s), shapes, where
+    )
+    return lambda updates: transform.update(updates, optax.EmptyState())[0], args, where
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", [TPU, GPU])
+def test_an_owner_alone_holds_a_whole_block(target):
+    mesh, kept, flops = mesh_of(target, AXES), {}, {}
+    for blocks in ("owned", "everywhere"):
+        update, args, where = muon_update(MODEL, mesh, blocks)
+        program = jax.jit(update, out_shardings=where).lower(args).compile()
+        kept[blocks], _ = memory(f"{target} Newton-Schulz, blocks {blocks}", program)
+        flops[blocks] = count_flops(update, args)
+        found = collectives(program.as_text())
+        moved = sum(c.moved * (c.times or 1) for c in found)
+        print(f"{flops[blocks] / 1e12:.2f} TFLOP, {moved / MB:,.0f} MB sent")
+        assert {c.kind for c in found} == {"all-to-all" if blocks == "owned" else "all-gather"}
+    assert kept["owned"] < kept["everywhere"]
+    assert 3 * flops["owned"] < flops["everywhere"]
+
+
+@pytest.mark.slow
+def test_an_owner_alone_iterates_on_a_block_of_the_744b_model():
+    config, flops = pretraining(), {}
+    mesh = abstract_mesh(dataclasses.asdict(config.mesh))
+    for blocks in ("owned", "everywhere"):
+        flops[blocks] = count_flops(*muon_update(config.model, mesh, blocks)[:2])
+        print(f"Newton-Schulz, blocks {blocks}: {flops[blocks] / 1e12:.1f} TFLOP per chip")
+    assert flops["everywhere"] > 10 * flops["owned"]
+
+
+@functools.cache
+def sent(mode, microbatches, **axes):
+    """{(collective, mesh axes): bytes} that a chip gets in the gradients of a step of the 744B model."""
+    config = pretraining()
+    mesh = abstract_mesh({**dataclasses.asdict(config.mesh), **axes})
+    step = dataclasses.replace(config.step, microbatches=microbatches, accumulate=mode)
+    run = gradient_function(config.model, step, mesh)
+    batch = batch_of(config.first_rows, config.row_length)
+    return traffic(run, glm5.abstract(config.model), batch, cases.RATES)
+
+
+@pytest.mark.slow
+def test_experts_cross_the_network_once_per_step_if_they_stay_whole():
+    """256 experts over 256 chips, each cut in four: fetched by each of four microbatches, or once."""
+    always, once = (sent(mode, 4, fsdp=4, expert=256) for mode in ("sharded", "experts"))
+    model = presets.glm5()
+    layers = model.num_hidden_layers - model.first_k_dense_replace
+    expert = 3 * model.hidden_size * model.moe_intermediate_size * 2  # in bfloat16
+    saved = {}
+    for kind in ("all_gather", "reduce_scatter"):
+        # What travels over fsdp, alone or with other axes, is weights and their gradients.
+        was, now = (
+            sum(size for (name, axes), size in sizes.items() if name == kind and "fsdp" in axes)
+            for sizes in (always, once)
+        )
+        print(
+            f"{kind} over fsdp, GB that a chip gets per step: sharded {was / GB:.1f}, experts {now / GB:.1f}"
+        )
+        saved[kind] = was - now
+    # Forward and recomputation of each microbatch; the MTP layer's are gathered anew in each of three runs.
+    assert saved["all_gather"] > (2 * 4 - 1) * layers * expert
+    assert saved["reduce_scatter"] > 0
