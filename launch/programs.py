@@ -105,7 +105,8 @@ def gathered(cfg, mesh, vocab_block: int | None = None, params=None) -> dict[str
 
 
 def kept_bytes(jaxpr) -> int:
-    """Bytes on one device of what manual regions hand on to later ones: what a forward keeps for its backward."""
+    """Bytes on one device of what a forward keeps there for its backward: what manual regions hand on to later ones,
+    or, where a region has both (`training.accumulation`), what loops hand on to later loops turn by turn."""
     made, total = set(), 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "shard_map":
@@ -113,10 +114,36 @@ def kept_bytes(jaxpr) -> int:
             continue
         inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
         taken = {id(outer): own.aval for outer, own in zip(eqn.invars, inner.invars)}
-        total += sum(
-            math.prod(aval.shape) * aval.dtype.itemsize
-            for key, aval in taken.items()
-            if key in made
-        )
+        total += _bytes_of(aval for key, aval in taken.items() if key in made)
         made |= set(map(id, eqn.outvars))
-    return total
+    return total or max((_handed_on(inner) for inner in _regions(jaxpr)), default=0)
+
+
+def _handed_on(jaxpr) -> int:
+    """Bytes that loops hand on turn by turn to loops behind them, of the outermost computation with such loops."""
+    made, taken = set(), {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        first = eqn.params["num_consts"] + eqn.params["num_carry"]
+        taken.update((id(x), x.aval) for x in eqn.invars[first:] if id(x) in made)
+        made |= set(map(id, eqn.outvars[eqn.params["num_carry"] :]))
+    if taken:
+        return _bytes_of(taken.values())
+    inner = (jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_of(eqn.params))
+    return max(map(_handed_on, inner), default=0)
+
+
+def _regions(jaxpr):
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_of(eqn.params):
+            yield from [inner] if eqn.primitive.name == "shard_map" else _regions(inner)
+
+
+def _bytes_of(avals) -> int:
+    """Those on the device: what is in the host's memory says so in its type."""
+    return sum(
+        math.prod(aval.shape) * aval.dtype.itemsize
+        for aval in avals
+        if "host" not in str(getattr(aval, "memory_space", None)).lower()
+    )

@@ -38,6 +38,7 @@ RULES = (
     ("cr", "expert"),
     ("j", "expert"),
     ("u", "context"),
+    ("u", "expert"),  # of more devices than there are heads
     ("hr", "context"),
     ("h", "context"),
     ("v", "context"),

@@ -48,6 +48,26 @@ def test_json_has_the_bytes_of_each_kind(capsys):
     assert more > 0
 
 
+def test_what_is_kept_of_a_microbatch(capsys):
+    """Each layer's input, on two devices, of half of their rows; in the host's memory it is not counted."""
+    flags = [
+        "--experiment.batch.start=2048",
+        "--experiment.batch.end=2048",
+        "--experiment.step.remat=full",
+        "--experiment.mesh.expert=1",
+        "--experiment.mesh.fsdp=2",
+    ]
+    kept = {}
+    for change in ("accumulate=local", "microbatches=2", "remat=offload"):
+        flags.append(f"--experiment.step.{change}")
+        assert pod.main([*SMALL_POD, *flags, "--json"]) == 0
+        kept[change] = json.loads(capsys.readouterr().out)["kept"]
+    model = run.parse(SMALL_POD).config.model
+    layers = model.num_hidden_layers + model.num_nextn_predict_layers
+    inputs = layers * 1024 * model.hidden_size * 4
+    assert kept == {"accumulate=local": inputs, "microbatches=2": inputs // 2, "remat=offload": 0}
+
+
 def test_a_run_trains_with_the_program_that_is_told_beforehand(tmp_path, capsys):
     """On the devices of this machine."""
     small = [

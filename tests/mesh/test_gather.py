@@ -13,6 +13,7 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 
 POD = dict(zip(AXES, resolve({"fsdp": 16, "expert": 64}, 1024)))
+WIDE = dict(zip(AXES, resolve({"fsdp": 4, "expert": 256}, 1024)))
 LONG = dict(zip(AXES, resolve({"fsdp": 2, "expert": 64, "context": 8}, 1024)))
 
 
@@ -41,19 +42,27 @@ def test_a_last_dimension_leaves_the_context_axis_to_the_one_before():
     assert spec_of("l f d", (3, 12288, 6144), LONG) == P(None, ("context", "expert"), "fsdp")
 
 
+def test_heads_are_cut_where_there_are_more_devices_than_heads():
+    assert spec_of("l n u d", (75, 64, 256, 6144), WIDE) == P(None, None, "expert", "fsdp")
+    assert spec_of("l c n u", (75, 512, 64, 256), WIDE) == P(None, "fsdp", None, "expert")
+
+
 def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
     sizes = dict(POD, expert=5)
     assert spec_of("l q n hr", (75, 2048, 64, 256), sizes) == P(None, "fsdp", None, None)
 
 
-@pytest.mark.parametrize("sizes", [POD, LONG], ids=["4K", "128K"])
-def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "smaller"), [(POD, 1e8), (LONG, 1e8), (WIDE, 5e8)], ids=["4K", "128K", "wide"]
+)
+def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes, smaller):
+    """Of more devices than heads, the latents' keys (4.7e8) are not."""
     cfg = presets.glm5()
     letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
     for path, x in shapes.items():
         spec = spec_of(letters[path], x.shape, sizes)
         used = {a for entry in spec if entry for a in np.atleast_1d(entry)}
-        if x.size > 1e8:
+        if x.size > smaller:
             assert used >= {a for a in ("fsdp", "expert") if sizes[a] > 1}, (path, spec)
 
 
@@ -65,6 +74,8 @@ def test_letters_must_fit_the_shape():
 CUTS = [
     ("d q", (32, 24), {"fsdp": 2, "expert": 4}),
     ("n u d", (8, 6, 32), {"expert": 2, "context": 2, "fsdp": 2}),
+    ("n u d", (2, 8, 32), {"expert": 4, "fsdp": 2}),
+    ("c n u", (8, 2, 16), {"expert": 4, "fsdp": 2}),
     ("f d", (48, 32), {"context": 2, "expert": 2, "fsdp": 2}),
     ("f d", (48, 32), {"tensor": 2, "expert": 2, "fsdp": 2}),
     ("e f d", (8, 16, 32), {"tensor": 2, "expert": 2, "fsdp": 2}),
