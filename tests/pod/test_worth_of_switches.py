@@ -55,16 +55,16 @@ def batch_of(rows, length, where=None):
 
 
 @functools.cache
-def compiled(target, model=MODEL, **step):
+def compiled(target, model=MODEL, axes=tuple(AXES.items()), shape=(ROWS, LENGTH), **step):
     """The gradients of a step in bfloat16, with the options that launchers give the chip's compiler."""
-    mesh = mesh_of(target, AXES)
+    mesh = mesh_of(target, dict(axes))
     shardings = glm5.param_shardings(model, mesh)
     params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s),
         glm5.abstract(model),
         shardings,
     )
-    batch = batch_of(ROWS, LENGTH, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES)))
+    batch = batch_of(*shape, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES)))
     run = gradient_function(model, StepConfig(token_chunk=1024, **step), mesh)
     jitted = jax.jit(run, out_shardings=(None, None, shardings))
     lowered = jitted.lower(params, batch, cases.RATES)
@@ -122,6 +122,18 @@ def test_what_a_layer_keeps():
         print(f"{flops[remat] / 1e12:.2f} TFLOP")
     assert kept["full"] < kept["topk"] < kept["dots"]
     assert flops["full"] > flops["topk"] > flops["dots"]
+
+
+@pytest.mark.aot
+def test_a_row_is_cut_over_devices():
+    """Two rows of 32K tokens over eight chips, four of which have all of a row, or a part of it."""
+    kept = {}
+    for axis in ("tensor", "context"):
+        axes = {"fsdp": 2, axis: 4}
+        kept[axis], _ = memory(
+            f"two rows over {axes}", compiled(TPU, SPARSE, tuple(axes.items()), (2, 32_768))
+        )
+    assert 3 * kept["context"] < kept["tensor"]
 
 
 @pytest.mark.aot
@@ -215,6 +227,25 @@ def sent(mode, microbatches, **axes):
     run = gradient_function(config.model, step, mesh)
     batch = batch_of(config.first_rows, config.row_length)
     return traffic(run, glm5.abstract(config.model), batch, cases.RATES)
+
+
+@pytest.mark.slow
+def test_devices_of_a_row_send_each_other_latents_and_index_keys_alone():
+    """Queries stay where they are (GLM-5 2.4)."""
+    mesh = abstract_mesh({"fsdp": 2, "context": 4})
+    step = StepConfig(token_chunk=1024, remat="full")
+    run = gradient_function(SPARSE, step, mesh)
+    long, short = (
+        traffic(run, glm5.abstract(SPARSE), batch_of(2, length), cases.RATES)
+        for length in (32_768, 16_384)
+    )
+    more = {kind: long[kind, ("context",)] - short[kind, ("context",)] for kind, _ in long}
+    tokens, layers = 16_384, SPARSE.num_hidden_layers
+    latents, keys = SPARSE.kv_lora_rank + SPARSE.qk_rope_head_dim, SPARSE.index_head_dim
+    # In bfloat16, by the forward and by its recomputation; which text a token is of, once.
+    assert more.pop("all_gather") == tokens * (2 * layers * (latents + keys) * 2 + 4)
+    assert more.pop("reduce_scatter") == tokens / 4 * layers * latents * 2
+    assert not any(more.values())
 
 
 @pytest.mark.slow
