@@ -8,6 +8,7 @@ of size 1, so the same code runs on one device without any region at all.
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable
@@ -164,7 +165,7 @@ class Region:
     """What a function inside a manual region knows of its mesh; `Region()` is one device.
 
     shard_sequence is false where the sequence is too short to split (decoding): the tokens are then
-    the same on every device of `context` and `tensor`.
+    the same on every device of `context` and `tensor`. far: axes along which devices are in several slices of TPUs.
     """
 
     data: int = 1
@@ -173,10 +174,12 @@ class Region:
     context: int = 1
     tensor: int = 1
     shard_sequence: bool = True
+    far: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, mesh, shard_sequence: bool = True) -> "Region":
-        return cls(**{a: mesh.shape[a] for a in AXES}, shard_sequence=shard_sequence)
+        sizes = {a: mesh.shape[a] for a in AXES}
+        return cls(**sizes, shard_sequence=shard_sequence, far=_across_slices(mesh))
 
     def live(self, axes) -> tuple[str, ...]:
         """Those of the axes that have more than one device."""
@@ -231,6 +234,14 @@ class Region:
         """Position of this device along the axes, the first axis slowest."""
         live = self.live(axes)
         return lax.axis_index(live) if live else 0
+
+
+@functools.cache
+def _across_slices(mesh) -> tuple[str, ...]:
+    if isinstance(mesh, AbstractMesh):
+        return ()
+    slices = np.vectorize(lambda device: getattr(device, "slice_index", 0))(mesh.devices)
+    return tuple(axis for n, axis in enumerate(AXES) if np.diff(slices, axis=n).any())
 
 
 def check_batch(b: int, t: int, mesh, shard_sequence: bool = True) -> None:

@@ -122,7 +122,8 @@ def gather(w, letters: str, spec: P, region, dtype, reduce_dtype=None):
     have one for each of its arrays.
 
     The last dimension goes first, so that the gradient is scattered along the leading ones while it
-    is large: XLA:TPU makes a full all-reduce of a scatter along the last dimension.
+    is large: XLA:TPU makes a full all-reduce of a scatter along the last dimension. Before it goes what is in other
+    slices, so that the network between them carries a device's part of the weight, not the whole.
     """
     if is_compound(w):
         w = w.astype(dtype)
@@ -162,9 +163,12 @@ def _cuts(letters: str, spec: P, region) -> list[tuple[int, tuple[str, ...]]]:
     for dim, (letter, entry) in reversed(list(enumerate(zip(letters.split(), spec)))):
         axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
         axes = region.live(a for a in axes if a not in keep.get(letter, ()))
-        if axes:
-            cuts.append((dim, axes))
-    return cuts
+        # The last axes of a dimension are the inner cut, which can be undone alone.
+        near = len(axes)
+        while near and axes[near - 1] in region.far:
+            near -= 1
+        cuts += [(dim, part) for part in (axes[near:], axes[:near]) if part]
+    return sorted(cuts, key=lambda cut: not set(cut[1]) & set(region.far))
 
 
 def on_every_host(leaf, at: tuple[int, ...]) -> np.ndarray:

@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from glm5_jax.core.mesh import AXES, make_mesh, placed, resolve
+from glm5_jax.core.mesh import AXES, Region, make_mesh, placed, resolve
 from launch import pods, xla_flags
 from launch.pods import Pod, parse
 from pallas_kernels.chips import CHIPS, KINDS, chip_of
 from tests.contracts.source_tree import ROOT
 
 DEVICE_KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
+
+
+class Device(SimpleNamespace):
+    __hash__ = object.__hash__  # as meshes need it
 
 
 def devices_of(pod: Pod) -> list:
@@ -30,7 +34,7 @@ def devices_of(pod: Pod) -> list:
     order = itertools.product(*map(range, (pod.num_slices, z, y, x, cores)))
     for number, (part, k, j, i, core) in enumerate(order):
         found.append(
-            SimpleNamespace(
+            Device(
                 id=number,
                 platform="tpu",
                 device_kind=DEVICE_KINDS[pod.chip],
@@ -168,6 +172,21 @@ def test_slices_lie_along_the_outer_part_of_expert_where_asked():
     slices = np.vectorize(lambda device: device.slice_index)(found).reshape(2, 4, 2, 4)
     blocks = [set(slices[i, :, j].flat) for i, j in itertools.product(range(2), range(2))]
     assert sorted(map(sorted, blocks)) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("axes", "slices", "far"),
+    [
+        ({"data": 2, "fsdp": 8, "expert": 4}, 1, ("data", "fsdp")),
+        ({"fsdp": 4, "expert": 16}, 1, ("fsdp",)),
+        ({"fsdp": 8, "expert": 8}, 2, ("fsdp", "expert")),
+    ],
+)
+def test_a_region_knows_along_which_axes_there_are_other_slices(axes, slices, far):
+    mesh = make_mesh(axes, devices=devices_of(parse("4*v6e:4x4")), expert_slices=slices)
+    assert Region.of(mesh).far == far
+    alone = make_mesh(axes, devices=devices_of(parse("v5p:4x4x4")))
+    assert Region.of(alone).far == ()
 
 
 def test_the_gpus_of_a_host_are_next_to_each_other_on_the_innermost_axes():

@@ -1,5 +1,7 @@
 """How a weight is cut, brought together where it is used, and its gradient summed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
 from glm5_jax.core.sharding import gather, spec_of, stationary
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from tests.mesh.traffic import traffic
 
 POD = dict(zip(AXES, resolve({"fsdp": 16, "expert": 64}, 1024)))
 WIDE = dict(zip(AXES, resolve({"fsdp": 4, "expert": 256}, 1024)))
@@ -84,11 +87,16 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("letters", "shape", "axes"), CUTS)
-@pytest.mark.parametrize("reduce_dtype", [None, "bfloat16"])
-def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(letters, shape, axes, reduce_dtype):
+@pytest.mark.parametrize(
+    ("reduce_dtype", "far"), [(None, ()), ("bfloat16", ()), (None, ("fsdp",)), (None, ("expert",))]
+)
+def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(
+    letters, shape, axes, reduce_dtype, far
+):
     """And its gradient is the sum of what every device asks for."""
     mesh = make_mesh(axes)
-    region, spec = Region.of(mesh), spec_of(letters, shape, mesh.shape)
+    region = dataclasses.replace(Region.of(mesh), far=far)
+    spec = spec_of(letters, shape, mesh.shape)
     w = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     keep = stationary(letters)
     whole = P(
@@ -114,6 +122,27 @@ def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(letters, shape, 
         np.testing.assert_array_equal(copy, w)
     num = region.size(rest)
     np.testing.assert_array_equal(gradient, np.full(shape, num * (num + 1) / 2))
+
+
+@pytest.mark.parametrize("letters", ["d q", "q d", "q n hr"])
+def test_slices_send_each_other_a_device_s_part_of_a_weight(letters):
+    """Of a pair in two slices of four; the gradient takes the same way back."""
+    shape = {"d q": (48, 16), "q d": (16, 48), "q n hr": (48, 1, 16)}[letters]
+    mesh = make_mesh(expert=4, fsdp=2)
+    spec = spec_of(letters, shape, mesh.shape)
+    region = dataclasses.replace(Region.of(mesh), far=("fsdp",))
+
+    def local(w):
+        whole, pull = jax.vjp(lambda w: gather(w, letters, spec, region, jnp.float32), w)
+        return whole[None], *pull(whole)
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=spec, out_specs=(P(("expert", "fsdp")), spec), check_vma=False
+    )
+    sent, part = traffic(run, jax.ShapeDtypeStruct(shape, jnp.float32)), 4 * 48 * 16 // 8
+    assert sent["all_gather", ("fsdp",)] == 2 * part
+    assert sent["reduce_scatter", ("fsdp",)] == part
+    assert sent["all_gather", ("expert",)] == 8 * part
 
 
 @pytest.mark.parametrize("shape", [(4, 16), (4, 16, 5), (4, 16, 3, 2)])
