@@ -425,8 +425,10 @@ class Gateway(HttpServer):
             return None
 
     async def _health(self, request: web.Request) -> web.Response:
+        """Its own: what would be started anew for want of engines would end the sessions' chats, and those that push
+        weights to engines may wait for it to be there."""
         state = "draining" if self._draining else "ok" if self._router.loads else "no engine"
-        return as_json({"status": state}, 200 if state == "ok" else 503)
+        return as_json({"status": state}, 503 if self._draining else 200)
 
     async def _info(self, request: web.Request) -> web.Response:
         told = {"sessions": len(self._sessions), "active": self._active}

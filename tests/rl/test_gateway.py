@@ -401,7 +401,7 @@ def test_without_an_engine_nothing_is_kept():
         path = f"{url}/sessions/s/v1/chat/completions"
         status, told = await request("POST", path, {"messages": [QUESTION]})
         assert status == 502 and "no engine" in told["error"]["message"]
-        assert (await request("GET", f"{url}/health"))[0] == 503
+        assert await request("GET", f"{url}/health") == (200, {"status": "no engine"})
         assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
 
     with gateway(["http://127.0.0.1:9"]) as url:
