@@ -160,7 +160,7 @@ def test_on_half_the_hosts_and_on_all_again_a_run_learns_the_same_from_the_same_
     wait_for(lambda: latest_step(tmp_path), processes)
     for process in processes:
         process.kill()
-        process.wait()
+        process.communicate()
     step = latest_step(tmp_path)
     [half] = finish(start(tmp_path, 1, DEVICES // 2, **SHAPE, **{"train.steps": step + 2}))
     assert "on 2 cpu device(s)" in half and f"going on from step {step}" in half
