@@ -1,7 +1,7 @@
 """The programs of an experiment in the compiler's language, from shapes alone, for devices that need not be there."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,9 +9,10 @@ import jax
 from glm5_jax.core.flops import jaxprs_of
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.sharding import stationary
-from glm5_jax.core.tree import flatten
+from glm5_jax.core.tree import flatten, found
 from glm5_jax.inference.serving_cost import TokenCost
 from glm5_jax.model import glm5
+from glm5_jax.training.accumulation import WHOLE
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.step_flops import model_flops, step_flops, trace_step
 from pallas_kernels.cost import Cost
@@ -54,6 +55,10 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
     arguments = {"params": state["params"], "optimizer": state["optimizer"], "batch": made.batch}
     needed = model_flops(config, made.step) * per_device
     parts = {} if flops is None else {name: work.flops for name, work in flops.parts.items()}
+    used = {}
+    if mesh is not None:
+        whole = WHOLE[config.step.accumulate]
+        used = gathered(config.model, mesh, config.step.vocab_block, whole=whole)
     state_bytes = sum(sum(bytes_on_device(part).values()) for part in arguments.values())
     return Program(
         "train step",
@@ -63,7 +68,7 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
         config.row_length,
         needed,
         parts,
-        {} if mesh is None else gathered(config.model, mesh, config.step.vocab_block),
+        used,
         # The state is read once and written once.
         (Cost(sum(parts.values()) or needed, 2 * state_bytes),),
         None if mesh is None else kept_bytes(made.traced.jaxpr.jaxpr),
@@ -88,18 +93,23 @@ def replicated(tree) -> dict[str, int]:
     }
 
 
-def gathered(cfg, mesh, vocab_block: int | None = None, params=None) -> dict[str, int]:
+def gathered(
+    cfg, mesh, vocab_block: int | None = None, params=None, whole: Sequence[str] = ()
+) -> dict[str, int]:
     """{path: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
-    `StepConfig`. params: shapes (default: all in the compute dtype), of which a quantised one is several arrays."""
+    `StepConfig`. params: shapes (default: all in the compute dtype), of which a quantised one is several arrays. whole:
+    patterns of those of which it holds all layers, and the whole vocabulary, for all of a step."""
     letters = flatten(glm5.letters(cfg))
     out = {}
     for path, w in flatten(glm5.abstract(cfg, cfg.dtype) if params is None else params).items():
-        keep = stationary(letters[path])
+        keep, always = stationary(letters[path]), found(whole, path)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
         for letter, dim in zip(letters[path].split(), w.shape):
-            size = size // dim * min(dim, vocab_block or dim) if letter == "v" else size
+            if letter == "v" and not always:
+                size = size // dim * min(dim, vocab_block or dim)
             own = math.prod(mesh.shape[a] for a in keep.get(letter, ()))
-            size //= dim if letter == "l" else own if dim % own == 0 else 1
+            layers = 1 if always else dim
+            size //= layers if letter == "l" else own if dim % own == 0 else 1
         out[path] = size
     return out
 

@@ -23,8 +23,9 @@ class Plan:
     backward beside its input: "none" everything, "full" nothing, "topk" the selected keys only, "dots" matmul
     results, "offload" the selected keys, and these and its input in the host's pinned memory (GLM-5 2.4); a CPU
     has no other memory, and nothing moves there. Where indexers learn, all keep their gradients, which cost
-    another pass over all keys. reduce_dtype: in which gradients are summed over devices (None: the compute
-    dtype). gathered: patterns of weights that come whole and in the compute dtype (`training.accumulation`).
+    another pass over all keys. reduce_dtype: in which gradients are summed over the devices that a weight is
+    cut over (None: the compute dtype); over those that hold copies they are in the weight's own. gathered:
+    patterns of weights that come whole and in the compute dtype (`training.accumulation`).
     attention_form: None, or a form of `mla` to insist on. kernels: which implementations to run, "auto" or a
     name (`pallas_kernels.dispatch.choose`).
     """

@@ -1,8 +1,9 @@
 """The weights with a row or a column for every token: the embedding and the output projection.
 
 Of GLM-5 either is 1.9 GB in bfloat16, which a device would gather whole. With a `vocab_block` the vocabulary is gone through
-in parts of at most so many tokens: a part is gathered, used and given up, in the backward pass again, and its gradient
-is reduce-scattered before the next.
+in parts of at most so many tokens: a part is gathered, used and given up, the output projection's in the backward pass
+again, and its gradient is reduce-scattered before the next. What stays whole for a step (`training.accumulation`) is only
+cut for its use.
 """
 
 import functools
@@ -21,19 +22,42 @@ def embed(params, weights, tokens, vocab_block: int | None = None):
     vocab_block: as of `Plan`."""
     table = params["embed"]["weight"]
     if vocab_block is None:
-        return jnp.take(weights("embed", params["embed"])["weight"], tokens, axis=0)
+        whole = weights("embed", params["embed"])["weight"]
+        return _rows(whole, tokens, whole.shape)
     size = weights.whole("embed/weight").shape[0]
     parts = _parts(table, 0, size, vocab_block)
     which, row = _place(tokens, table.shape[0], len(parts))
 
     def add(total, xs):
         number, part = xs
-        found = jnp.take(weights("embed", {"weight": part})["weight"], row, axis=0)
+        own = weights("embed", {"weight": part})["weight"]
+        found = _rows(own, row, own.shape)
         return total + jnp.where((which == number)[..., None], found, 0), None
 
     first = jax.eval_shape(lambda: weights("embed", {"weight": parts[0]})["weight"])
     zeros = jnp.zeros((*tokens.shape, first.shape[1]), first.dtype)
     return lax.scan(add, zeros, (jnp.arange(len(parts)), parts))[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows(table, tokens, shape: tuple[int, int]):
+    """Rows of a table of this shape. Its gradient is summed wide: in bfloat16 a token's would stop growing at 256 times
+    what each of its occurrences adds."""
+    return jnp.take(table, tokens, axis=0)
+
+
+def _rows_forward(table, tokens, shape):
+    return _rows(table, tokens, shape), (tokens, jnp.zeros((), table.dtype))
+
+
+def _rows_backward(shape, kept, gradient):
+    tokens, zero = kept
+    blank = jnp.zeros(shape, wide(zero.dtype))
+    _, pull = jax.vjp(lambda table: jnp.take(table, tokens, axis=0), blank)
+    return pull(gradient.astype(blank.dtype))[0].astype(zero.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def head(params, weights):
@@ -70,14 +94,28 @@ def cross_entropy(params, weights, hidden, targets, chunk: int, plan: Plan):
 def _parts(table, dim: int, size: int, most: int):
     """A device's part of a table as parts of the vocabulary [n ...], of at most so many tokens on all devices together."""
     own = table.shape[dim]
-    fitting = (n for n in range(1, own + 1) if own % n == 0 and size // n <= most)
-    count = next(fitting, None)
-    if count is None:
-        raise ValueError(
-            f"vocab_block is {most}; {size // own} parts of the vocabulary are cut over devices, use at least that"
-        )
+    count = num_parts(size, size // own, most)
     shape = (*table.shape[:dim], count, own // count, *table.shape[dim + 1 :])
     return jnp.moveaxis(table.reshape(shape), dim, 0)
+
+
+def num_parts(size: int, shards: int, most: int) -> int:
+    """How many equal parts of at most so many tokens a vocabulary of this size, cut over shards, is gone through in.
+    ValueError if there are none, or all are much smaller."""
+    own = size // shards
+    counts = (n for n in range(1, own + 1) if own % n == 0 and size // n <= most)
+    count = next(counts, None)
+    if count is None:
+        raise ValueError(
+            f"vocab_block is {most}; {shards} parts of the vocabulary are cut over devices, use at least that"
+        )
+    if 2 * size // count < min(most, size):
+        smaller = max(n for n in range(1, count) if own % n == 0)
+        raise ValueError(
+            f"vocab_block is {most}; equal parts of {size} tokens on {shards} devices have {size // count} or "
+            f"{size // smaller}, use one of these"
+        )
+    return count
 
 
 def _place(tokens, own: int, count: int):

@@ -15,6 +15,7 @@ copies of a weight's part add up their gradients once per step, however that is.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -27,10 +28,24 @@ from glm5_jax.core.mesh import AXES, Region
 from glm5_jax.core.tree import flatten, found, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
+from glm5_jax.model.vocabulary import num_parts
 from pallas_kernels.numerics import wide
 
 # Patterns of the weights that are whole for all of a step.
 WHOLE = {"sharded": (), "experts": (r"(^|/)experts/",), "local": ("",)}
+
+
+def check_vocab_block(cfg, vocab_block: int | None, mode: str, mesh=None) -> None:
+    """ValueError if the embedding or the head cannot be gone through in such parts (`model.vocabulary`)."""
+    if vocab_block is None:
+        return
+    sizes = {axis: 1 for axis in AXES} if mesh is None else mesh.shape
+    letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
+    for path in sorted({"embed/weight", "lm_head/weight"} & letters.keys()):
+        shape, dim = shapes[path].shape, letters[path].split().index("v")
+        cut = sharding.spec_of(letters[path], shape, sizes)[dim] or ()
+        axes = () if found(WHOLE[mode], path) else np.atleast_1d(cut)
+        num_parts(shape[dim], math.prod(sizes[axis] for axis in axes), vocab_block)
 
 
 def accumulated(
@@ -69,7 +84,8 @@ def accumulated(
         ), None
 
     _, told = jax.eval_shape(take, moving, jax.tree.map(lambda x: x[0], microbatches))
-    told = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), told)
+    value, parts = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), told)
+    told = value, parts._replace(max_logit=jnp.full_like(parts.max_logit, -jnp.inf))
     zeros = {path: jnp.zeros(w.shape, wide(w.dtype)) for path, w in moving.items()}
     (gradients, value, parts), _ = lax.scan(one, (zeros, *told), microbatches)
 

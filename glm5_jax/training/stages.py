@@ -26,6 +26,7 @@ from glm5_jax.training.experiment import StageConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import make_schedule
 from glm5_jax.training.step import Step, make_step, program_hash
+from glm5_jax.training.step_flops import model_flops
 
 SAMPLES = "samples"
 
@@ -228,13 +229,7 @@ class Stage:
                 log_interval=config.train.log_interval,
                 max_skipped=config.train.max_skipped,
                 max_skipped_in_a_row=config.train.max_skipped_in_a_row,
-                flops_per_token=flops.train_flops(
-                    config.model,
-                    config.row_length,
-                    config.step.mtp_steps if config.model.num_nextn_predict_layers else 0,
-                    trunk=self._step.trains_trunk,
-                    indexers=config.step.index_weight > 0,
-                ),
+                flops_per_token=model_flops(config, self._step),
                 peak=_peak(),
             )
             loop.train(

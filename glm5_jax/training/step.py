@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, check_batch
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
-from glm5_jax.training.accumulation import WHOLE, accumulated
+from glm5_jax.training.accumulation import WHOLE, accumulated, check_vocab_block
 from glm5_jax.training.balance import balanced
 from glm5_jax.training.loss import (
     LossWeights,
@@ -73,20 +73,26 @@ class StepConfig:
     # documents cost about the same.
     balance_rows: bool = False
     remat: str = "full"  # none, full, topk, dots, offload
-    reduce_dtype: str | None = None  # of gradient sums over devices; None: the compute dtype
+    reduce_dtype: str | None = (
+        None  # of gradient sums over devices (`Plan`); None: the compute dtype
+    )
 
     def __post_init__(self):
         for name in ("microbatches", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("mtp_steps", "balance_weight", "z_weight", "index_weight"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
         if self.accumulate not in WHOLE:
             raise ValueError(f"accumulate is {self.accumulate!r}; use one of {', '.join(WHOLE)}")
         if self.index_target not in ("own", "served"):
             raise ValueError(f"index_target is {self.index_target!r}; use 'own' or 'served'")
         self.plan()
+
+    def mtp_runs(self, cfg) -> int:
+        """How often a model's MTP layer runs in a step."""
+        return self.mtp_steps if cfg.num_nextn_predict_layers else 0
 
     def plan(self) -> Plan:
         return Plan(
@@ -109,7 +115,8 @@ class Rates(NamedTuple):
 
 def loss_function(cfg, config: StepConfig, mesh=None, token_loss: TokenLoss | None = None):
     """`f(params, batch, rates) -> (objective, LossParts)` over a whole batch of arrays [b t]."""
-    mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
+    mtp_steps = config.mtp_runs(cfg)
+    check_vocab_block(cfg, config.vocab_block, config.accumulate, mesh)
     if config.index_weight and cfg.index_topk is None:
         raise ValueError(
             f"index_weight is {config.index_weight}, but the model has no indexer (index_topk is None); "
@@ -169,7 +176,7 @@ def gradient_function(
     frozen: paths of parameters for which no gradient is computed; it is zeros.
     """
     loss, local = (make(cfg, config, mesh, token_loss) for make in (loss_function, _local))
-    mtp_steps = config.mtp_steps if cfg.num_nextn_predict_layers else 0
+    mtp_steps = config.mtp_runs(cfg)
 
     def gradients(params, batch, rates):
         flat = flatten(params)
@@ -181,6 +188,8 @@ def gradient_function(
         rows, count = batch["token_ids"].shape[0], config.microbatches
         if rows % count:
             raise ValueError(f"microbatches {count} does not divide the batch of {rows} rows")
+        if mesh is not None:
+            check_batch(rows // count, batch["token_ids"].shape[1], mesh)
         if config.balance_rows:
             learnt = {
                 "mtp_steps": mtp_steps,
@@ -308,6 +317,10 @@ def make_step(
     names = glm5.letters(cfg)
     groups = groups_of(optimizer_config, names)
     frozen = [path for path, group in flatten(groups).items() if group == "frozen"]
+    if len(frozen) == len(flatten(groups)):
+        raise ValueError(
+            f"frozen is {optimizer_config.frozen!r}, which leaves no weight that trains; leave one out of it"
+        )
     optimizer = make_optimizer(optimizer_config, names, mesh)
     gradients = gradient_function(cfg, config, mesh, frozen, token_loss)
     objective = loss_function(cfg, dataclasses.replace(config, mtp_steps=0, index_weight=0.0), mesh)
@@ -353,7 +366,7 @@ def make_step(
 
         state = advanced(state, batch, moved, moments, finite)
         losses = {"total": total, "ce": parts.ce, "balance": parts.balance, **parts.parts}
-        if config.mtp_steps and cfg.num_nextn_predict_layers:
+        if config.mtp_runs(cfg):
             losses["mtp"] = parts.mtp
         if config.z_weight:
             losses["z"] = parts.z

@@ -108,7 +108,7 @@ def model_flops(config: StageConfig, step: Step) -> float:
     return train_flops(
         config.model,
         config.row_length,
-        config.step.mtp_steps if config.model.num_nextn_predict_layers else 0,
+        config.step.mtp_runs(config.model),
         trunk=step.trains_trunk,
         indexers=config.step.index_weight > 0,
     )

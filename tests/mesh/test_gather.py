@@ -33,6 +33,7 @@ LONG = dict(zip(AXES, resolve({"fsdp": 2, "expert": 64, "context": 8}, 1024)))
         ("l e f d", (75, 256, 2048, 6144), P(None, "expert", "fsdp", None)),
         ("e f d", (256, 2048, 6144), P("expert", "fsdp", None)),
         ("l f d", (3, 12288, 6144), P(None, "expert", "fsdp")),
+        ("dd d", (12288, 6144), P("expert", "fsdp")),
     ],
 )
 def test_each_axis_of_a_pod_cuts_a_dimension_of_its_own(letters, shape, spec):

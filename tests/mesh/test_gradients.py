@@ -43,10 +43,11 @@ def test_loss_and_gradients_equal_those_of_one_device(attention, axes):
     compare(cfg, cases.STEP, mesh)
 
 
-def compare(cfg, step, mesh):
+def compare(cfg, step, mesh, frozen=()):
+    """frozen: weights without a gradient."""
     shardings = glm5.param_shardings(cfg, mesh)
     params = jax.device_put(cases.params(cfg), shardings)
-    run = jax.jit(gradient_function(cfg, step, mesh), out_shardings=(None, None, shardings))
+    run = jax.jit(gradient_function(cfg, step, mesh, frozen), out_shardings=(None, None, shardings))
     objective, parts, gradients = run(params, cases.batch(), cases.RATES)
     want_objective, want_parts, want = cases.reference(cfg)
     np.testing.assert_allclose(objective, want_objective, rtol=1e-5)
@@ -58,6 +59,9 @@ def compare(cfg, step, mesh):
     want = flatten(want)
     for path, got in flatten(gradients).items():
         assert_shards(path, got, mesh)
+        if path in frozen:
+            assert not np.any(got), path
+            continue
         close(path, got, want[path])
         assert bool(np.any(want[path])) == (not path.endswith("router/bias")), path
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.training.step import gradient_function
 from tests.mesh import cases
@@ -48,6 +49,14 @@ def test_microbatches_add_up_to_the_batch_of_one_device(mode, axes):
         vocab_block=16,
     )
     compare(cases.config("sparse"), step, make_mesh(axes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["experts", "local"])
+def test_frozen_weights_are_whole_too(mode):
+    frozen = [path for path in flatten(glm5.letters(cases.config("sparse"))) if "experts" in path]
+    step = step_of(microbatches=2, accumulate=mode)
+    compare(cases.config("sparse"), step, make_mesh(AXES), frozen)
 
 
 @pytest.mark.slow

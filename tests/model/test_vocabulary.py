@@ -1,5 +1,6 @@
 """The embedding and the cross-entropy by parts of the vocabulary are those of the whole."""
 
+import dataclasses
 import functools
 
 import jax
@@ -53,6 +54,38 @@ def test_parts_give_what_the_whole_gives_gradients_included(tied):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("block", [None, BLOCK])
+def test_a_frequent_token_is_learnt_from_each_time(block):
+    """A sum in bfloat16 stays at 256 when ones are added to it."""
+    cfg, params = tables(False)
+    cfg = dataclasses.replace(cfg, dtype="bfloat16")
+    tokens, weights = jnp.full((4096,), 7), glm5.Weights(cfg, Region(), Plan(vocab_block=block))
+
+    def total(table):
+        return jnp.sum(vocabulary.embed({"embed": {"weight": table}}, weights, tokens, block))
+
+    gradient = jax.grad(total)(params["embed"]["weight"])
+    np.testing.assert_array_equal(gradient[7], np.full(D, 4096))
+    assert not np.any(np.delete(gradient, 7, 0))
+
+
+def test_what_many_parts_ask_of_a_hidden_state_is_summed_wide():
+    """256, and then 59 times 1, of parts of one token each: the backward pass goes through them from the last."""
+    cfg, _ = tables(False)
+    cfg = dataclasses.replace(cfg, dtype="bfloat16")
+    plan = Plan(vocab_block=1)
+    column = jnp.ones((D, V)).at[:, -1].set(256.0)
+    params = {"lm_head": {"weight": column}}
+    weights, hidden = glm5.Weights(cfg, Region(), plan), jnp.zeros((1, D), jnp.bfloat16)
+
+    def logz(hidden):
+        return jnp.sum(
+            V * vocabulary.cross_entropy(params, weights, hidden, jnp.array([0]), 1, plan)[1]
+        )
+
+    np.testing.assert_allclose(jax.grad(logz)(hidden).astype(float), 256 + V - 1, rtol=4e-3)
+
+
 def test_nothing_is_looked_up_in_or_multiplied_with_the_whole_vocabulary():
     cut, args = parts(False, BLOCK)
     jaxpr = jax.make_jaxpr(jax.grad(lambda *own: cut(*own)[0], (0, 1)))(*args).jaxpr
@@ -84,3 +117,7 @@ def test_parts_cannot_be_smaller_than_what_devices_hold_together():
     own = {"embed": {"weight": params["embed"]["weight"][:15]}}  # of four devices
     with pytest.raises(ValueError, match="vocab_block is 3; 4 parts of the vocabulary are cut"):
         vocabulary.embed(own, weights, jnp.arange(4), 3)
+    with pytest.raises(
+        ValueError, match="equal parts of 32003 tokens on 1 devices have 1 or 32003"
+    ):
+        vocabulary.num_parts(32_003, 1, 16_384)

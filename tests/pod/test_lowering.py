@@ -131,3 +131,7 @@ def test_nothing_above_a_gibibyte_is_replicated(make):
     used = pod.gathered(config.model, mesh, config.step.vocab_block)
     assert max(used.values()) < 0.5 * GIB
     assert pod.gathered(config.model, mesh)["embed/weight"] > GIB
+    always = pod.gathered(config.model, mesh, config.step.vocab_block, whole=[""])
+    assert always["embed/weight"] > GIB
+    experts = "moe_layers/experts/up"
+    assert always[experts] == config.model.num_moe_layers * used[experts]

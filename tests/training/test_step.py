@@ -157,6 +157,7 @@ def test_microbatches_add_up_to_the_batch(three):
         ("mtp_steps", -1),
         ("reduce_dtype", "foo"),
         ("accumulate", "twice"),
+        ("index_weight", float("nan")),
     ],
 )
 def test_values_that_cannot_work_are_named(field, value):
