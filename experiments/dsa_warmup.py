@@ -16,7 +16,7 @@ import dataclasses
 
 from experiments import midtrain
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig, choose
-from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig, SwitchConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 
 evaluator = midtrain.evaluator
 TRUNK = r"^(?!.*indexer/)"  # everything but the indexers
@@ -29,11 +29,7 @@ def get_config(variant: str = "tiny") -> ExperimentConfig:
 
 def warm(base: ExperimentConfig, name: str, **changes) -> ExperimentConfig:
     """The last stage of mid-training, in which only the indexers learn."""
-    step = dataclasses.replace(
-        base.step,
-        index_weight=1.0,
-        bias_update_rate=SwitchConfig(0.0, 0.0),  # router biases are part of the trunk
-    )
+    step = dataclasses.replace(base.step, index_weight=1.0)
     optimizer = dataclasses.replace(base.optimizer, frozen=(TRUNK,))
     # A base model that knows nothing of DSA has no indexers yet.
     own = {"name": name, "step": step, "optimizer": optimizer, "unshared": ("indexer",)}

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, check_batch
-from glm5_jax.core.tree import flatten, unflatten
+from glm5_jax.core.tree import flatten, found, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.router import balance_bias
@@ -362,7 +362,7 @@ def make_step(
             for path, value in flatten(optax.apply_updates(params, updates)).items()
             if path not in frozen
         }
-        moved = _balanced(unflatten(moved), parts.load, rates.bias_rate)
+        moved = _balanced(unflatten(moved), parts.load, rates.bias_rate, optimizer_config.frozen)
 
         state = advanced(state, batch, moved, moments, finite)
         losses = {"total": total, "ce": parts.ce, "balance": parts.balance, **parts.parts}
@@ -479,13 +479,14 @@ def _place(state, shardings):
     return jax.device_put(state, shardings)
 
 
-def _balanced(params, load, rate):
-    """The router biases moved towards a balanced load [l e], layer by layer (the MTP block last)."""
+def _balanced(params, load, rate, frozen):
+    """The router biases moved towards a balanced load [l e], layer by layer (the MTP block last), but for those that a
+    pattern names."""
     if load is None:
         return params
     flat = flatten(params)
-    layers = [p for p in ("moe_layers/router/bias", "mtp/block/router/bias") if p in flat]
-    for path in layers:
+    biases = ("moe_layers/router/bias", "mtp/block/router/bias")
+    for path in (path for path in biases if path in flat and not found(frozen, path)):
         own = load[-1] if path.startswith("mtp") else load[: flat[path].shape[0]]
         flat[path] = balance_bias(flat[path], own, rate)
     return unflatten(flat)

@@ -25,10 +25,10 @@ BIASES = ("moe_layers/router/bias", "mtp/block/router/bias")
 
 
 @functools.cache
-def build(microbatches: int = 1):
+def build(microbatches: int = 1, frozen=()):
     switches = {"index_weight": 0.0, **SWITCHES}
     config = dataclasses.replace(cases.STEP, microbatches=microbatches, **switches)
-    optimizer = OptimizerConfig(ns_dtype="float32")
+    optimizer = OptimizerConfig(ns_dtype="float32", frozen=frozen)
     return make_step(cases.config("dense"), config, optimizer, RATES)
 
 
@@ -125,6 +125,12 @@ def test_router_biases_move_towards_balance_until_the_switch(three):
         np.sign(loads[1].mean() - loads[1][0]),
         np.sign(loads[0].mean(-1, keepdims=True) - loads[0])[0],
     )
+
+
+def test_a_frozen_layer_s_router_bias_stays():
+    (before, after), _ = steps(build(frozen=("moe_layers/",)), [cases.batch()])
+    moved = {path for path, x in flat(after).items() if np.any(x != flat(before)[path])}
+    assert BIASES[1] in moved and not any(path.startswith("moe_layers/") for path in moved)
 
 
 def test_the_weight_of_multi_token_prediction_switches_with_the_tokens_seen(three):
