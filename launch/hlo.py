@@ -1,5 +1,6 @@
 """The collectives of a compiled program: what they move, along which axes, and how often they run."""
 
+import collections as containers
 import functools
 import math
 import re
@@ -22,6 +23,14 @@ _LISTED = re.compile(r"replica_groups=\{\{(.*?)\}\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 
+# What goes between slices of TPUs libtpu writes as what their hosts send and receive: the collective's kind, and of
+# whom it is, as slices (from 1) x devices of one, or as 100,000 * slice + device.
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
+_MEMBERS = re.compile(r"_xla_megascale_target=\{\{(.*?)\}\}")
+_SLICE = 100_000
+
 
 class Collective(NamedTuple):
     """One collective operation of a program, as one device runs it.
@@ -42,6 +51,7 @@ class Collective(NamedTuple):
         collective communication operations in MPICH"); a torus may route it over several links.
     pairs: (source, target) of a permutation.
     op_name: where jax made it, "jit(train)/while/body/psum"; "" if XLA made it.
+    between_slices: whether the hosts of slices of TPUs carry it.
     """
 
     kind: str
@@ -52,30 +62,47 @@ class Collective(NamedTuple):
     moved: int
     pairs: tuple[tuple[int, int], ...] = ()
     op_name: str = ""
+    between_slices: bool = False
 
 
-def collectives(hlo: str) -> list[Collective]:
+def collectives(hlo: str, mesh=None) -> list[Collective]:
     """All collectives of a compiled module's text (`compiled.as_text()`), in its order.
 
-    The halves of an asynchronous pair count once, and so does a collective inside a fusion or in a
-    computation that is started asynchronously. ValueError if the text is no module.
+    The parts of an asynchronous collective count once, and so does a collective inside a fusion or in a
+    computation that is started asynchronously. mesh: needed where it has several slices of TPUs, for each of which there
+    is a program of its own. ValueError if the text is no module.
     """
     module = parse(hlo)
-    often = runs(module)
-    found = (collective_of(module, at, i, often[at]) for at, i in module.instructions())
+    often, starts = runs(module), _starts(module)
+    found = (
+        collective_of(module, at, i, often[at], mesh)
+        for at, i in module.instructions()
+        if "chain_id=" not in i.rest or at in starts
+    )
     return [one for one in found if one]
 
 
+def _starts(module: Module) -> set[str]:
+    """The computations in which an asynchronous collective begins. libtpu writes one that goes on beside products, all with
+    the same chain_id, into each of these and into the computation that ends it as well."""
+    begun = 'custom_call_target="AsyncCollectiveStart"'
+    return {at for at, instruction in module.instructions() if begun in instruction.rest}
+
+
 def collective_of(
-    module: Module, at: str, instruction: Instruction, often: Runs
+    module: Module, at: str, instruction: Instruction, often: Runs, mesh=None
 ) -> Collective | None:
     """The collective that an instruction of the computation `at` is; None if it is none."""
+    if instruction.opcode == "recv":
+        return _between_slices(module, at, instruction, often, mesh)
     kind = instruction.opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
     groups, pairs = _groups(instruction.rest), _pairs(instruction.rest)
     if not groups and kind != "collective-permute":  # XLA writes {} for all devices
         groups = (tuple(range(module.num_devices)),)
+    if mesh is not None and module.num_devices < mesh.size:
+        groups, pairs = _in_all_slices(groups, mesh), _in_all_slices(pairs, mesh)
     size, n = _result_bytes(instruction), max(map(len, groups), default=1)
     # XLA:TPU writes its fused reduce-scatter as a computation of that name around an all-reduce.
     if kind == "all-reduce" and at.startswith("all-reduce-scatter"):
@@ -86,6 +113,59 @@ def collective_of(
         sent = min(size, operand.num_bytes)
     moved = _moved(kind, sent, n)
     return Collective(kind, size, *often, groups, moved, pairs, instruction.op_name)
+
+
+def _between_slices(
+    module: Module, at: str, received: Instruction, often: Runs, mesh
+) -> Collective | None:
+    """What the hosts of slices receive together; None if it is something else that a host sends."""
+    transfer = _TRANSFER.search(received.rest)
+    if transfer is None:
+        return None
+    kind = transfer[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
+    if kind not in KINDS:
+        raise ValueError(
+            f"between slices of TPUs there is a {transfer[1]}, which is not known here"
+        )
+    members = _members(received.rest, mesh)
+    groups, pairs = ((), members) if kind == "collective-permute" else (members, ())
+    size = sent = shape_bytes(elements(received.shape)[0])
+    if kind == "ragged-all-to-all":
+        meeting = _MEETING.search(received.rest)[0]
+        [rows] = (
+            one
+            for one in module.computations[at].instructions.values()
+            if one.opcode == "send" and meeting in one.rest and 'operand_index="0"' in one.rest
+        )
+        sent = min(size, shape_bytes(elements(rows.shape)[0]))
+    moved = _moved(kind, sent, max(map(len, members)))
+    return Collective(kind, size, *often, groups, moved, pairs, received.op_name, True)
+
+
+def _members(text: str, mesh) -> tuple[tuple[int, ...], ...]:
+    """The groups of devices of a mesh, or their pairs, between which hosts send."""
+    slices = _by_slice(mesh, True)
+    if found := _SLICES.search(text):
+        chosen, (first, last) = numbers(found[1]), map(int, found.group(2, 3))
+        return tuple(tuple(slices[s - 1][d] for s in chosen) for d in range(first, last + 1))
+    listed = _numbers(_MEMBERS.search(text)[1].replace("->", ","))
+    return tuple(tuple(slices[n // _SLICE - 1][n % _SLICE] for n in group) for group in listed)
+
+
+def _in_all_slices(groups: tuple[tuple[int, ...], ...], mesh) -> tuple[tuple[int, ...], ...]:
+    """The groups of a slice's own devices, of each slice."""
+    slices = _by_slice(mesh, False)
+    return tuple(tuple(own[n] for n in group) for own in slices for group in groups)
+
+
+@functools.lru_cache(maxsize=8)
+def _by_slice(mesh, by_id: bool) -> tuple[tuple[int, ...], ...]:
+    """The places in a mesh of the devices of each slice, in their order in the mesh, as a slice's program counts them, or
+    in that of their ids, as what goes between slices has it."""
+    slices = containers.defaultdict(list)
+    for place, device in enumerate(mesh.devices.flat):
+        slices[getattr(device, "slice_index", 0)].append((device.id if by_id else place, place))
+    return tuple(tuple(place for _, place in sorted(own)) for _, own in sorted(slices.items()))
 
 
 def _moved(kind: str, num_bytes: int, n: int) -> int:
@@ -152,17 +232,17 @@ def _groups_along(shape: tuple[tuple[str, int], ...], axes) -> tuple[tuple[int, 
     return tuple(sorted(map(tuple, ids.transpose(rest + dims).reshape(-1, size).tolist())))
 
 
-def axes_of(collective: Collective, mesh) -> tuple[str, ...]:
+def axes_of(collective: Collective, mesh, partly: bool = False) -> tuple[str, ...]:
     """The mesh axes along which a collective runs, in the order of the mesh.
 
     Of a permutation, the axes in which a source and its target differ. () if the groups are no product
-    of axes, or of single devices.
+    of axes, or of single devices. partly: also those of which a group has a part, such as the devices of a slice.
     """
-    return _axes(collective.groups, collective.pairs, tuple(mesh.shape.items()))
+    return _axes(collective.groups, collective.pairs, tuple(mesh.shape.items()), partly)
 
 
 @functools.lru_cache(maxsize=256)
-def _axes(groups, pairs, shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+def _axes(groups, pairs, shape: tuple[tuple[str, int], ...], partly: bool) -> tuple[str, ...]:
     names, sizes = zip(*shape)
     last = max((max(members) for members in pairs or groups), default=0)
     if last >= math.prod(sizes):
@@ -170,8 +250,8 @@ def _axes(groups, pairs, shape: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
             f"a collective of device {last} and a mesh of {math.prod(sizes)} devices; "
             "give the mesh that the program was compiled for"
         )
-    together = np.array(pairs or groups[:1], int).T  # [members, groups]
+    together = np.array(pairs or (groups if partly else groups[:1]), int).T  # [members, groups]
     at = np.unravel_index(together, sizes)
     axes = tuple(name for name, index in zip(names, at) if (index != index[:1]).any())
     found = tuple(sorted(tuple(sorted(group)) for group in groups))
-    return axes if pairs or found == _groups_along(shape, axes) else ()
+    return axes if pairs or partly or found == _groups_along(shape, axes) else ()

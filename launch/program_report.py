@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import resource
 import time
@@ -29,17 +30,17 @@ SHAPES = "no topology"
 class Traffic:
     """Collectives of one kind along the same axes of the mesh.
 
-    far: whether they leave a slice of TPUs or a host of GPUs; count: how many stand in the program; runs: how often
-    they run in one step, loops multiplied out; moved: bytes that a device sends in one step; largest: bytes of the
-    largest result on a device.
+    count: how many stand in the program; runs: how often they run in one step, loops multiplied out; near: bytes that a
+    device sends in one step over the links of its chip (TPU) or of its host (GPU); far: those out of its slice of TPUs
+    or its host of GPUs; largest: bytes of the largest result on a device.
     """
 
     kind: str
     axes: tuple[str, ...]
-    far: bool
     count: int
     runs: int
-    moved: int
+    near: int
+    far: int
     largest: int
 
 
@@ -98,34 +99,49 @@ class Report:
 
 def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
     """All collectives of a program, those of one kind along the same axes together, most bytes first."""
-    places = [_island(device) for device in mesh.devices.flat]
+    devices = list(mesh.devices.flat)
+    tpu = devices[0].platform == "tpu"
+    islands = tuple(
+        (getattr(device, "slice_index", 0), *device.coords) if tpu else device.process_index
+        for device in devices
+    )
     groups = collections.defaultdict(list)
     for one in found:
-        groups[one.kind, axes_of(one, mesh)].append(one)
-    rows = [
-        Traffic(
-            kind,
-            axes,
-            any(
-                len({places[i] for i in group}) > 1
-                for one in own
-                for group in one.groups or one.pairs
-            ),
-            len(own),
-            sum(one.times or 1 for one in own),
-            sum(one.moved * (one.times or 1) for one in own),
-            max(one.num_bytes for one in own),
+        groups[one.kind, axes_of(one, mesh, partly=True)].append(one)
+    rows = []
+    for (kind, axes), own in groups.items():
+        near = far = 0
+        for one in own:
+            times, out = one.times or 1, leaving(one, islands)
+            if one.between_slices:
+                far += times * one.moved
+            elif tpu:
+                near += times * out
+            else:
+                near, far = near + times * (one.moved - out), far + times * out
+        often = sum(one.times or 1 for one in own)
+        rows.append(
+            Traffic(kind, axes, len(own), often, near, far, max(one.num_bytes for one in own))
         )
-        for (kind, axes), own in groups.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row.moved))
+    return tuple(sorted(rows, key=lambda row: -(row.near + row.far)))
 
 
-def _island(device) -> int:
-    """The number of the slice of TPUs, or of the host of GPUs, that a device is in."""
-    if device.platform != "tpu":
-        return device.process_index
-    return getattr(device, "slice_index", 0)  # a slice that is alone has none
+def leaving(one: Collective, islands: Sequence) -> int:
+    """Bytes that a device sends out of its island, a chip or a host, at least; islands: of all devices of the mesh. Members
+    of a group in the same island share what the others are sent, or send: each brings it in once."""
+    return _leaving(one.kind, one.moved, one.groups, one.pairs, islands)
+
+
+@functools.lru_cache(maxsize=256)  # programs repeat the same few lists of a thousand devices
+def _leaving(kind, moved, groups, pairs, islands) -> int:
+    if pairs:
+        return moved if any(islands[a] != islands[b] for a, b in pairs) else 0
+    n = max(map(len, groups))
+    m = max(max(collections.Counter(islands[i] for i in group).values()) for group in groups)
+    if n == m:
+        return 0
+    once = 1 if kind.endswith("all-to-all") else m
+    return moved * (n - m) // ((n - 1) * once)
 
 
 def bounds(least: Sequence[Cost], rows: Sequence[Traffic], pod: Pod) -> dict[str, float]:
@@ -133,8 +149,7 @@ def bounds(least: Sequence[Cost], rows: Sequence[Traffic], pod: Pod) -> dict[str
     bfloat16 where the chip has no rate of it), memory, links in a slice or host, and the network beyond it where it is
     published."""
     chip = pod.device
-    near = sum(row.moved for row in rows if not row.far)
-    far = sum(row.moved for row in rows if row.far)
+    near, far = (sum(getattr(row, where) for row in rows) for where in ("near", "far"))
     rate = chip.flops["bfloat16"]
     found = {
         "products": sum(cost.flops / chip.flops.get(cost.dtype, rate) for cost in least),
@@ -199,7 +214,7 @@ def report_of(
     known["temporaries"] = memory.temp_size_in_bytes
     known["not_reused"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
     if mesh is not None:
-        found = collectives(text)
+        found = collectives(text, mesh)
         known |= {"traffic": traffic(found, mesh), "overweight": overweight(found)}
         known["replicated"] |= {
             f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)
@@ -275,10 +290,10 @@ def _lines(report: Report):
     if report.token_costs:
         yield from _costs_of_tokens(report.token_costs)
     for row in report.traffic:
-        along = " x ".join(row.axes) or "several axes"
+        along = " x ".join(row.axes) or "one device"
         yield (
-            f"    {row.kind:<20}{along:<18}{'far' if row.far else 'near':<6}{row.count:>4} in the program, {row.runs:>7,} a step, "
-            f"{row.moved / GB:10.3f} GB sent, largest {row.largest / 1e6:,.1f} MB"
+            f"    {row.kind:<20}{along:<18}{row.count:>4} in the program, {row.runs:>7,} a step, "
+            f"{row.near / GB:10.3f} GB sent near, {row.far / GB:8.3f} far, largest {row.largest / 1e6:,.1f} MB"
         )
     for line in report.overweight:
         yield f"  not scattered: {line}"

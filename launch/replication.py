@@ -130,10 +130,12 @@ class _Flow:
         if code == "conditional":
             branches = [self.run(c, (v,)) for (_, c), v in zip(made.called(), given[1:])]
             return _spread(functools.reduce(_either, branches), _join(given[0]))
-        one = collective_of(self.module, at, made, Runs(1, False))
+        one = collective_of(self.module, at, made, Runs(1, False), self.mesh)
         if one is None:
             return _join(tuple(given))
         axes = sum(self.bits[axis] for axis in axes_of(one, self.mesh))
+        if one.between_slices:  # its operand is another instruction's, which may differ in any way
+            given = [self.all]
         if one.kind not in ("all-gather", "all-reduce"):
             alone = (
                 all(len(group) == 1 for group in one.groups) and one.kind != "collective-permute"

@@ -28,7 +28,10 @@ class Device(SimpleNamespace):
 def devices_of(pod: Pod) -> list:
     """Devices in the order of jax, with what meshes are made by."""
     if pod.platform == "cuda":
-        return [SimpleNamespace(id=i, platform="gpu") for i in range(pod.num_devices)]
+        gpus = pod.shape[1]
+        return [
+            Device(id=i, platform="gpu", process_index=i // gpus) for i in range(pod.num_devices)
+        ]
     found, (x, y, z) = [], (*pod.shape, 1)[:3]
     cores = CHIPS[pod.chip].num_devices
     order = itertools.product(*map(range, (pod.num_slices, z, y, x, cores)))

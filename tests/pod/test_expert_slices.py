@@ -1,8 +1,5 @@
 """What crosses between slices in a compiled mixture of experts, with its gradient: rows to each expert, or once."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +9,22 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from glm5_jax.core.mesh import AXES, Region, placed
 from glm5_jax.model.dispatch import routed_experts
 from launch import pods
-from launch.hlo import collectives
+from launch.hlo import Collective, collectives
 
 pytestmark = pytest.mark.aot
 
 SLICES, WIDTH, TOKENS, CHOSEN, LOCAL = 2, 1024, 64, 4, 2  # TOKENS and LOCAL experts a device
 ROW = 2 * WIDTH  # bytes
-# Between slices of a TPU pod the hosts carry the rows, of which XLA's text has sends and receipts.
-_RECEIPT = re.compile(r" = \(bf16\[([\d,]+)\].* recv\(.*ragged_operand_index=\"0\".*")
 
 
-def compiled(target: str, slices: int) -> str:
-    """The text of the mixture's gradient, on all chips of two slices, or of two hosts of GPUs."""
+def compiled(target: str, slices: int) -> list[Collective]:
+    """Those of the mixture's gradient, on all chips of two slices, or of two hosts of GPUs."""
     pod = pods.parse(target)
     if pods.missing(pod):
         pytest.skip("the compilers are not installed; bash launch/test.sh aot installs them")
     devices = sorted(pods.devices(pod), key=lambda d: (getattr(d, "slice_index", 0), d.id))
     count = len(devices)
-    cut = placed(devices, (1, 1, count, 1, 1), slices)
+    cut = placed(devices, (1, 1, count, 1, 1), SLICES)
     mesh = Mesh(cut, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def shape(*dims, dtype=jnp.bfloat16):
@@ -51,11 +46,8 @@ def compiled(target: str, slices: int) -> str:
         return jnp.sum(mixture(w, x, ids, weights).astype(jnp.float32) ** 2)
 
     traced = jax.jit(jax.grad(loss, (0, 1, 3))).trace(w, shape(TOKENS, WIDTH), ids, weights)
-    return traced.lower(lowering_platforms=(pod.platform,)).compile().as_text()
-
-
-def exchanges(text: str) -> list:
-    return [c for c in collectives(text) if c.kind == "ragged-all-to-all"]
+    program = traced.lower(lowering_platforms=(pod.platform,)).compile()
+    return [c for c in collectives(program.as_text(), mesh) if c.kind == "ragged-all-to-all"]
 
 
 def groups(found) -> set:
@@ -63,14 +55,14 @@ def groups(found) -> set:
 
 
 def test_between_hosts_of_gpus_a_token_crosses_once():
-    plain, two = exchanges(compiled("h200:2x8", 1)), exchanges(compiled("h200:2x8", SLICES))
+    plain, two = compiled("h200:2x8", 1), compiled("h200:2x8", SLICES)
     positions = np.arange(16).reshape(SLICES, 8)
     across, inside = (tuple(map(tuple, p.tolist())) for p in (positions.T, positions))
     assert groups(plain) == {(tuple(range(16)),)} and groups(two) == {across, inside}
     crossing = [c for c in two if tuple(sorted(c.groups)) == across]
-    # There and back, forward and backward: room for a row from every token of all 16 devices for each expert that a
-    # device has, or of the two devices at one position.
-    assert {c.num_bytes for c in plain} == {16 * TOKENS * LOCAL * ROW}
+    # Room for a row from every token of all 16 devices for each expert that a device has, or of the two devices at one
+    # position; on the way back for the rows that were sent.
+    assert {c.num_bytes for c in plain} == {16 * TOKENS * LOCAL * ROW, TOKENS * CHOSEN * ROW}
     assert {c.num_bytes for c in crossing} == {SLICES * TOKENS * ROW}
     told("h200:2x8", plain, crossing)
 
@@ -78,18 +70,20 @@ def test_between_hosts_of_gpus_a_token_crosses_once():
 def test_between_slices_of_tpus_only_what_crosses_goes_through_the_hosts():
     plain, two = compiled("2*v5p:2x2x1", 1), compiled("2*v5p:2x2x1", SLICES)
     # In one level, also the rows for the same slice go through the hosts: no exchange is among four chips.
-    assert groups(exchanges(plain)) == {((0,), (1,), (2,), (3,))}
-    assert ((0, 1, 2, 3),) in groups(exchanges(two))
-    received = [
-        [2 * math.prod(map(int, dims.split(","))) for dims in _RECEIPT.findall(text)]
-        for text in (plain, two)
-    ]
-    assert max(received[0]) >= 8 * TOKENS * LOCAL * ROW > max(received[1]) >= SLICES * TOKENS * ROW
-    told("2*v5p:2x2x1", *received)
+    positions = np.arange(8).reshape(SLICES, 4)
+    across, inside = (tuple(map(tuple, p.tolist())) for p in (positions.T, positions))
+    assert groups(c for c in plain if c.between_slices) == {(tuple(range(8)),)}
+    assert inside in groups(c for c in two if not c.between_slices)
+    crossing = [c for c in two if c.between_slices]
+    assert groups(crossing) == {across}
+    plain = [c for c in plain if c.between_slices]
+    assert max(c.num_bytes for c in plain) == 8 * TOKENS * LOCAL * ROW
+    assert max(c.num_bytes for c in crossing) == SLICES * TOKENS * ROW
+    told("2*v5p:2x2x1", plain, crossing)
 
 
 def told(target: str, plain, two) -> None:
     """Prints room for rows that cross."""
-    sums = [sum(getattr(c, "num_bytes", c) for c in found) for found in (plain, two)]
+    sums = [sum(c.num_bytes for c in found) for found in (plain, two)]
     print(f"\n{target}: room for rows that cross {sums[0]:,} -> {sums[1]:,} bytes a device")
     assert 2 * sums[1] < sums[0]

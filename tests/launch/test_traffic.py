@@ -1,0 +1,192 @@
+"""What a program sends over links and over the network, and the least time that takes, by hand."""
+
+import math
+
+import pytest
+
+from glm5_jax.core.mesh import make_mesh
+from launch.hlo import Collective, axes_of, collectives
+from launch.pods import parse
+from launch.program_report import Traffic, bounds, leaving, traffic
+from pallas_kernels.cost import Cost
+from tests.launch.test_pods import devices_of
+
+MB = 1_000_000
+
+
+def mesh_of(pod: str, **axes):
+    return make_mesh(axes, devices=devices_of(parse(pod)))
+
+
+def over(kind, moved, groups=(), pairs=(), **more) -> Collective:
+    return Collective(kind, moved, 1, False, groups, moved, pairs, **more)
+
+
+# -- what leaves a chip, a host or a slice -------------------------------------------------------------------------
+
+FOUR = (tuple(range(4)),)
+
+
+@pytest.mark.parametrize(
+    ("one", "islands", "out"),
+    [
+        (over("all-gather", 3 * MB, FOUR), (0, 0, 0, 0), 0),
+        (over("all-gather", 3 * MB, FOUR), (0, 1, 2, 3), 3 * MB),
+        # Two hosts of two: a host lacks two of four parts, each of its devices brings in one.
+        (over("all-gather", 3 * MB, FOUR), (0, 0, 1, 1), 1 * MB),
+        (over("reduce-scatter", 3 * MB, FOUR), (0, 0, 1, 1), 1 * MB),
+        (over("all-reduce", 6 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
+        # What each has for each other: two of three parts go to the other host.
+        (over("all-to-all", 3 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
+        (over("ragged-all-to-all", 3 * MB, FOUR), (0, 0, 1, 1), 2 * MB),
+        (over("collective-permute", MB, pairs=((0, 1), (1, 0))), (0, 0, 1, 1), 0),
+        (over("collective-permute", MB, pairs=((0, 1), (1, 2))), (0, 0, 1, 1), MB),
+        (over("all-gather", MB, ((0, 1), (2, 3))), (0, 0, 1, 1), 0),
+        (over("all-gather", MB, ((0, 2), (1, 3))), (0, 0, 1, 1), MB),
+    ],
+)
+def test_members_of_an_island_bring_in_once_what_all_of_them_get(one, islands, out):
+    assert leaving(one, islands) == out
+
+
+def test_of_a_host_s_gpus_what_is_left_goes_over_their_links():
+    mesh = mesh_of("h200:2x8", fsdp=16)
+    [row] = traffic([over("all-gather", 15 * MB, (tuple(range(16)),))], mesh)
+    assert row == Traffic("all-gather", ("fsdp",), 1, 1, 14 * MB, 1 * MB, 15 * MB)
+
+
+def test_of_a_tpu_what_its_two_devices_send_each_other_goes_over_no_link():
+    mesh = mesh_of("tpu7x:2x2x1", fsdp=8)
+    [row] = traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh)
+    assert (row.near, row.far) == (3 * MB, 0)
+    [row] = traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh_of("v5p:2x2x2", fsdp=8))
+    assert (row.near, row.far) == (7 * MB, 0)
+
+
+def test_kinds_and_axes_are_summed_each_run_once():
+    mesh = mesh_of("v5p:2x2x2", fsdp=4, expert=2)
+    inside = tuple((i, i + 1) for i in range(0, 8, 2))
+    found = [
+        over("all-gather", MB, inside)._replace(times=5, in_loop=True),
+        over("all-gather", 2 * MB, inside),
+        over("all-reduce", MB, inside)._replace(times=None, in_loop=True),
+    ]
+    assert traffic(found, mesh) == (
+        Traffic("all-gather", ("expert",), 2, 6, 7 * MB, 0, 2 * MB),
+        Traffic("all-reduce", ("expert",), 1, 1, MB, 0, MB),
+    )
+
+
+def test_seconds_of_each_resource():
+    rows = [Traffic("all-gather", ("fsdp",), 1, 1, 6 * 10**11, 0, 1)]
+    least = [Cost(459e12, 2.765e12), Cost(918e12, 0, "int8")]
+    assert bounds(least, rows, parse("v5p:2x2x1")) == pytest.approx(
+        {"products": 2.0, "memory": 1.0, "links": 1.0}
+    )
+    far = [Traffic("all-gather", ("fsdp",), 1, 1, 0, 25 * 10**9, 1)] * 2
+    found = bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
+    assert found == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
+
+
+# -- several slices ------------------------------------------------------------------------------------------------
+
+# As libtpu 0.0.42.1 writes it for 4*v6e:2x2: the data axis lies along two pairs of slices, fsdp along the other pairs
+# and half of each slice.
+TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+ENTRY %main (param: bf16[1024,8192]) -> bf16[4096,8192] {
+  %param = bf16[1024,8192]{1,0} parameter(0)
+  %token = token[] after-all()
+"""
+LINE = """  %send.N = (SENT{1,0:T(8,128)(2,1)}, u32[], token[]) send(%param, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="meet.N_0",ATTRIBUTES_xla_megascale_target=TARGET,_xla_megascale_transfer_type="TYPE"}
+  %recv.N = (GOT{1,0:T(8,128)(2,1)}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="meet.N_0",ATTRIBUTES_xla_megascale_target=TARGET,_xla_megascale_transfer_type="TYPE"}
+"""
+DATA = (
+    "{{100000,300000},{100001,300001},{100003,300003},{100002,300002},"
+    "{200000,400000},{200001,400001},{200003,400003},{200002,400002}}"
+)
+FSDP = DATA.replace("300", "x").replace("200", "300").replace("x", "200")
+ALL = '"{1,2,3,4}x{0:3}"'
+RAGGED = '_xla_megascale_ragged_operand_index="0",'
+
+
+def between(kind, target, sent, got, attributes=""):
+    """The collectives of a program in which slices send so many rows of 16 KB, and get so many."""
+    words = {
+        "SENT": f"bf16[{sent},8192]",
+        "GOT": f"bf16[{got},8192]",
+        "TARGET": target,
+        "TYPE": kind,
+        "ATTRIBUTES": attributes,
+    }
+    line = LINE
+    for word, value in words.items():
+        line = line.replace(word, value)
+    text = TEXT + line + "  ROOT %out = bf16[1024,8192]{1,0} copy(%param)\n}\n"
+    return collectives(text, mesh_of("4*v6e:2x2", data=2, fsdp=8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "sent", "got", "moved", "axes", "attributes"),
+    [
+        ("ALL_REDUCE", DATA, 4, 4, 4, ("data",), ""),
+        ("ALL_GATHER", FSDP, 4, 8, 4, ("fsdp",), ""),
+        ("REDUCE_SCATTER", FSDP, 8, 4, 4, ("fsdp",), ""),
+        ("ALL_TO_ALL", FSDP, 4, 4, 2, ("fsdp",), ""),
+        ("RAGGED_ALL_TO_ALL", FSDP, 4, 16, 2, ("fsdp",), RAGGED),
+        ("RAGGED_ALL_TO_ALL", FSDP, 16, 4, 2, ("fsdp",), RAGGED),
+        ("ONE_TO_ONE", "{{100000->300000},{300000->100000}}", 4, 4, 4, ("data",), ""),
+        ("ALL_REDUCE", ALL, 4, 4, 6, ("data", "fsdp"), ""),
+    ],
+)
+def test_what_the_hosts_of_slices_send_is_a_collective(
+    kind, target, sent, got, moved, axes, attributes
+):
+    [one] = between(kind, target, sent, got, attributes)
+    mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
+    assert one.between_slices and one.num_bytes == got * 16_384 and one.moved == moved * 16_384
+    assert axes_of(one, mesh, partly=True) == axes
+    [row] = traffic([one], mesh)
+    assert (row.near, row.far) == (0, one.moved)
+
+
+def test_a_transfer_of_another_kind_is_not_passed_over():
+    with pytest.raises(ValueError, match="between slices of TPUs there is a BROADCAST"):
+        between("BROADCAST", ALL, 4, 4)
+
+
+def test_groups_of_a_slice_are_those_of_every_slice():
+    line = "  ROOT %g = bf16[4096,8192]{1,0} all-gather(%param), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}\n}\n"
+    mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
+    [one] = collectives(TEXT + line, mesh)
+    assert one.groups == tuple(tuple(range(i, i + 4)) for i in range(0, 16, 4))
+    assert axes_of(one, mesh) == () and axes_of(one, mesh, partly=True) == ("fsdp",)
+    [row] = traffic([one], mesh)
+    assert (row.near, row.far) == (3 * 1024 * 16_384, 0)
+
+
+def test_a_gather_that_goes_on_beside_products_counts_once():
+    """libtpu has it where it begins, goes on and ends."""
+    part = """%NAME (p: bf16[256,8]) -> bf16[1024,8] {
+  %p = bf16[256,8]{1,0} parameter(0)
+  %g = bf16[1024,8]{1,0} all-gather(%p), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %end = bf16[1024,8]{1,0} WHAT
+}
+
+"""
+    begins = part.replace("NAME", "a").replace(
+        "WHAT", 'custom-call(%g), custom_call_target="AsyncCollectiveStart"'
+    )
+    goes_on = part.replace("NAME", "b").replace("WHAT", "copy(%g)")
+    ends = part.replace("NAME", "c").replace(
+        "WHAT", 'custom-call(%g), custom_call_target="AsyncCollectiveDone"'
+    )
+    main = """ENTRY %main (p: bf16[256,8]) -> bf16[1024,8] {
+  %p = bf16[256,8]{1,0} parameter(0)
+  %x = bf16[1024,8]{1,0} fusion(%p), kind=kCustom, calls=%a
+  %y = bf16[1024,8]{1,0} fusion(%p), kind=kOutput, calls=%b
+  ROOT %z = bf16[1024,8]{1,0} fusion(%p), kind=kCustom, calls=%c
+}
+"""
+    [one] = collectives("HloModule m, num_partitions=4\n\n" + begins + goes_on + ends + main)
+    assert (one.times, one.moved) == (1, math.prod((1024, 8, 2)) * 3 // 4)
