@@ -12,6 +12,7 @@ from glm5_jax.core.mesh import AXES
 from launch.buffers import dumped, large_buffers, needed_and_available
 from launch.hlo import axes_of, collectives
 from launch.replication import replicated
+from tests.kernels.offline import pod_of
 from tests.pod.test_offline_compilers import mesh_of
 
 pytestmark = pytest.mark.aot
@@ -29,9 +30,9 @@ def arrays(mesh, *shapes):
     ]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=[*TARGETS, "v6e:2x4"])
 def scanned(request):
-    """(mesh, text) of the gradient of layers that exchange their rows within an inner loop."""
+    """(mesh, text) of the gradient of layers that exchange their rows within an inner loop, compiled as for launchers."""
     mesh = mesh_of(request.param, dict(fsdp=2, expert=2, context=2))
     cut = P(None, "expert", "fsdp")
 
@@ -63,7 +64,8 @@ def scanned(request):
         ((WIDTH, WIDTH), jnp.bfloat16, P()),
         ((8 * ROWS, WIDTH), jnp.bfloat16, P(AXES)),
     )
-    return mesh, jax.jit(step).lower(*given).compile().as_text()
+    options = pod_of(request.param).options
+    return mesh, jax.jit(step).lower(*given).compile(compiler_options=options).as_text()
 
 
 def test_collectives_run_and_send_as_the_program_says(scanned):
