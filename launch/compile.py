@@ -36,6 +36,7 @@ if __name__ == "__main__":  # the compilers need no device, and a pod's would be
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # libtpu would ask a cloud for its machine
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody's devices are taken
 
 from absl import flags
 from ml_collections import config_flags
@@ -103,6 +104,11 @@ def programs_of(config, model: tuple[ModelConfig, bool] | None, mesh, platform) 
     return [make(cfg, mesh, platform, config.engine, quantised) for make in lower]
 
 
+def _can_be_written(file: str) -> bool:
+    folder = pathlib.Path(file).absolute().parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
 def main(argv: list[str]) -> int:
     """Exit code; the reports go to standard output."""
     values = flags.FlagValues()
@@ -115,6 +121,10 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         rest = values(argv, known_only=True)
+        if values.hlo and (pathlib.Path(values.hlo).is_dir() or not _can_be_written(values.hlo)):
+            raise ValueError(
+                f"--hlo={values.hlo} cannot be written; give a file in a folder that is there"
+            )
         own = [arg for arg in rest if arg.startswith((f"{MODEL}=", f"{MODEL}."))]
         config = parse([arg for arg in rest if arg not in own]).config
         name, model = getattr(config, "name", None), None

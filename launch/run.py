@@ -176,10 +176,10 @@ def load(spec: str) -> tuple[ModuleType, object]:
     """The module of "FILE.py:VARIANT" and what its `get_config(VARIANT)` returns."""
     file, _, variant = spec.partition(":")
     path = pathlib.Path(file)
-    if not path.is_file():
+    if not path.is_file() or path.suffix != ".py":
         there = sorted(str(p) for p in pathlib.Path("experiments").glob("*.py"))
         hint = f"; there are {', '.join(there)}" if there else "; give the path of a Python file"
-        raise ValueError(f"no experiment file {file}{hint}")
+        raise ValueError(f"{file} is no experiment's file{hint}")
     found = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -102,7 +102,10 @@ def abstract_mesh(axes: dict[str, int], device_kind: str = "TPU v5p") -> Abstrac
     """A mesh of chips that are not there, as their runtime names them ("TPU v5p", "NVIDIA H200"), to trace programs
     for. ValueError if an axis is left open (-1)."""
     if -1 in axes.values():
-        raise ValueError(f"mesh {axes} leaves an axis open; set it")
+        [name, *_] = [name for name, size in axes.items() if size == -1]
+        raise ValueError(
+            f"mesh axis {name} is left open (-1), and there are no devices to fill it; set mesh.{name}"
+        )
     sizes = resolve(axes, math.prod(axes.values()))
     chip = AbstractDevice(
         device_kind=device_kind,

@@ -108,10 +108,15 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["--experiment.mesh.expert=-1"], "leaves an axis open; set it"),
+        (
+            ["--experiment.mesh.expert=-1"],
+            "mesh axis expert is left open (-1), and there are no devices to fill it; set mesh.expert",
+        ),
         (["--experiment.mesh.fsdp=3"], "batch size 8 does not divide over the mesh axes"),
         (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
         (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
+        (["--topology=cpu", "--hlo=/nowhere/text"], "--hlo=/nowhere/text cannot be written"),
+        (["--topology=cpu", "--hlo=/"], "--hlo=/ cannot be written"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(changes, message, capsys):

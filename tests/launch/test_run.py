@@ -34,7 +34,8 @@ def refused(capsys, workdir, *argv) -> str:
     "argv,message",
     [
         ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
-        (["--experiment=nowhere.py:tiny"], "no experiment file nowhere.py; "),
+        (["--experiment=nowhere.py:tiny"], "nowhere.py is no experiment's file; there are "),
+        (["--experiment=README.md:tiny"], "README.md is no experiment's file; there are "),
         ([f"--experiment={ROOT}/launch/run.py"], "has no get_config(variant)"),
         ([TINY + "y"], "unknown variant 'tinyy'; use one of tiny, small, glm5"),
         ([TINY, "--workdri=x"], "Unknown command line flag 'workdri'"),

@@ -258,7 +258,7 @@ def test_a_checkpoint_says_itself_what_it_is(tmp_path, capsys):
         (["--experiment.engine.max_batch=0"], "max_batch is 0; it must be positive"),
         (["--experiment.engine.latent_cache=int3"], "latent_cache is 'int3'"),
         (["--experiment.mesh.expert=3"], "mesh axis expert=3 does not divide n_routed_experts"),
-        (["--experiment.mesh.expert=-1"], "leaves an axis open; set it"),
+        (["--experiment.mesh.expert=-1"], "mesh axis expert is left open (-1)"),
         (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
     ],
 )
