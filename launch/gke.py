@@ -27,6 +27,7 @@ from absl import flags
 
 from glm5_jax.core.placement import AGAIN, Role, filled
 from launch import topology, xla_flags
+from launch.pods import TORUS
 
 _MEETING_PORT = 8476  # of the processes of a replica; jax's own for clusters of TPUs
 # What GKE calls the chips whose options are known: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and gpus.
@@ -117,6 +118,15 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
     for name, example in (("image", "REGISTRY/NAME:TAG"), ("claim", "NAME")):
         if not values[name].value:
             raise ValueError(f"--{name} is not given; use --{name}={example}")
+    chip = CHIPS.get(values.accelerator)
+    if chip is None and not (values.accelerator or "nvidia-").startswith("nvidia-"):
+        names = ", ".join(CHIPS)
+        raise ValueError(
+            f"--accelerator={values.accelerator} is not known; there are {names}, and other nvidia-NAMEs of GKE"
+        )
+    for word in values.xla_flags.split():
+        if not word.startswith("--"):
+            raise ValueError(f"--xla_flags has {word!r}; each option begins with --")
     if not run.workdir.is_absolute():
         raise ValueError(f"--workdir={run.workdir} is no absolute path; all pods must see it")
     for role in run.roles:
@@ -140,6 +150,10 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
         if not re.fullmatch(r"\d+(x\d+)+", role.tpu_topology):
             raise ValueError(
                 f"role {role.name} has the TPU topology {role.tpu_topology!r}; give one such as 4x4x4"
+            )
+        if len(role.tpu_topology.split("x")) != TORUS[chip]:
+            raise ValueError(
+                f"role {role.name} has the TPU topology {role.tpu_topology}; a slice of {chip} has {TORUS[chip]} dimensions"
             )
         chips = math.prod(int(number) for number in role.tpu_topology.split("x"))
         if chips != hosts * role.devices:

@@ -6,7 +6,8 @@
 Each line is a machine's, by ssh; run it any other way as well. The first machine is where the others meet, at --port. All see DIR, and
 have this repository, with an environment whose python3 runs it, in the folder that this is started in. A process trains with all
 accelerators of its machine; when one dies, so do the others, within minutes, and the same lines go on from the last checkpoint:
-with fewer machines too (launch/run.py says what else). An error of the user is one line and exit code 2.
+with fewer machines too (launch/run.py says what else). The script ends when all have, with an exit code of one that failed; what
+is to stop is told so on its machine. An error of the user is one line and exit code 2.
 """
 
 import os
@@ -19,7 +20,9 @@ from absl import flags
 from glm5_jax.core.placement import filled
 from launch import topology
 
-_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\]")
+_NAME = re.compile(
+    r"([a-z_][a-z0-9_-]*@)?([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])"
+)
 
 
 def define() -> flags.FlagValues:
@@ -34,6 +37,7 @@ def script(run: topology.Topology, values: flags.FlagValues, folder: str) -> str
     """The lines, for machines that have the repository in `folder`; ValueError if a role cannot be placed so."""
     [*others, role] = run.roles
     machines = values.machines
+    meeting = machines[0].rpartition("@")[2]
     if others or role.count > 1 or role.hosts != len(machines):
         raise ValueError(
             f"{run.name} is not one program that trains, which alone a list of machines can take; launch/slurm.py, gke.py and "
@@ -43,11 +47,13 @@ def script(run: topology.Topology, values: flags.FlagValues, folder: str) -> str
     for number, machine in enumerate(machines):
         own = {
             "python": "python3",
-            "distributed": f"{machines[0]}:{values.port},{len(machines)},{number}",
+            "distributed": f"{meeting}:{values.port},{len(machines)},{number}",
         }
         command = f"cd {shlex.quote(folder)} && exec {shlex.join(filled(role.argv, own))}"
-        lines.append(f"ssh {machine.strip('[]')} {shlex.quote(command)} &")
-    return "\n".join([*lines, "wait"]) + "\n"
+        host = machine.replace("[", "").replace("]", "")
+        lines += [f"ssh {host} {shlex.quote(command)} &", "started+=($!)"]
+    lines += ["code=0", 'for process in "${started[@]}"; do wait "$process" || code=$?; done']
+    return "\n".join([*lines, "exit $code"]) + "\n"
 
 
 def _check(values: flags.FlagValues) -> None:
@@ -57,9 +63,9 @@ def _check(values: flags.FlagValues) -> None:
     for machine in machines:
         if not _NAME.fullmatch(machine):
             raise ValueError(
-                f"--machines has {machine!r}; give names, or addresses of IPv4, or of IPv6 in brackets"
+                f"--machines has {machine!r}; give names, or addresses of IPv4, or of IPv6 in brackets, or USER@ and one"
             )
-    if len(set(machines)) < len(machines):
+    if len({machine.rpartition("@")[2].lower() for machine in machines}) < len(machines):
         raise ValueError(
             f"--machines={','.join(machines)} names one twice; each machine has one process"
         )

@@ -306,6 +306,10 @@ def main(argv: list[str]) -> int:
     values = define()
 
     def answer() -> int:
+        values(argv, known_only=True)
+        for name in ("partition", "cpu_partition", "account", "time"):
+            if re.search(r"\s", values[name].value or ""):
+                raise ValueError(f"--{name}={values[name].value!r} is not one word")
         print(script(topology.read(argv, values), values), end="")
         return 0
 

@@ -49,6 +49,22 @@ def test_addresses_of_ipv6_are_in_brackets_where_a_port_follows(capsys):
     assert "ssh fe80::2 " in text and "--distributed=[fe80::1]:8476,2,1" in text
 
 
+def test_users_may_be_named(capsys):
+    assert machines.main(["machines", TINY, "--machines=me@a,you@[fe80::2]"]) == 0
+    text = capsys.readouterr().out
+    assert "ssh me@a " in text and "ssh you@fe80::2 " in text
+    assert "--distributed=a:8476,2,1" in text
+
+
+def test_the_script_fails_if_one_machine_does(tmp_path, capsys):
+    (tmp_path / "ssh").write_text('#!/bin/sh\n[ "$1" != b ] || exit 75\n')
+    (tmp_path / "ssh").chmod(0o755)
+    assert machines.main(["machines", TINY, "--machines=a,b,c"]) == 0
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", capsys.readouterr().out], env=env, timeout=60)
+    assert done.returncode == 75
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -57,6 +73,7 @@ def test_addresses_of_ipv6_are_in_brackets_where_a_port_follows(capsys):
         ([TINY, "--machines=a;reboot"], "--machines has 'a;reboot'"),
         ([TINY, "--machines=-o,b"], "--machines has '-o'"),
         ([TINY, "--machines=a,b,a"], "names one twice"),
+        ([TINY, "--machines=a,b,me@A"], "names one twice"),
         ([TINY, "--machines=a", "--hosts=2"], "--hosts is not for lists of machines"),
         ([TINY, "--machines=a", "--port=0"], "--port=0"),
         ([TINY, "--machines=a", "--colour=1"], "Unknown command line flag 'colour'"),

@@ -239,6 +239,28 @@ def test_every_text_survives_yaml(value):
         (slurm, [*TRAINING, "--devices=8", "--color=1"], "Unknown command line flag 'color'"),
         (slurm, [*TRAINING, "--devices=8", "--chip=abacus"], "--chip=abacus: value should be one"),
         (slurm, [f"{SYSTEM}:pod", "--hosts=2"], "--hosts is for one stage of training"),
+        (slurm, [*TRAINING, "--devices=8", "--account=a\n#SBATCH -x b"], "is not one word"),
+        (slurm, [*TRAINING, "--devices=8", "--time=2 days"], "--time='2 days' is not one word"),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=4", "--accelerator=h200"],
+            "--accelerator=h200 is not known; there",
+        ),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=4", "--accelerator=TPU-v5p-slice"],
+            "--accelerator=TPU-v5p-slice is",
+        ),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=4", "--xla_flags=--a=1 b=2"],
+            "--xla_flags has 'b=2'; each option",
+        ),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=4", "--hosts=4", "--tpu_topology=4x4"],
+            "has the TPU topology 4x4; a slice of v5p has 3 dimensions",
+        ),
         (gke, [f"{SYSTEM}:tiny", *POD], "Kubernetes must know it: set its port"),
         (gke, [f"{SYSTEM}:pod", *POD[1:]], "--image is not given; use --image=REGISTRY/NAME:TAG"),
         (gke, [f"{SYSTEM}:pod", POD[0], *POD[2:]], "--claim is not given; use --claim=NAME"),
