@@ -22,7 +22,7 @@ import asyncio
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from experiments import rl_reasoning, serve as serving
 from experiments.rl_reasoning import Share
@@ -37,8 +37,8 @@ from glm5_jax.core.server import HttpServer, ListenConfig
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.envs.service import AgentService
-from glm5_jax.envs.terminal import AttemptConfig, BashConfig
-from glm5_jax.envs.terminal.service import TerminalService, load_tasks
+from glm5_jax.envs.terminal import AttemptConfig
+from glm5_jax.envs.terminal.service import TerminalService, TerminalShare
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
@@ -59,7 +59,7 @@ from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.weight_sync import Network, SharedStorage
 from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
-from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.schedule import ScheduleConfig, make_schedule
 from glm5_jax.training.stages import Stage
 
 TRAIN, ENGINE, GATEWAY, HUB, TASK = "train", "engine", "gateway", "hub", "task"
@@ -70,35 +70,6 @@ ALL = (
     Share(TaskConfig("products", size=10_000, digits=6)),
     Share(TaskConfig("mbpp", size=10_000)),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class TerminalShare:
-    """Terminal tasks, and how much of all that is learnt from they are to be. Construction refuses values out of range
-    (ValueError).
-
-    Attributes:
-      folder: of task folders in Harbor's format.
-      name: of their service.
-      held_out_fraction: share of the tasks that is for evaluation.
-      images: names of images and the root file systems that stand for them, or "host".
-      bash: limits of commands.
-    """
-
-    folder: str = ""
-    weight: float = 1.0
-    name: str = "terminal"
-    held_out_fraction: float = 0.1
-    images: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    bash: BashConfig = BashConfig()
-
-    def __post_init__(self):
-        if not self.folder:
-            raise ValueError("folder is empty; give one that holds task folders")
-        if not 0 <= self.held_out_fraction < 1:
-            raise ValueError(
-                f"held_out_fraction is {self.held_out_fraction}; it must be from 0 to below 1"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +304,7 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
         )
         return TerminalService(
             own,
-            *load_tasks(share.folder, share.held_out_fraction),
+            *share.load(),
             _tokenizer(config),
             limits,
             images=share.images,
@@ -361,6 +332,25 @@ def _tokenizer(config: AgenticConfig):
 
 Program = Callable[[AgenticConfig, pathlib.Path], HttpServer]
 PROGRAMS: dict[str, Program] = {ENGINE: _engine, GATEWAY: _gateway, HUB: _hub, TASK: _task}
+
+
+def check(config: AgenticConfig) -> None:
+    """ValueError for a checkpoint or tasks that are not there, or a schedule that cannot be, which programs would find one
+    after the other."""
+    try:
+        make_schedule(config.schedule)
+    except ValueError as error:
+        raise ValueError(f"--experiment.schedule: {error}") from None
+    checkpoint = config.served or config.checkpoint
+    if checkpoint is None:
+        raise ValueError(
+            f"{config.name} has no weights to sample from; give --experiment.checkpoint=PATH, a workdir, one of its "
+            "checkpoints/STEP or an HF folder"
+        )
+    models.read_config(checkpoint)
+    for share in config.tasks:
+        if isinstance(share, TerminalShare):
+            share.load()
 
 
 def roles(config: AgenticConfig, command: Sequence[str]) -> list[Role]:

@@ -22,11 +22,13 @@ from launch import run
 
 
 class Topology(NamedTuple):
-    """A name for schedulers, the roles in the order of their start, the folder of the run."""
+    """A name for schedulers, the roles in the order of their start, the folder of the run. check: ValueError for what an
+    experiment misses where its roles start."""
 
     name: str
     roles: tuple[Role, ...]
     workdir: pathlib.Path
+    check: Callable[[], None] = lambda: None
 
 
 def define() -> flags.FlagValues:
@@ -68,7 +70,8 @@ def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) 
         roles = (_training(words, values, own),)
     variant = run.spec_of(argv).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
-    return Topology(name.strip("-"), roles, command.workdir)
+    check = getattr(command.module, "check", lambda config: None)
+    return Topology(name.strip("-"), roles, command.workdir, lambda: check(command.config))
 
 
 def _training(command: Sequence[str], values: flags.FlagValues, devices: int) -> Role:
@@ -103,6 +106,7 @@ def start(
 
     def answer() -> int:
         topology = read(argv, values, devices)
+        topology.check()
         folder = topology.workdir / "roles"
         try:
             with placement(values) as there:

@@ -151,6 +151,10 @@ def _there(path) -> pathlib.Path:
             raise ValueError(
                 f"{path} holds the stages {', '.join(stages)}; give one of them, as in {path / stages[-1]}"
             )
+    if not _is_run(path) and path.suffix != ".safetensors" and not (path / "config.json").exists():
+        raise ValueError(
+            f"{path} is no checkpoint; give a run's workdir, one of its checkpoints/STEP, or an HF folder"
+        )
     return path
 
 

@@ -196,7 +196,7 @@ def check_params(path, abstract, unshared: Sequence[str] = ()) -> pathlib.Path:
         path = path / _FOLDER / str(step)
     if not (path / "model").is_dir():
         raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
-    check_shapes({"model": abstract}, _metadata(path), f"checkpoint {path.name}", unshared)
+    check_shapes({"model": abstract}, _metadata(path), f"checkpoint {path}", unshared)
     return path
 
 

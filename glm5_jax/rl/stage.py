@@ -138,13 +138,18 @@ class Reinforcement(Stage):
 
     def _open(self) -> Source:
         config = self.config
-        self._teachers = {
-            teacher.origin: models.open_weights(
-                teacher.checkpoint, config.model, mesh=self._mesh, unshared=config.unshared
-            )
-            for teacher in config.teachers
-            if not self._is_to_come(teacher)
-        }
+        self._teachers = {}
+        for teacher in config.teachers:
+            if self._is_to_come(teacher):
+                continue
+            try:
+                self._teachers[teacher.origin] = models.open_weights(
+                    teacher.checkpoint, config.model, mesh=self._mesh, unshared=config.unshared
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"the teacher of {teacher.origin!r}: {error}; set its checkpoint in --experiment.teachers"
+                ) from None
         self._attempts = Attempts(config, self._world, self._texts)
         return self._attempts
 

@@ -7,6 +7,7 @@ bitwise the same losses as one that never stopped.
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -65,6 +66,10 @@ class StopSignal:
     def _come(self, number, frame) -> None:
         self._came = True
         self.__exit__(None, None, None)
+        # print could be what was interrupted.
+        os.write(
+            2, b"\nstopping once this step is made and saved; the same signal again stops at once\n"
+        )
 
 
 def resume(

@@ -96,7 +96,7 @@ def test_a_quantised_folder_is_none_to_train_from(params, tmp_path):
 def test_what_is_wrong_with_a_path(workdir, tmp_path):
     with pytest.raises(ValueError, match="checkpoint /nowhere does not exist"):
         models.load_model("/nowhere")
-    with pytest.raises(ValueError, match="config.json"):
+    with pytest.raises(ValueError, match="is no checkpoint; give a run's workdir"):
         models.load_model(tmp_path)
     with pytest.raises(ValueError, match=f"holds the stages {workdir.name}"):
         models.load_tokenizer(workdir.parent)

@@ -6,12 +6,13 @@ import pytest
 import yaml
 
 from experiments import rl_agentic
-from experiments.rl_agentic import LayoutConfig, PlaceConfig, TerminalShare
+from experiments.rl_agentic import LayoutConfig, PlaceConfig
 from experiments.rl_reasoning import Share
 from glm5_jax.core.placement import ordered
 from glm5_jax.envs.terminal import BashConfig
+from glm5_jax.envs.terminal.service import TerminalShare
 from glm5_jax.text.tokenizer import Tokenizer
-from launch import gke, run, slurm
+from launch import gke, local, run, slurm
 from launch.local import LocalPlacement, Machine
 from tests.envs.terminal.folders import needs_root, own
 
@@ -94,6 +95,8 @@ def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monke
         own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
     place = PlaceConfig("task", hub="http://127.0.0.1:1")
     tasks = (TerminalShare(str(tmp_path), 2.0, held_out_fraction=0.3),)
+    with pytest.raises(ValueError, match="are held out; .* lower held_out_fraction=0.999"):
+        dataclasses.replace(tasks[0], held_out_fraction=0.999).load()
     config = tiny(tasks=tasks, place=place, length=4096)
     # The image and the tests of a task may take longer than the run gives it.
     with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
@@ -111,6 +114,16 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
     assert run.main(["run", *flags]) == 2
     assert "give --experiment.checkpoint=PATH" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+    missing = {
+        "checkpoint=/nowhere": "checkpoint /nowhere does not exist",
+        "schedule.total_steps=3": "--experiment.schedule: warmup_steps 5 must be in 0",
+        f"checkpoint={tmp_path}": f"{tmp_path} is no checkpoint; give a run's workdir",
+    }
+    for changes, why in {"": "give --experiment.checkpoint=PATH", **missing}.items():
+        own = [f"--experiment.{changes}"] if changes else []
+        assert local.main(["local", *flags, *own]) == 2
+        assert why in capsys.readouterr().err
+        assert not (tmp_path / "run").exists()
     for role in ("gateway", "task", "engine"):
         place = [f"--experiment.place.role={role}", "--experiment.place.hub=http://127.0.0.1:1"]
         place.append("--experiment.place.engines=http://127.0.0.1:1")

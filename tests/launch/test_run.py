@@ -86,7 +86,10 @@ def refused(capsys, workdir, *argv) -> str:
             + ["--experiment.model.n_routed_experts=15"],
             "mesh axis expert=2 does not divide n_routed_experts 15",
         ),
-        ([TINY, f"--experiment.checkpoint={ROOT}/launch"], "holds neither model.safetensors nor"),
+        (
+            [TINY, f"--experiment.checkpoint={ROOT}/launch"],
+            "is no checkpoint; give a run's workdir",
+        ),
         (
             [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
             "hf_tiny_a cannot be loaded: missing:",

@@ -6,6 +6,7 @@ asyncio.run(service.serve())
 """
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -16,6 +17,7 @@ from glm5_jax.agents.context import TokenCounter
 from glm5_jax.agents.loop import Trace
 from glm5_jax.data.sources import held_out as is_held_out
 from glm5_jax.envs.service import ChatService
+from glm5_jax.envs.terminal.bash import BashConfig
 from glm5_jax.envs.terminal.policy import AttemptConfig, Policy
 from glm5_jax.envs.terminal.task import TerminalTask, find_tasks, load_task
 from glm5_jax.envs.terminal.trial import Trials
@@ -33,6 +35,44 @@ def load_tasks(
         task = load_task(place)
         parts[is_held_out(task.instruction, held_out_fraction)].append(task)
     return parts
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminalShare:
+    """Terminal tasks, and how much of all that is learnt from they are to be. Construction refuses values out of range
+    (ValueError).
+
+    Attributes:
+      folder: of task folders in Harbor's format.
+      name: of their service.
+      held_out_fraction: share of the tasks that is for evaluation.
+      images: names of images and the root file systems that stand for them, or "host".
+      bash: limits of commands.
+    """
+
+    folder: str = ""
+    weight: float = 1.0
+    name: str = "terminal"
+    held_out_fraction: float = 0.1
+    images: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bash: BashConfig = BashConfig()
+
+    def __post_init__(self):
+        if not self.folder:
+            raise ValueError("folder is empty; give one that holds task folders")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ValueError(
+                f"held_out_fraction is {self.held_out_fraction}; it must be from 0 to below 1"
+            )
+
+    def load(self) -> tuple[list[TerminalTask], list[TerminalTask]]:
+        """The tasks to learn from, and those held out; TaskError, and ValueError if none is to learn from."""
+        learnt, held_out = load_tasks(self.folder, self.held_out_fraction)
+        if not learnt:
+            raise ValueError(
+                f"all tasks of {self.folder} are held out; add some, or lower held_out_fraction={self.held_out_fraction}"
+            )
+        return learnt, held_out
 
 
 class TerminalService(ChatService):
