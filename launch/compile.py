@@ -125,6 +125,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(
                 f"--hlo={values.hlo} cannot be written; give a file in a folder that is there"
             )
+        if MODEL in rest:
+            raise ValueError(f"{MODEL} is followed by a blank; write {MODEL}=NAME")
         own = [arg for arg in rest if arg.startswith((f"{MODEL}=", f"{MODEL}."))]
         config = parse([arg for arg in rest if arg not in own]).config
         name, model = getattr(config, "name", None), None

@@ -316,7 +316,13 @@ def main(argv: list[str]) -> int:
     values = define()
 
     def answer() -> int:
-        found = job_set(topology.read(argv, values), values)
+        values(argv, known_only=True)
+        if values["tpu_topology"].present and not _is_tpu(values):
+            raise ValueError(
+                f"--tpu_topology is for TPUs, and --accelerator is {values.accelerator}; leave it out"
+            )
+        chip = CHIPS.get(values.accelerator)
+        found = job_set(topology.read(argv, values, chip=chip), values)
         print("# Written by launch/gke.py.\n" + as_yaml(found), end="")
         return 0
 

@@ -5,7 +5,8 @@
 
 Each line is a machine's, by ssh; run it any other way as well. The first machine is where the others meet, at --port. All see DIR, and
 have this repository, with an environment whose python3 runs it, in the folder that this is started in. A process trains with all
-accelerators of its machine; when one dies, so do the others, within minutes, and the same lines go on from the last checkpoint:
+accelerators of its machine, under the options of XLA for --chip=h200 (launch/xla_flags.py) if that is said, behind which those of the
+machine count more; when one dies, so do the others, within minutes, and the same lines go on from the last checkpoint:
 with fewer machines too (launch/run.py says what else). The script ends when all have, with an exit code of one that failed; what
 is to stop is told so on its machine. An error of the user is one line and exit code 2.
 """
@@ -18,7 +19,7 @@ import sys
 from absl import flags
 
 from glm5_jax.core.placement import filled
-from launch import topology
+from launch import topology, xla_flags
 
 _NAME = re.compile(
     r"([a-z_][a-z0-9_-]*@)?([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])"
@@ -30,6 +31,8 @@ def define() -> flags.FlagValues:
     values = topology.define()
     flags.DEFINE_list("machines", [], "names or addresses, with commas between", flag_values=values)
     flags.DEFINE_integer("port", 8476, "where they meet", 1, 65535, flag_values=values)
+    chips = list(xla_flags.FLAGS)
+    flags.DEFINE_enum("chip", None, chips, "that their accelerators are", flag_values=values)
     return values
 
 
@@ -43,13 +46,16 @@ def script(run: topology.Topology, values: flags.FlagValues, folder: str) -> str
             f"{run.name} is not one program that trains, which alone a list of machines can take; launch/slurm.py, gke.py and "
             "on_ray.py place others"
         )
-    lines = ["#!/usr/bin/env bash", "# Written by launch/machines.py."]
+    lines, options = ["#!/usr/bin/env bash", "# Written by launch/machines.py."], ""
+    if values.chip:
+        name = xla_flags.variable(values.chip)
+        options = f'export {name}="{xla_flags.words(values.chip)} ${{{name}:-}}" && '
     for number, machine in enumerate(machines):
         own = {
             "python": "python3",
             "distributed": f"{meeting}:{values.port},{len(machines)},{number}",
         }
-        command = f"cd {shlex.quote(folder)} && exec {shlex.join(filled(role.argv, own))}"
+        command = f"cd {shlex.quote(folder)} && {options}exec {shlex.join(filled(role.argv, own))}"
         host = machine.replace("[", "").replace("]", "")
         lines += [f"ssh {host} {shlex.quote(command)} &", "started+=($!)"]
     lines += ["code=0", 'for process in "${started[@]}"; do wait "$process" || code=$?; done']

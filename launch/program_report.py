@@ -52,10 +52,10 @@ class Report:
     what the mathematics needs; parts: what the program's products take, recomputation among them. used_whole, replicated:
     weights while they are used, and arrays, that every device holds whole, above a GiB. cached: tokens that each row may
     have in pages; token_costs: of programs that serve, the least that tokens cost on chips of this kind. What follows is
-    known of a compiled program alone. temporaries: what lives in between, kept activations among them. not_reused: results
-    that take no argument's place. available: of the chip. seconds: the least that each resource needs, busy all the time: a
-    bound, not a speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what
-    takes most room, if it does not fit.
+    known of a compiled program alone. options: of XLA, that launchers set for the chip. temporaries: what lives in between,
+    kept activations among them. not_reused: results that take no argument's place. available: of the chip. seconds: the least
+    that each resource needs, busy all the time: a bound, not a speed. utilisation: of the chip's peak by model_flops, if a step
+    took no longer than that. largest: what takes most room, if it does not fit.
     """
 
     experiment: str
@@ -73,6 +73,7 @@ class Report:
     lowering_seconds: float
     cached: int | None = None
     token_costs: tuple[TokenCost, ...] = ()
+    options: dict[str, str | bool] = dataclasses.field(default_factory=dict)
     compiling_seconds: float | None = None
     compiler_gib: float | None = None
     temporaries: int | None = None
@@ -200,8 +201,8 @@ def report_of(
         return Report(**known), None
     began = time.monotonic()
     try:
-        options = pod.options if pod else None
-        compiled = program.lowered.compile(compiler_options=options)
+        known["options"] = pod.options if pod else {}
+        compiled = program.lowered.compile(compiler_options=known["options"] or None)
     except jax.errors.JaxRuntimeError as error:
         needed = needed_and_available(str(error))
         if needed is None:
@@ -264,6 +265,10 @@ def _lines(report: Report):
     yield f"  program      {report.hash}, lowered in {report.lowering_seconds:.0f} s"
     if report.compiling_seconds is not None:
         yield f"  compiled     in {report.compiling_seconds:.0f} s, {report.compiler_gib:.1f} GiB of memory"
+    if report.options:
+        yield (
+            f"  options      {len(report.options)} of launch/xla_flags.py, which gke.py sets, and slurm.py and machines.py with --chip"
+        )
     yield "  GB per device"
     for kind, count in report.held.items():
         yield f"    {kind:<24}{count / GB:8.3f}"

@@ -25,6 +25,7 @@ from absl import flags
 
 from glm5_jax.core.placement import AGAIN, Role, filled
 from launch import topology, xla_flags
+from launch.pods import TORUS
 
 # In bash, because nothing but Slurm's commands and what the roles need is certain to be on a node.
 _FUNCTIONS = r"""
@@ -221,6 +222,11 @@ def _components(roles: Sequence[Role], values: flags.FlagValues) -> list[_Compon
                 "more hosts"
             )
         each = min(there // role.devices, role.count) if role.hosts == 1 else 1
+        if each > 1 and values.chip in TORUS:
+            raise ValueError(
+                f"{each} replicas of role {role.name} share a node of {values.chip}, which Slurm does not divide; give each "
+                f"its node with --devices_per_node={role.devices}"
+            )
         if each > 1 and not (role.memory and role.cpus):
             raise ValueError(
                 f"{each} replicas of role {role.name} share a node, and Slurm must know what each has of it; set its "
@@ -236,11 +242,12 @@ def _asked(component: _Component, values: flags.FlagValues) -> list[tuple[str, o
     shares = [(component.share(role), role) for role in component.roles]
     memory = sum(number * role.memory for number, role in shares)
     partition = values.partition if component.each else values.cpu_partition or values.partition
+    gpus = 0 if values.chip in TORUS else sum(number * role.devices for number, role in shares)
     options = {
         "nodes": component.num_nodes,
         "ntasks-per-node": sum(number for number, _ in shares),
         "cpus-per-task": max(role.cpus for _, role in shares),
-        "gpus-per-node": sum(number * role.devices for number, role in shares),
+        "gpus-per-node": gpus,
         "mem": f"{memory}G" if memory else "",
         "partition": partition,
         "account": values.account,
@@ -260,7 +267,7 @@ def _step(
         "nodes": role.hosts,
         "ntasks": role.hosts,
         "cpus-per-task": role.cpus,
-        "gpus-per-task": role.devices,
+        "gpus-per-task": 0 if chip in TORUS else role.devices,
         "mem": f"{role.memory}G" if role.memory else "",
         "output": f"\0logs\0/{name}.log",
     }
@@ -307,10 +314,13 @@ def main(argv: list[str]) -> int:
 
     def answer() -> int:
         values(argv, known_only=True)
+        for name in ("slices", "tpu_topology"):
+            if values[name].present:
+                raise ValueError(f"--{name} is not for Slurm, whose nodes are given; leave it out")
         for name in ("partition", "cpu_partition", "account", "time"):
             if re.search(r"\s", values[name].value or ""):
                 raise ValueError(f"--{name}={values[name].value!r} is not one word")
-        print(script(topology.read(argv, values), values), end="")
+        print(script(topology.read(argv, values, chip=values.chip), values), end="")
         return 0
 
     return topology.asked(argv, __doc__, answer)

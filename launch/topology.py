@@ -6,6 +6,7 @@ training alone, in as many processes as it has hosts.
 """
 
 import contextlib
+import dataclasses
 import pathlib
 import re
 import signal
@@ -16,9 +17,12 @@ from typing import NamedTuple
 
 from absl import flags
 
+from glm5_jax.core.mesh import resolve
 from glm5_jax.core.placement import Placement, Role, ordered
 from glm5_jax.core.roles import Event, RoleError, Roles
+from glm5_jax.training.experiment import MeshConfig
 from launch import run
+from pallas_kernels.chips import CHIPS
 
 
 class Topology(NamedTuple):
@@ -41,8 +45,16 @@ def define() -> flags.FlagValues:
     return values
 
 
-def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) -> Topology:
-    """The topology of a launcher's arguments; devices: that all its hosts have, if --devices does not say. ValueError, flags.Error."""
+def read(
+    argv: list[str],
+    values: flags.FlagValues,
+    devices: int | None = None,
+    chip: str | None = None,
+) -> Topology:
+    """The topology of a launcher's arguments. ValueError, flags.Error.
+
+    devices: that all its hosts have, if --devices does not say; chip: what they are, if that is known.
+    """
     rest = values(argv, known_only=True)
     command = run.parse(rest)
     if command.distributed:
@@ -67,11 +79,28 @@ def read(argv: list[str], values: flags.FlagValues, devices: int | None = None) 
         if own is None and devices is None:
             raise ValueError("--devices is not given; say how many accelerators each host has")
         own = devices // values.hosts if own is None else own
+        _check_mesh(command.config, values.hosts, own, chip)
         roles = (_training(words, values, own),)
     variant = run.spec_of(argv).partition(":")[2]
     name = re.sub("[^a-z0-9]+", "-", f"{command.module.__name__}-{variant}".lower())
     check = getattr(command.module, "check", lambda config: None)
     return Topology(name.strip("-"), roles, command.workdir, lambda: check(command.config))
+
+
+def _check_mesh(config, hosts: int, devices: int, chip: str | None) -> None:
+    """ValueError for a mesh of other than the devices of all hosts, if these have some."""
+    each = CHIPS[chip].num_devices if chip else 1
+    stages = [config, *(getattr(config, field.name) for field in dataclasses.fields(config))]
+    for stage in stages if devices else ():
+        mesh = getattr(stage, "mesh", None)
+        if isinstance(mesh, MeshConfig):
+            try:
+                resolve(dataclasses.asdict(mesh), hosts * devices * each)
+            except ValueError as error:
+                twice = f", {each} devices of JAX each" if each > 1 else ""
+                raise ValueError(
+                    f"{hosts} hosts of {devices} accelerators{twice}: {error}"
+                ) from None
 
 
 def _training(command: Sequence[str], values: flags.FlagValues, devices: int) -> Role:

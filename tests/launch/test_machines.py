@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from launch import machines
+from launch import machines, xla_flags
 from tests.contracts.source_tree import ROOT
 
 TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
@@ -36,6 +36,22 @@ def test_each_line_is_the_command_of_one_machine(tmp_path, capsys, monkeypatch):
         assert "--workdir=/my run" in words
         assert "--experiment.data.sources=[{'kind': 'stdlib'}]" in words
         assert not [word for word in words if word.startswith(("--machines", "--port"))]
+
+
+def test_options_of_xla_are_those_of_the_chip_and_of_the_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nexec sh -c "$2"\n')
+    (tmp_path / "python3").write_text('#!/bin/sh\nprintf "%s" "$XLA_FLAGS"\n')
+    for name in ("ssh", "python3"):
+        (tmp_path / name).chmod(0o755)
+    assert machines.main(["machines", TINY, "--machines=a", "--chip=h200"]) == 0
+    own = "--xla_gpu_enable_triton_gemm=true"
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "XLA_FLAGS": own}
+    script = ["bash", "-c", capsys.readouterr().out]
+    done = subprocess.run(
+        script, env=env, check=True, timeout=60, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout == f"{xla_flags.words('h200')} {own}"
 
 
 def test_one_machine_needs_no_meeting(capsys):

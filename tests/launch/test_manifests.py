@@ -32,6 +32,7 @@ FOLDER = ROOT / "tests" / "goldens" / "manifests"
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py"
 POD = ["--image=registry/glm5:1", "--claim=shared", "--accelerator=tpu-v5p-slice", "--workdir=/run"]
 TRAINING = [f"--experiment={ROOT}/experiments/pretrain.py:glm5", "--experiment.train.steps=9"]
+TRAINING += ["--experiment.mesh.fsdp=-1", "--experiment.mesh.expert=1"]
 GOLDENS = {
     "system.sbatch": [slurm, f"{SYSTEM}:pod", "--workdir=/my run", "--devices_per_node=4"]
     + ["--partition=h200", "--cpu_partition=cpu", "--account=glm", "--time=2-00:00:00"],
@@ -290,6 +291,25 @@ def test_every_text_survives_yaml(value):
             "role train has 2 slices, which only TPUs have; give it hosts alone",
         ),
         (gke, [f"{SYSTEM}:pod", *POD, "--slices=2"], "--slices is for one stage of training"),
+        (
+            gke,
+            [*TRAINING, *POD[:2], POD[3], "--accelerator=nvidia-h200-141gb", "--devices=8"]
+            + ["--tpu_topology=2x2"],
+            "--tpu_topology is for TPUs, and --accelerator is nvidia-h200-141gb; leave it out",
+        ),
+        (slurm, [*TRAINING, "--devices=8", "--slices=2"], "--slices is not for Slurm"),
+        (slurm, [*TRAINING, "--devices=8", "--tpu_topology=2x4"], "--tpu_topology is not for"),
+        (
+            slurm,
+            [*TRAINING, "--devices=4", "--hosts=3", "--experiment.mesh.expert=8"],
+            "3 hosts of 4 accelerators: mesh fsdp=-1, expert=8 does not divide the 12 devices",
+        ),
+        (
+            slurm,
+            [f"--experiment={ROOT}/experiments/lifecycle.py:tiny", "--devices=4", "--chip=tpu7x"]
+            + ["--experiment.sft.mesh.fsdp=4"],
+            "1 hosts of 4 accelerators, 2 devices of JAX each: mesh fsdp=4 does not divide the 8",
+        ),
     ],
 )
 def test_mistakes_are_answered_in_one_line(program, flags, message, capsys):
@@ -345,6 +365,15 @@ def slurm_text(*roles: Role, **flags) -> str:
     values = slurm.define()
     values(["slurm", *(f"--{name}={value}" for name, value in flags.items())])
     return slurm.script(Topology("run", roles, ROOT), values)
+
+
+def test_slurm_knows_no_tpus():
+    text = slurm_text(Role("train", ["true"], hosts=2, devices=4), chip="v5p")
+    assert "--nodes=2" in text and "LIBTPU_INIT_ARGS=" in text and "gpus" not in text
+    role = Role("engine", ["true"], count=2, devices=4, memory=8, cpus=8)
+    with pytest.raises(ValueError, match="2 replicas of role engine share a node of v5p, which"):
+        slurm_text(role, chip="v5p")
+    slurm_text(role, chip="v5p", devices_per_node=4)
 
 
 def test_roles_without_accelerators_take_turns_on_their_nodes():

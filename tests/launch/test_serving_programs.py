@@ -249,6 +249,7 @@ def test_a_checkpoint_says_itself_what_it_is(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (["--model", "tiny"], "--model is followed by a blank; write --model=NAME"),
         (["--model=glm6"], "no model 'glm6'; use --model=glm5, glm5_2"),
         (["--model.heads=3"], "--model.heads: no field 'heads' in the experiment"),
         (["--model.num_attention_heads=0"], "--model."),
