@@ -28,6 +28,7 @@ import dataclasses
 import sys
 
 from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.training.experiment import MeshConfig, choose
@@ -99,7 +100,8 @@ def make_server(config: ServeConfig):
 def run(config: ServeConfig) -> int:
     """Serves until it is told to end; the exit code."""
     try:
-        server = make_server(config)
+        with StopSignal(ends=True):
+            server = make_server(config)
     except (ValueError, OSError) as error:
         return _fail(error)
     try:

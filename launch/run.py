@@ -6,7 +6,8 @@
 --experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
 same command goes on with a run that was stopped or killed. (serve.py only reads; it has none.) An error of the user is one line and
 exit code 2, before anything is trained; a run that had to stop says why and exits with 1. SIGTERM or Ctrl-C, to any process,
-saves; all exit with 75, which launchers take for "start again".
+is answered at once: what was learnt since the last checkpoint is saved (a second one ends the process without), and all exit with 75,
+which launchers take for "start again".
 
 On a pod start the same command on every host, with a workdir that all of them see and
 --distributed=auto (TPU pods, Slurm, MPI and Kubernetes are recognised), or elsewhere
@@ -33,6 +34,7 @@ from ml_collections import config_flags
 
 from glm5_jax.core.editable import check_path, editable, freeze
 from glm5_jax.core.placement import AGAIN
+from glm5_jax.core.stopping import StopSignal
 
 EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
 
@@ -43,9 +45,10 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        command = parse(argv)
-        if command.distributed:
-            _join(command.distributed)
+        with StopSignal(ends=True):
+            command = parse(argv)
+            if command.distributed:
+                _join(command.distributed)
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
@@ -53,7 +56,9 @@ def main(argv: list[str]) -> int:
     serve = getattr(command.module, "serve", None)
     if serve and (code := serve(command.config, command.workdir)) is not None:
         return code
-    return _run(command.module, command.config, command.workdir)
+    # What others of a pod have made must not be lost either: they all end together.
+    with StopSignal(ends=True, unsaved=bool(command.distributed)) as stop:
+        return _run(command.module, command.config, command.workdir, stop)
 
 
 class Command(NamedTuple):
@@ -199,7 +204,7 @@ def spec_of(argv: list[str]) -> str:
     raise ValueError(f"no experiment given; try {EXAMPLE}")
 
 
-def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
+def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) -> int:
     # Imported here so that a mistyped flag is answered at once.
     import jax
 
@@ -266,6 +271,9 @@ def _run(module: ModuleType, config, workdir: pathlib.Path) -> int:
                 )
                 done = [s.folder for s in stages if (s.folder / "config.json").exists()]
                 print(f"all stages          {handovers.write_page(workdir, done)}")
+            if not last and hosts.anyone(stop):
+                print(f"stopped after {stage.folder.name}; the same command goes on from there")
+                return AGAIN
     except (SaveError, TrainingStopped) as error:
         return _fail(error, 1)
     except _Refused as error:

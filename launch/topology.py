@@ -20,6 +20,7 @@ from absl import flags
 from glm5_jax.core.mesh import resolve
 from glm5_jax.core.placement import Placement, Role, ordered
 from glm5_jax.core.roles import Event, RoleError, Roles
+from glm5_jax.core.stopping import StopSignal, answered_by
 from glm5_jax.training.experiment import MeshConfig
 from launch import run
 from pallas_kernels.chips import CHIPS
@@ -134,12 +135,12 @@ def start(
     values = define()
 
     def answer() -> int:
-        topology = read(argv, values, devices)
-        topology.check()
+        with StopSignal(ends=True):
+            topology = read(argv, values, devices)
+            topology.check()
         folder = topology.workdir / "roles"
         try:
-            with placement(values) as there:
-                signal.signal(signal.SIGTERM, signal.default_int_handler)
+            with placement(values) as there, answered_by(signal.default_int_handler):
                 with Roles(topology.roles, there, folder, tell=_show) as running:
                     running.wait()
         except RoleError as error:

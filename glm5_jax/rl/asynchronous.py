@@ -20,6 +20,7 @@ import numpy as np
 from glm5_jax.core import hosts
 from glm5_jax.core.activity import FOLDER, Activity
 from glm5_jax.core.mesh import BATCH_AXES
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
@@ -31,7 +32,6 @@ from glm5_jax.rl.experiment import RlConfig
 from glm5_jax.rl.pushed import NotPushed, Pushed, Pusher
 from glm5_jax.rl.streams import credited_rollouts
 from glm5_jax.rl.types import used_tools
-from glm5_jax.training import loop
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.stages import Source, Stage
 from glm5_jax.training.step import Step, make_step, with_new_moments
@@ -138,7 +138,7 @@ class Asynchronous(Stage):
         rollout = self.config.rollout
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
 
-    def _train(self, stop: loop.StopSignal) -> None:
+    def _train(self, stop: StopSignal) -> None:
         first = jax.process_index() == 0
         path = self.workdir / FOLDER / "train.jsonl"
         doing = Activity(path, lambda: not self._batches.waiting)

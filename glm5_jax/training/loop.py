@@ -7,14 +7,11 @@ bitwise the same losses as one that never stopped.
 
 import contextlib
 import dataclasses
-import os
-import signal
-import threading
 from collections.abc import Callable
-from typing import Self
 
 from glm5_jax.checkpoint.store import Store, disk_full
 from glm5_jax.core import hosts
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.training.metrics import Counters, Recorder, TrainingStopped
 
 
@@ -41,35 +38,6 @@ class TrainConfig:
             least = 1 if field.name in positive else 0
             if value is not None and value < least:
                 raise ValueError(f"{field.name} is {value}; it must be at least {least}")
-
-
-class StopSignal:
-    """True once SIGTERM or Ctrl-C has come; a second one ends the process as usual."""
-
-    def __init__(self):
-        self._came = False
-        self._old = {}
-
-    def __bool__(self) -> bool:
-        return self._came
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._old[number] = signal.signal(number, self._come)
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        while self._old:
-            signal.signal(*self._old.popitem())
-
-    def _come(self, number, frame) -> None:
-        self._came = True
-        self.__exit__(None, None, None)
-        # print could be what was interrupted.
-        os.write(
-            2, b"\nstopping once this step is made and saved; the same signal again stops at once\n"
-        )
 
 
 def resume(

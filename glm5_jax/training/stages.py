@@ -16,6 +16,7 @@ from glm5_jax.core import hosts
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
 from glm5_jax.core.metrics_log import MetricsLog, column, read
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.loader import Batch
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import completed
@@ -121,14 +122,18 @@ class Stage:
         return (store.latest_step(self.workdir) or 0) >= self.config.steps
 
     def run(self) -> report.Summary:
-        """Trains to the end, or to a signal (SIGTERM, Ctrl-C), and writes the report.
+        """Trains to the end, or to a signal (`StopSignal`), and writes the report.
 
         A finished run only returns its summary. TrainingStopped and SaveError as `loop.train`.
         """
         finished = self.finished
         if not finished:
-            with loop.StopSignal() as stop:
-                self._train(stop)
+            with StopSignal() as stop:
+                before = stop.unsaved
+                try:
+                    self._train(stop)
+                finally:
+                    stop.unsaved = before
         if jax.process_index() == 0 and not (finished and (self.workdir / report.PAGE).exists()):
             report.write_page(self.workdir)
         return report.summarise(self.workdir)
@@ -170,7 +175,7 @@ class Stage:
         """What a step consists of, for the first line on the terminal."""
         raise NotImplementedError
 
-    def _train(self, stop: loop.StopSignal) -> None:
+    def _train(self, stop: StopSignal) -> None:
         config, first = self.config, jax.process_index() == 0
         own = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
         with contextlib.ExitStack() as stack:
@@ -220,7 +225,9 @@ class Stage:
                     if name not in told:
                         log.write({"step": int(state["step"]), "program": name})
                     progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
-                return self._update(state, batch)
+                state, metrics = self._update(state, batch)
+                stop.unsaved = True
+                return state, metrics
 
             recorder = Recorder(
                 log,

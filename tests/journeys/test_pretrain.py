@@ -11,6 +11,7 @@ import pytest
 
 from glm5_jax.checkpoint import store
 from glm5_jax.core import metrics_log
+from glm5_jax.core.placement import AGAIN
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import run
 from tests.contracts.source_tree import ROOT
@@ -224,3 +225,35 @@ def test_killed_at_any_moment_a_run_equals_the_unbroken_one(tmp_path, plain_env)
     assert process.returncode == 0, output
     assert losses(broken) == losses(whole)
     assert (broken / "samples" / "12.txt").read_text() == (whole / "samples" / "12.txt").read_text()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(tmp_path, plain_env):
+    def interrupted(comes):
+        """(exit code, seconds that it took, output) of a run that gets Ctrl-C once this holds of a line."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.run", *command(tmp_path)[1:], *steps],
+            cwd=ROOT,
+            env=plain_env | {"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        output = ""
+        for line in process.stdout:
+            output += line
+            if comes in line:
+                break
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output += process.communicate(timeout=60)[0]
+        return process.returncode, time.monotonic() - began, output
+
+    steps = ["--experiment.schedule.total_steps=100000", "--experiment.train.eval_interval=0"]
+    code, seconds, output = interrupted("a batch of")
+    assert (code, store.latest_step(tmp_path)) == (AGAIN, None), output
+    assert output.endswith("\nstopped, with nothing to save\n") and seconds < 5
+    code, _, output = interrupted("step 1/")
+    assert code == AGAIN and "Traceback" not in output
+    assert "\nstopping once this step is made and saved" in output
+    assert f"stopped after step {store.latest_step(tmp_path)}; the same command goes on" in output

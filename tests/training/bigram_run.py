@@ -14,6 +14,7 @@ import jax
 from glm5_jax.checkpoint.store import SaveError, Store
 from glm5_jax.core import metrics_log
 from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from tests.training import bigram
@@ -84,7 +85,7 @@ class LimitedLoader(bigram.Loader):
 
 if __name__ == "__main__":
     make_loader = LimitedLoader if len(sys.argv) > 3 else bigram.Loader
-    with loop.StopSignal() as stop:
+    with StopSignal() as stop:
         try:
             run(sys.argv[1], int(sys.argv[2]), stop=stop, loader=make_loader())
         except (SaveError, TrainingStopped) as error:

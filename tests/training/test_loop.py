@@ -73,18 +73,6 @@ def test_a_longer_run_goes_on_from_the_end_of_a_shorter_one(unbroken, tmp_path):
     assert same(run(tmp_path, steps=12), last)
 
 
-def test_a_signal_saves_and_ends_the_loop(capfd):
-    with loop.StopSignal() as stop:
-        assert not stop
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop
-    assert (
-        "stopping once this step is made and saved; the same signal again" in capfd.readouterr().err
-    )
-    before = signal.getsignal(signal.SIGTERM)
-    assert before == signal.SIG_DFL
-
-
 def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
     state = run(tmp_path, loader=bigram.Loader(bad=(1, 5, 6)))
     rows = metrics_log.read(tmp_path)
