@@ -23,7 +23,7 @@ def embed(params, weights, tokens, vocab_block: int | None = None):
     table = params["embed"]["weight"]
     if vocab_block is None:
         whole = weights("embed", params["embed"])["weight"]
-        return _rows(whole, tokens, whole.shape)
+        return _rows(whole, tokens, whole.shape, float("nan"))
     size = weights.whole("embed/weight").shape[0]
     parts = _parts(table, 0, size, vocab_block)
     which, row = _place(tokens, table.shape[0], len(parts))
@@ -31,29 +31,30 @@ def embed(params, weights, tokens, vocab_block: int | None = None):
     def add(total, xs):
         number, part = xs
         own = weights("embed", {"weight": part})["weight"]
-        found = _rows(own, row, own.shape)
-        return total + jnp.where((which == number)[..., None], found, 0), None
+        # Kept for the backward pass is a number of each token: a mask of rows would be kept as wide as they are.
+        here = jnp.where(which == number, row, own.shape[0])
+        return total + _rows(own, here, own.shape, 0.0), None
 
     first = jax.eval_shape(lambda: weights("embed", {"weight": parts[0]})["weight"])
     zeros = jnp.zeros((*tokens.shape, first.shape[1]), first.dtype)
     return lax.scan(add, zeros, (jnp.arange(len(parts)), parts))[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(table, tokens, shape: tuple[int, int]):
-    """Rows of a table of this shape. Its gradient is summed wide: in bfloat16 a token's would stop growing at 256 times
-    what each of its occurrences adds."""
-    return jnp.take(table, tokens, axis=0)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rows(table, tokens, shape: tuple[int, int], beyond: float):
+    """Rows of a table of this shape, those beyond its end filled with a number. Its gradient is summed wide: in bfloat16
+    a token's would stop growing at 256 times what each of its occurrences adds."""
+    return jnp.take(table, tokens, axis=0, mode="fill", fill_value=beyond)
 
 
-def _rows_forward(table, tokens, shape):
-    return _rows(table, tokens, shape), (tokens, jnp.zeros((), table.dtype))
+def _rows_forward(table, tokens, shape, beyond):
+    return _rows(table, tokens, shape, beyond), (tokens, jnp.zeros((), table.dtype))
 
 
-def _rows_backward(shape, kept, gradient):
+def _rows_backward(shape, beyond, kept, gradient):
     tokens, zero = kept
     blank = jnp.zeros(shape, wide(zero.dtype))
-    _, pull = jax.vjp(lambda table: jnp.take(table, tokens, axis=0), blank)
+    _, pull = jax.vjp(lambda table: jnp.take(table, tokens, axis=0, mode="fill"), blank)
     return pull(gradient.astype(blank.dtype))[0].astype(zero.dtype), None
 
 

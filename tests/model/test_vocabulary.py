@@ -54,6 +54,21 @@ def test_parts_give_what_the_whole_gives_gradients_included(tied):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
+def test_no_mask_is_kept_that_is_as_wide_as_the_rows():
+    """Of a part of the vocabulary a backward needs a number of each token, not of each of its row's values."""
+    loss, args = parts(False, BLOCK)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *args: loss(*args)[0], (0, 1)))(*args)
+    stacks = {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars if v.aval.ndim == 4}
+    assert not {shape for shape in stacks if shape[0] == V // 15 and shape[-1] == D}, stacks
+
+
+def test_tokens_beyond_the_vocabulary_have_no_row():
+    """Not the last one's, as a gather would give without being told."""
+    cfg, params = tables(False)
+    weights = glm5.Weights(cfg, Region(), Plan())
+    assert jnp.isnan(vocabulary.embed(params, weights, jnp.array([V]))).all()
+
+
 @pytest.mark.parametrize("block", [None, BLOCK])
 def test_a_frequent_token_is_learnt_from_each_time(block):
     """A sum in bfloat16 stays at 256 when ones are added to it."""
