@@ -60,11 +60,10 @@ def forward(static, hidden, head, targets, *, interpret=False):
 
 def backward(static, saved, dnll, dlogz, *, interpret=False):
     """(dhidden, dhead) for what `forward` took, the log partition that it gave, and both gradients."""
-    m = saved[0].shape[0]
-    rows = pl.cdiv(m, pl.cdiv(m, BACKWARD_ROWS))
+    static = static._replace(chunk=ref.rows_at_a_time(saved[0].shape[0], BACKWARD_ROWS))
     # Otherwise products of float32 may be of 11 bits.
     with jax.default_matmul_precision("highest" if saved[0].dtype == jnp.float32 else "default"):
-        return ref.backward(static._replace(chunk=rows), saved, dnll, dlogz)
+        return ref.backward(static, saved, dnll, dlogz)
 
 
 class _Plan(NamedTuple):

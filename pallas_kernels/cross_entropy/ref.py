@@ -6,6 +6,15 @@ from jax import lax
 
 from pallas_kernels.numerics import wide
 
+TILE = 128  # rows
+
+
+def rows_at_a_time(m: int, most: int) -> int:
+    """A chunk for m rows: about `most`, about as many in each, in whole tiles. Of 13 chunks of 7,799 rows XLA:TPU (libtpu
+    0.0.42) makes copies row by row, whose code takes minutes and gigabytes to compile."""
+    tile, chunks = min(TILE, most), -(-m // most)
+    return -(-m // (chunks * tile)) * tile
+
 
 def _chunks(chunk: int, *arrays):
     """Arrays [m ...] as [c chunk ...], zeros behind the last row."""

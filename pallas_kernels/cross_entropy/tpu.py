@@ -66,10 +66,9 @@ def forward(static, hidden, head, targets, *, interpret=False):
 
 def backward(static, saved, dnll, dlogz, *, interpret=False):
     """(dhidden, dhead) for what `forward` took, the log partition that it gave, and both gradients."""
-    m = saved[0].shape[0]
-    pieces = pl.cdiv(m, BACKWARD_ROWS)
+    static = static._replace(chunk=ref.rows_at_a_time(saved[0].shape[0], BACKWARD_ROWS))
     with jax.default_matmul_precision(_precision(saved[0].dtype).name.lower()):
-        return ref.backward(static._replace(chunk=pl.cdiv(m, pieces)), saved, dnll, dlogz)
+        return ref.backward(static, saved, dnll, dlogz)
 
 
 def _tile(m: int, d: int, v: int, itemsize: int) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import compat
-from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy, tpu
+from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy, ref, tpu
 from tests.kernels.implementations import (
     interpreted,
     over_implementations,
@@ -99,6 +99,15 @@ def test_logits_of_tens_of_thousands(implementation, slope):
     top = hidden[:, 0] * (slope * 1499 if slope > 0 else 0)
     np.testing.assert_allclose(logz, top, atol=1e-2)
     np.testing.assert_allclose(nll, top - hidden[:, 0] * slope * targets, atol=1e-2)
+
+
+@pytest.mark.parametrize("m", [1, 128, 8192, 8193, 65_536, 101_376, 200_704])
+def test_rows_of_a_backward_are_whole_tiles_of_about_the_same_number(m):
+    rows = ref.rows_at_a_time(m, 8192)
+    pieces = -(-m // rows)
+    assert rows % 128 == 0 and rows <= 8192
+    assert pieces == -(-m // 8192), "no more of them than need be"
+    assert pieces * (rows - 128) < m, "next to none are added"
 
 
 def test_logits_never_exist_as_a_whole():
