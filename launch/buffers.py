@@ -19,6 +19,8 @@ _PEAK = re.compile(r"Live ranges at \d+ \(peak\):\n(.*?)(?:^  \S|\Z)", re.M | re
 _LIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}: (\d+) bytes", re.M)
 # Not in HBM: what the host holds, and VMEM and the like of TPUs (whose layouts have tiles, T); 1 is HBM of a GPU.
 _ELSEWHERE = re.compile(r"S\(5\)|T\(.*S\([1-9]\)")
+# In other memories than the device's main one, such as VMEM and the host's, a color stands in between.
+_TEMPORARIES = re.compile(r"^allocation \d+: size (\d+), preallocated-temp:", re.M)
 _NO_BUFFER = ("tuple", "get-tuple-element", "bitcast", "parameter", "while", "conditional", "call")
 
 
@@ -59,6 +61,18 @@ def needed_and_available(error_text: str) -> tuple[int, int] | None:
 
 def _bytes(number: str, unit: str) -> int:
     return round(float(number) * _UNITS[unit])
+
+
+def temporaries(directory) -> int | None:
+    """Bytes on a device of what lives between arguments and results of the program that `dumped` finds; None: not dumped.
+
+    `memory_analysis` of XLA:TPU (libtpu 0.0.42) counts the gaps between these buffers twice: 62 GB where 41 are taken.
+    """
+    found = list(pathlib.Path(directory).glob("*after_optimizations-buffer-assignment.txt"))
+    if not found:
+        return None
+    text = max(found, key=lambda file: file.stat().st_size).read_text()
+    return sum(map(int, _TEMPORARIES.findall(text)))
 
 
 def dumped(directory) -> tuple[str, str]:

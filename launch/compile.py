@@ -37,6 +37,7 @@ if __name__ == "__main__":  # the compilers need no device, and a pod's would be
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nobody's devices are taken
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # XLA tells of buffers as it compiles
 
 from absl import flags
 from ml_collections import config_flags

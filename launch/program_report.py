@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import resource
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -12,7 +13,13 @@ import jax
 
 from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost
 from glm5_jax.training.step import program_hash
-from launch.buffers import largest_allocations, needed_and_available
+from launch.buffers import (
+    dumped,
+    large_buffers,
+    largest_allocations,
+    needed_and_available,
+    temporaries,
+)
 from launch.hlo import Collective, axes_of, collectives
 from launch.pods import Pod
 from launch.programs import Program, bytes_on_device, replicated
@@ -53,9 +60,10 @@ class Report:
     weights while they are used, and arrays, that every device holds whole, above a GiB. cached: tokens that each row may
     have in pages; token_costs: of programs that serve, the least that tokens cost on chips of this kind. What follows is
     known of a compiled program alone. options: of XLA, that launchers set for the chip. temporaries: what lives in between,
-    kept activations among them. not_reused: results that take no argument's place. available: of the chip. seconds: the least
-    that each resource needs, busy all the time: a bound, not a speed. utilisation: of the chip's peak by model_flops, if a step
-    took no longer than that. largest: what takes most room, if it does not fit.
+    kept activations among them; of what the host's memory holds, on_host. not_reused: results that take no argument's place.
+    code: the program itself. available: of the chip. seconds: the least that each resource needs, busy all the time: a bound,
+    not a speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what takes most
+    room, if it does not fit.
     """
 
     experiment: str
@@ -77,7 +85,9 @@ class Report:
     compiling_seconds: float | None = None
     compiler_gib: float | None = None
     temporaries: int | None = None
+    on_host: int = 0
     not_reused: int = 0
+    code: int = 0
     available: int | None = None
     traffic: tuple[Traffic, ...] = ()
     overweight: tuple[str, ...] = ()
@@ -88,7 +98,8 @@ class Report:
     @property
     def used(self) -> int:
         """Bytes of a device, as far as they are known."""
-        return sum(self.held.values()) + (self.temporaries or 0) + self.not_reused
+        more = (self.temporaries or 0) + self.not_reused + self.code
+        return sum(self.held.values()) + more
 
     @property
     def fits(self) -> bool | None:
@@ -200,20 +211,27 @@ def report_of(
     if topology == SHAPES:
         return Report(**known), None
     began = time.monotonic()
-    try:
-        known["options"] = pod.options if pod else {}
-        compiled = program.lowered.compile(compiler_options=known["options"] or None)
-    except jax.errors.JaxRuntimeError as error:
-        needed = needed_and_available(str(error))
-        if needed is None:
-            raise
-        known |= {"temporaries": needed[0] - sum(known["held"].values()), "available": needed[1]}
-        return Report(**known, largest=tuple(largest_allocations(str(error)))), None
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    known["compiling_seconds"] = time.monotonic() - began
-    known["compiler_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    known["temporaries"] = memory.temp_size_in_bytes
-    known["not_reused"] = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    known["options"] = pod.options if pod else {}
+    known["available"] = int(pod.device.memory) if pod and pod.device.memory else None
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            compiled = program.lowered.compile(
+                compiler_options={**known["options"], "xla_dump_to": folder}
+            )
+        except jax.errors.JaxRuntimeError as error:
+            needed = needed_and_available(str(error))
+            if needed is None:
+                raise
+            size, known["available"] = needed
+            known["temporaries"] = size - sum(known["held"].values())
+            largest = largest_allocations(str(error)) or _largest(folder)
+            return Report(**known, largest=tuple(largest)), None
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        known["compiling_seconds"] = time.monotonic() - began
+        known["compiler_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        known |= _memory(memory, temporaries(folder))
+        if Report(**known).fits is False:
+            known["largest"] = tuple(_largest(folder))
     if mesh is not None:
         found = collectives(text, mesh)
         known |= {"traffic": traffic(found, mesh), "overweight": overweight(found)}
@@ -221,11 +239,30 @@ def report_of(
             f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)
         }
     if pod is not None:
-        known["available"] = int(pod.device.memory) if pod.device.memory else None
         known["seconds"] = bounds(program.least, known["traffic"], pod)
         needed = program.model_flops / pod.device.flops["bfloat16"]
         known["utilisation"] = needed / max(known["seconds"].values())
     return Report(**known), text
+
+
+def _memory(stats, temporaries: int | None) -> dict[str, int]:
+    """Bytes of a compiled program; temporaries: as it was dumped (None: it came from jax's compilation cache)."""
+    return {
+        "temporaries": stats.temp_size_in_bytes if temporaries is None else temporaries,
+        "on_host": stats.host_temp_size_in_bytes,
+        "not_reused": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+        "code": stats.generated_code_size_in_bytes,
+    }
+
+
+def _largest(folder: str) -> list[tuple[int, str]]:
+    """Of what was dumped there, what is in memory when it is fullest; none if nothing was."""
+    try:
+        text, ranges = dumped(folder)
+    except FileNotFoundError:
+        return []
+    found = large_buffers(text, GIB // 4, ranges)
+    return [(one.num_bytes, f"{one.what} {one.shape}") for one in found[:20]]
 
 
 def _above(sizes: dict[str, int]) -> dict[str, int]:
@@ -277,6 +314,10 @@ def _lines(report: Report):
     if report.kept is not None:
         among = "of them " if report.temporaries is not None else ""
         yield f"    {among + 'kept activations':<24}{report.kept / GB:8.3f}"
+    for name in ("not_reused", "code", "on_host"):
+        if getattr(report, name):
+            what = {"not_reused": "results", "code": "program", "on_host": "(in the host's memory)"}
+            yield f"    {what[name]:<24}{getattr(report, name) / GB:8.3f}"
     if report.fits is not None:
         share = report.used / report.available
         yield f"    {'together':<24}{report.used / GB:8.3f}  {share:.0%} of {report.available / GB:.2f}"

@@ -12,6 +12,7 @@ from launch.buffers import (
     large_buffers,
     largest_allocations,
     needed_and_available,
+    temporaries,
 )
 
 GIB = 2**30
@@ -204,8 +205,10 @@ def test_buffers_of_a_program_that_is_compiled_here(tmp_path, no_cache):
     )
     with pytest.raises(FileNotFoundError, match="xla_dump_to"):
         dumped(tmp_path)
+    assert temporaries(tmp_path) is None
     lowered = jax.jit(jax.grad(saved)).lower(*shapes)
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    assert temporaries(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
     text, ranges = dumped(tmp_path)
     found = large_buffers(text, 12 * 512 * 64 * 4, ranges)
     assert found and {b.shape for b in found} == {"f32[12,512,64]"}
@@ -217,3 +220,15 @@ def test_buffers_of_a_program_that_is_compiled_here(tmp_path, no_cache):
     everything = sum(b.num_bytes for b in large_buffers(text, 0, ranges))
     in_use = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert 0.8 < everything / in_use <= 1
+
+
+def test_temporaries_are_those_of_the_main_memory(tmp_path):
+    (tmp_path / "module_0001.after_optimizations-buffer-assignment.txt").write_text("""\
+allocation 0: size 512, thread-local:
+allocation 1: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
+allocation 2: size 1000, preallocated-temp:
+ value: <1 add @0> (size=900,offset=100): f32[225]
+allocation 3: size 33554432, color 1, preallocated-temp:
+allocation 4: size 20, preallocated-temp:
+""")
+    assert temporaries(tmp_path) == 1020

@@ -1,6 +1,7 @@
 """What is read from programs of the real TPU and GPU compilers, where it is known by construction."""
 
 import collections
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import AXES
-from launch.buffers import dumped, large_buffers, needed_and_available
+from launch.buffers import dumped, large_buffers, needed_and_available, temporaries
 from launch.hlo import axes_of, collectives
 from launch.replication import replicated
 from tests.kernels.offline import pod_of
@@ -120,13 +121,16 @@ def test_what_fills_the_memory_is_named_also_where_the_compiler_refuses(target, 
     options = {"xla_dump_to": str(tmp_path)}
     lowered = jax.jit(jax.grad(saved, 1)).lower(*given)
     if target.startswith("h200"):  # XLA:GPU compiles what does not fit
-        lowered.compile(compiler_options=options)
+        compiled = lowered.compile(compiler_options=options)
+        assert temporaries(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
     else:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as refused:
             lowered.compile(compiler_options=options | BOUNDED)
         needed, available = needed_and_available(str(refused.value))
         assert available == pytest.approx(1500 * MIB, rel=0.01)
         assert needed == pytest.approx(2.17e9, rel=0.05)
+        x, w = (s.dtype.itemsize * math.prod(s.shape) for s in given)
+        assert temporaries(tmp_path) + x + 2 * w == pytest.approx(needed, rel=0.01)
     text, ranges = dumped(tmp_path)
     found = large_buffers(text, 150 * MIB, ranges)
     stacks = [b.what for b in found if b.shape == f"f32[{layers},6554,{width}]"]
