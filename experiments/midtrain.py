@@ -124,12 +124,12 @@ def small(stage: str) -> ExperimentConfig:
 def glm5(stage: str) -> ExperimentConfig:
     """The batch is not printed: pre-training's last one, or what is nearest in whole rows."""
     base, (length, tokens, _) = pretrain.glm5(), STAGES[stage]
-    # Rows are cut over `context`, or a batch would have a row for every chip.
-    mesh, microbatches = (
-        (MeshConfig(fsdp=16, expert=64), 2)
-        if stage == "32k"
-        else (MeshConfig(fsdp=2, expert=64, context=8), 4 if stage == "128k" else 2)
-    )
+    # Rows are cut over `context`, or a batch would have a row for every chip. What fits of each: experiments/README.md.
+    mesh, microbatches = {
+        "32k": (MeshConfig(fsdp=16, expert=64), 2),
+        "128k": (MeshConfig(fsdp=2, expert=64, context=8), 4),
+        "200k": (MeshConfig(fsdp=1, expert=64, context=16), 4),
+    }[stage]
     batch = length * mesh.fsdp * mesh.expert * microbatches
     step = dataclasses.replace(
         base.step,
