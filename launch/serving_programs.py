@@ -23,6 +23,7 @@ from glm5_jax.inference.runner import computed
 from glm5_jax.inference.serving_cost import Serving, TokenCost
 from glm5_jax.inference.steps import Shape, Steps, Variant
 from glm5_jax.model import glm5
+from glm5_jax.model.plan import Plan
 from glm5_jax.model.turned import Turned
 from launch.programs import Program, gathered
 from pallas_kernels.cost import Cost
@@ -50,8 +51,8 @@ def lower_decode(
     return _lower("decode", cfg, mesh, platform, engine, quantised)
 
 
-def abstract_weights(cfg: ModelConfig, mesh, quantised: bool = False):
-    """The parameter tree that an engine keeps, as shapes with shardings."""
+def abstract_weights(cfg: ModelConfig, mesh, quantised: bool = False, plan: Plan = Plan()):
+    """The parameter tree that an engine keeps, as shapes with shardings. plan: of its forward."""
     params = glm5.abstract(cfg, cfg.dtype)
     if quantised:
         params = jax.eval_shape(lambda params: table.quantise(params, cfg)[0], params)
@@ -60,13 +61,14 @@ def abstract_weights(cfg: ModelConfig, mesh, quantised: bool = False):
     params = jax.eval_shape(functools.partial(computed, cfg=cfg), params)
     if mesh is None:
         return _here(jax.eval_shape(functools.partial(glm5.unstack, cfg=cfg), params))
-    return jax.tree.map(_placed, params, glm5.param_shardings(cfg, mesh, params))
+    where = glm5.param_shardings(cfg, mesh, params, plan.replicated)
+    return jax.tree.map(_placed, params, where)
 
 
 def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised: bool) -> Program:
-    shape, _ = sized(cfg, engine)
-    params = abstract_weights(cfg, mesh, quantised)
-    traced, kinds, groups = _traced(name, cfg, mesh, shape, params)
+    (shape, _), plan = sized(cfg, engine), engine.plan()
+    params = abstract_weights(cfg, mesh, quantised, plan)
+    traced, kinds, groups = _traced(name, cfg, mesh, shape, params, plan)
     rows = groups * (shape.slots if name == "decode" else 1)
     length = (shape.num_draft + 1) if name == "decode" else shape.chunk
     max_length = engine.max_length or cfg.max_position_embeddings
@@ -78,7 +80,7 @@ def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised:
         rows,
         length,
         sum(cost.flops for cost in least),
-        _parts(name, cfg, mesh, shape, quantised, traced),
+        _parts(name, cfg, mesh, shape, quantised, traced, plan),
         {} if mesh is None else gathered(cfg, mesh, params=params),
         least,
         cached=max_length,
@@ -86,10 +88,10 @@ def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised:
     )
 
 
-def _traced(name: str, cfg, mesh, shape: Shape, params):
+def _traced(name: str, cfg, mesh, shape: Shape, params, plan: Plan):
     """(the program, its arguments by kind, groups of devices that hold other sequences)."""
     # As `Runner`: experts are int4 already, not once per token.
-    steps = Steps(dataclasses.replace(cfg, int4_group=None), shape, mesh)
+    steps = Steps(dataclasses.replace(cfg, int4_group=None), shape, mesh, plan)
     device = steps.abstract_device(cfg.dtype)
     device = _here(device) if mesh is None else device
     if name == "prefill":
@@ -128,7 +130,9 @@ def _least(
     )
 
 
-def _parts(name: str, cfg, mesh, shape: Shape, quantised: bool, traced) -> dict[str, int]:
+def _parts(
+    name: str, cfg, mesh, shape: Shape, quantised: bool, traced, plan: Plan
+) -> dict[str, int]:
     """FLOPs of one device by part, as the TPU's kernels tell them: those of other chips do the same work. {}: not known,
     on the one device here."""
     if mesh is None:
@@ -136,7 +140,8 @@ def _parts(name: str, cfg, mesh, shape: Shape, quantised: bool, traced) -> dict[
     chip = mesh.abstract_mesh.abstract_device
     if chip is None or chip.platform != "tpu":
         other = abstract_mesh(dict(mesh.shape))
-        traced, _, _ = _traced(name, cfg, other, shape, abstract_weights(cfg, other, quantised))
+        weights = abstract_weights(cfg, other, quantised, plan)
+        traced, _, _ = _traced(name, cfg, other, shape, weights, plan)
     found = work_by_scope(traced.jaxpr, PARTS, while_trips=0)
     return {part: work.flops for part, work in found.items()}
 

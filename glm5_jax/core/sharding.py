@@ -10,6 +10,7 @@ down projection ("e f") fsdp takes f, and of "d f" context goes to d, before f t
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.tree import is_compound
+from glm5_jax.core.tree import found, is_compound, map_with_path
 
 RULES = (
     ("e", "expert"),
@@ -79,26 +80,33 @@ def _dim_of(pattern: str, names: list[str]) -> int | None:
     return next((i + own for i in starts if names[i : i + len(wanted)] == wanted), None)
 
 
-def cut_of(w, letters: str, shape, axis_sizes):
+def cut_of(w, letters: str, shape, axis_sizes, whole: bool = False):
     """(letters, PartitionSpec) of a weight w of this whole shape, of which it may be a part; of a `Compound`, both
-    with one for each of its arrays. Those of fewer dimensions than the weight are small."""
+    with one for each of its arrays. Those of fewer dimensions than the weight are small. whole: it stays so on every
+    device, but for what stays cut while it is used."""
 
     def spec(own, sizes):
-        return spec_of(own, sizes, axis_sizes, small=len(own.split()) < len(letters.split()))
+        small = whole or len(own.split()) < len(letters.split())
+        return spec_of(own, sizes, axis_sizes, small=small)
 
     if not is_compound(w):
         return letters, spec(letters, shape)
     return w.each(lambda own, _: own, letters, shape), w.each(spec, letters, shape)
 
 
-def specs_of(letters, shapes, axis_sizes):
-    """Tree of PartitionSpecs for a tree of letters and a tree of things with `.shape`."""
-    return jax.tree.map(lambda le, x: cut_of(x, le, x.shape, axis_sizes)[1], letters, shapes)
+def specs_of(letters, shapes, axis_sizes, whole: Sequence[str] = ()):
+    """Tree of PartitionSpecs for a tree of letters and a tree of things with `.shape`; whole: patterns of those that
+    `cut_of` leaves so."""
+
+    def spec(path, own, x):
+        return cut_of(x, own, x.shape, axis_sizes, found(whole, path))[1]
+
+    return map_with_path(spec, letters, shapes)
 
 
-def shardings_of(letters, shapes, mesh):
+def shardings_of(letters, shapes, mesh, whole: Sequence[str] = ()):
     """Tree of NamedShardings, as `specs_of`."""
-    specs = specs_of(letters, shapes, mesh.shape)
+    specs = specs_of(letters, shapes, mesh.shape, whole)
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
 

@@ -81,6 +81,9 @@ class Engine:
         batch_invariant: bool = False,
         index_cache: str | None = None,
         latent_cache: str | None = None,
+        token_chunk: int | None = None,
+        vocab_block: int | None = None,
+        replicated: bool = False,
         max_bias: int = MAX_BIAS,
         seed: int = 0,
         version: int = 0,
@@ -96,16 +99,20 @@ class Engine:
         as if it had as many; fewer cost less, and one program more. num_draft: tokens that the MTP layer drafts for every
         decode, kept or not so that what is drawn has the same distribution (4 in paper table 2). batch_invariant: every
         reply has the same bits whatever else is served; slower. index_cache, latent_cache: "int8" or "fp8", in which
-        the pages hold index keys and latents (`init_pages`); None: in the model's dtype. max_bias: tokens in a request's
-        logit_bias at most. seed: of the seeds of requests that bring none. ValueError for what cannot be.
+        the pages hold index keys and latents (`init_pages`); None: in the model's dtype. token_chunk, vocab_block: on a mesh,
+        tokens of a device that travel to the experts at a time, and of the vocabulary whose embedding it brings together
+        (`Plan`). replicated: whether every device of a mesh has all weights but routed experts, embedding and head; otherwise
+        a part of them, and each step gathers them over the network. max_bias: tokens in a request's logit_bias at most.
+        seed: of the seeds of requests that bring none. ValueError for what cannot be.
         """
         sizes = page_size, num_pages, max_batch, max_length, chunk, step_tokens, short_prompt
-        kinds = num_draft, batch_invariant, index_cache, latent_cache, seed
-        cfg = model.cfg
-        self._shape, limits = sized(cfg, EngineConfig(*sizes, *kinds), max_bias)
+        kinds = num_draft, batch_invariant, index_cache, latent_cache
+        cuts = token_chunk, vocab_block, replicated
+        cfg, options = model.cfg, EngineConfig(*sizes, *kinds, *cuts, seed)
+        self._shape, limits = sized(cfg, options, max_bias)
         max_length = max_length or cfg.max_position_embeddings
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
-        self._runner = Runner(model, self._shape, plan)
+        self._runner = Runner(model, self._shape, options.plan(plan))
         self._schedulers = [
             Scheduler(self._shape.num_pages, page_size, limits) for _ in range(self._runner.groups)
         ]

@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model.cache import check_formats
+from glm5_jax.model.plan import Plan
 
 STOP, LENGTH, CANCELLED, DEADLINE = "stop", "length", "cancelled", "deadline"
 FAILED = "failed"  # the engine could not go on
+# All weights but routed experts and those with a row or a column of each token.
+REPLICATED = (r"^(?!embed/|lm_head/)(?!.*/experts/)",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +30,21 @@ class EngineConfig:
     batch_invariant: bool = False
     index_cache: str | None = None
     latent_cache: str | None = None
+    token_chunk: int | None = None
+    vocab_block: int | None = None
+    replicated: bool = False
     seed: int = 0
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)
+        self.plan()
+
+    def plan(self, base: Plan = Plan()) -> Plan:
+        """How an engine carries out its forward, otherwise as `base` has it."""
+        found = {"token_chunk": self.token_chunk, "vocab_block": self.vocab_block}
+        given = {name: value for name, value in found.items() if value is not None}
+        replicated = REPLICATED if self.replicated else base.replicated
+        return dataclasses.replace(base, few_tokens=True, replicated=replicated, **given)
 
 
 class TooLong(ValueError):

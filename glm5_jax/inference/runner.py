@@ -83,7 +83,7 @@ class Runner:
         self._listed = np.zeros(size, int)  # pages of each slot that its table shows
         params = glm5.params_of(model)
         self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
-        self._shardings = flatten(_shardings_of(params, model))
+        self._shardings = flatten(_shardings_of(params, model, plan))
         self._device = self._steps.device(model.cfg.dtype)
         if model.mesh is None:
             # Bound to it like the weights: the first program would not be that of later calls, whose pages it returns.
@@ -327,10 +327,10 @@ def _kind_of(leaf) -> tuple[type | None, int | None]:
     return type(leaf) if is_compound(leaf) else None, getattr(leaf, "group", None)
 
 
-def _shardings_of(params, model: glm5.Glm5):
-    """Where a model's parameters are, each of them."""
+def _shardings_of(params, model: glm5.Glm5, plan: Plan):
+    """Where a model's parameters are to be, each of them."""
     if model.mesh is not None:
-        return glm5.param_shardings(model.cfg, model.mesh, params)
+        return glm5.param_shardings(model.cfg, model.mesh, params, plan.replicated)
     devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.devices()}
     device = min(devices or jax.devices(), key=lambda device: device.id)
     return jax.tree.map(lambda _: SingleDeviceSharding(device), params)

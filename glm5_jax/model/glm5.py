@@ -6,6 +6,7 @@ shard; the training loss runs it inside its own manual region.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +35,7 @@ from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 from glm5_jax.model.turned import read_out
-from glm5_jax.model.vocabulary import embed, head
+from glm5_jax.model.vocabulary import embed, read_logits
 from pallas_kernels.numerics import wide
 
 STACKS = ("dense_layers", "moe_layers")
@@ -128,9 +129,9 @@ def letters(cfg: ModelConfig) -> dict[str, Any]:
     return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
 
 
-def param_shardings(cfg: ModelConfig, mesh, params=None):
+def param_shardings(cfg: ModelConfig, mesh, params=None, replicated: Sequence[str] = ()):
     """Tree of NamedShardings of the parameters on a mesh; params: such a tree, or its shapes, if some of them are
-    quantised. ValueError if it cannot cut the model."""
+    quantised. replicated: as of `Plan`. ValueError if it cannot cut the model."""
     params = abstract(cfg) if params is None else params
     for axis, names in DIVIDED.items():
         for name in names:
@@ -139,7 +140,7 @@ def param_shardings(cfg: ModelConfig, mesh, params=None):
                     f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
                     "divisor"
                 )
-    shardings = sharding.shardings_of(letters(cfg), params, mesh)
+    shardings = sharding.shardings_of(letters(cfg), params, mesh, replicated)
     quant.check_shards(cfg, params, shardings)
     return shardings
 
@@ -194,9 +195,20 @@ class Weights:
 
     def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
         self._letters, self._whole = flatten(letters(cfg)), flatten(abstract(cfg))
-        self._region, self._sizes = region, {axis: getattr(region, axis) for axis in AXES}
+        self.region, self._sizes = region, {axis: getattr(region, axis) for axis in AXES}
         self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
         self._plan, self._reduce_dtype = plan, plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
+
+    def by_tokens(self, name: str, w, dim: int, rows: int):
+        """(what this device has along a dimension of a weight, gathered along the others; the mesh axes over which that
+        is cut), for rows of each device; None if it is not cut there, or the weight had better be gathered."""
+        own, spec = sharding.cut_of(w, self._letters[name], self._whole[name].shape, self._sizes)
+        entry = spec[dim] if self._plan.few_tokens else None
+        axes = self.region.live(entry if isinstance(entry, tuple) else (entry,) if entry else ())
+        if not axes or self.region.size(axes) * rows > self._whole[name].shape[dim]:
+            return None
+        rest = P(*(None if i == dim else part for i, part in enumerate(spec)))
+        return sharding.gather(w, own, rest, self.region, self._dtype), axes
 
     def whole(self, name: str) -> jax.ShapeDtypeStruct:
         """Shape of a weight on all devices together."""
@@ -212,10 +224,11 @@ class Weights:
             names, shape = self._letters[name], self._whole[name].shape
             if sliced:
                 names, shape = names.removeprefix("l "), shape[1:]
-            own, spec = sharding.cut_of(w, names, shape, self._sizes)
+            whole = found(self._plan.replicated, name)
+            own, spec = sharding.cut_of(w, names, shape, self._sizes, whole)
             dtype = w.dtype if "router/" in name else self._dtype
             w = quant.computed(w, name, self._int4_group)
-            return sharding.gather(w, own, spec, self._region, dtype, self._reduce_dtype)
+            return sharding.gather(w, own, spec, self.region, dtype, self._reduce_dtype)
 
         return map_with_path(one, tree)
 
@@ -395,7 +408,7 @@ def forward(
         return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
 
     inputs = (tokens,) if only is None else (tokens, only)
-    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan)
 
 
 def forward_mtp(
@@ -433,20 +446,10 @@ def forward_mtp(
         return Output(read_logits(params, hidden, weights, *only), hidden, cache, stats)
 
     inputs = (hidden, following) if only is None else (hidden, following, only)
-    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh)
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan)
 
 
-@jax.named_scope("head")
-def read_logits(params, hidden, weights: Weights, only=None):
-    """wide[b t v] of hidden [b t d], or of the one place of each row that `only` int[b 1] names."""
-    if only is not None:
-        hidden = jnp.take_along_axis(hidden, only[..., None], 1)
-    return jnp.einsum(
-        "btd,dv->btv", hidden, head(params, weights), preferred_element_type=wide(hidden.dtype)
-    )
-
-
-def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Output:
+def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan) -> Output:
     """local(region, params, inputs [b t ...], positions, segment_ids, cache) on one device or as one
     manual region over the mesh."""
     b, t = inputs[0].shape[:2]
@@ -462,7 +465,8 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh) -> Out
     region = Region.of(mesh, shard_sequence=cache is None)
     check_batch(b, t, mesh, region.shard_sequence)
     rows = batch_spec(region)
-    params_spec = jax.tree.map(lambda s: s.spec, param_shardings(cfg, mesh, params))
+    shardings = param_shardings(cfg, mesh, params, plan.replicated)
+    params_spec = jax.tree.map(lambda s: s.spec, shardings)
     cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim else P(), cache)
     segments_spec = None if segment_ids is None else rows
     run = jax.shard_map(

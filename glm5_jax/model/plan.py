@@ -24,8 +24,11 @@ class Plan:
     results, "offload" the selected keys, and these and its input in the host's pinned memory (GLM-5 2.4); a CPU
     has no other memory, and nothing moves there. Where indexers learn, all keep their gradients, which cost
     another pass over all keys. reduce_dtype: in which gradients are summed over the devices that a weight is
-    cut over (None: the compute dtype); over those that hold copies they are in the weight's own. gathered:
-    patterns of weights that come whole and in the compute dtype (`training.accumulation`).
+    cut over (None: the compute dtype); over those that hold copies they are in the weight's own. few_tokens: that
+    embedding and head may stay cut over the vocabulary where that is less to send, as all devices' tokens are fewer than
+    it (decoding; nothing is learnt). gathered:
+    patterns of weights that come whole and in the compute dtype (`training.accumulation`). replicated: of those
+    that every device has whole to begin with, but for what stays cut while it is used (`core.sharding.cut_of`).
     attention_form: None, or a form of `mla` to insist on. kernels: which implementations to run, "auto" or a
     name (`pallas_kernels.dispatch.choose`).
     """
@@ -37,7 +40,9 @@ class Plan:
     expert_slices: int = 1
     remat: str = "none"
     reduce_dtype: str | None = None
+    few_tokens: bool = False
     gathered: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     attention_form: str | None = None
     kernels: str | Implementation = "auto"
 

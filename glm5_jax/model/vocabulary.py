@@ -7,6 +7,7 @@ cut for its use.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ def embed(params, weights, tokens, vocab_block: int | None = None):
     """Rows of the embedding table for tokens int[...], [... d] in the compute dtype. weights: `glm5.Weights`;
     vocab_block: as of `Plan`."""
     table = params["embed"]["weight"]
+    if (cut := weights.by_tokens("embed/weight", table, 0, tokens.size)) is not None:
+        return _rows_of_all(*cut, tokens, weights.region)
     if vocab_block is None:
         whole = weights("embed", params["embed"])["weight"]
         return _rows(whole, tokens, whole.shape, float("nan"))
@@ -59,6 +62,33 @@ def _rows_backward(shape, beyond, kept, gradient):
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _rows_of_all(part, axes, tokens, region):
+    """Rows for all devices' tokens, of which each device finds those that it has, and all their own."""
+    every = region.all_gather(tokens.reshape(-1), axes, 0) - region.index(axes) * len(part)
+    here = jnp.where((every >= 0) & (every < len(part)), every, len(part))
+    found = jnp.take(part, here, axis=0, mode="fill", fill_value=0)
+    return region.psum_scatter(found, axes, 0).reshape(*tokens.shape, -1)
+
+
+@jax.named_scope("head")
+def read_logits(params, hidden, weights, only=None):
+    """wide[b t v] of hidden [b t d], or of the one place of each row that `only` int[b 1] names."""
+    if only is not None:
+        hidden = jnp.take_along_axis(hidden, only[..., None], 1)
+    kind = wide(hidden.dtype)
+    name, dim = ("lm_head", 1) if "lm_head" in params else ("embed", 0)
+    cut = weights.by_tokens(
+        f"{name}/weight", params[name]["weight"], dim, math.prod(hidden.shape[:2])
+    )
+    if cut is None:
+        return jnp.einsum("btd,dv->btv", hidden, head(params, weights), preferred_element_type=kind)
+    part, axes = cut
+    rows = weights.region.all_gather(hidden.reshape(-1, hidden.shape[2]), axes, 0)
+    logits = jnp.matmul(rows, part if dim else part.T, preferred_element_type=kind)
+    own = weights.region.all_to_all(logits, axes, split=0, join=1)
+    return own.reshape(*hidden.shape[:2], -1)
 
 
 def head(params, weights):

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.tree import flatten
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.inference.steps import Variant
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
+from launch.serving_programs import plain
 from tests.inference.test_server import get, post
 from tests.mesh import cases
+from tests.mesh.traffic import traffic
 
 CFG = dataclasses.replace(cases.config("sparse"), eos_token_id=())
 GROUP = 4
@@ -69,6 +73,45 @@ def test_replies_are_those_of_one_device(kind, num_draft, axes):
     assert again.cached_tokens == (24 if num_draft == 0 else 16)
     shard = jax.tree.leaves(made._runner._device.layers)[0].sharding.shard_shape((40, 8, 1))
     assert shard[0] == 10
+
+
+def gathered_in_a_decode(made: Engine) -> int:
+    """Bytes of a device's results, over the axis along which experts are cut and nothing else need be."""
+    steps = made._runner._steps
+    function, static = steps.program("decode", Variant())
+    run = functools.partial(function, **static)
+    found = traffic(run, made._runner._params, made._runner._device, steps.idle_draws(2, 4))
+    return found["all_gather", ("expert",)]
+
+
+@pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow)])
+def test_weights_that_every_device_has_are_not_gathered(kind):
+    """All but experts, embedding and head; new weights too, which arrive cut."""
+    mesh = make_mesh(AXES)
+    made, cut, alone = engine(mesh, kind, replicated=True), engine(mesh, kind), engine(None, kind)
+    asked = [[5, 2, 7], [1], [9, 9, 3, 4]]
+
+    def assert_alike():
+        got, want = made.generate(asked, SAMPLING), alone.generate(asked, SAMPLING)
+        assert [one.ids for one in got] == [one.ids for one in want]
+        for one, other in zip(got, want):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+    assert_alike()
+    for path, leaf in flatten(plain(made.computation.params)).items():
+        over = {axis for part in leaf.sharding.spec for axis in np.atleast_1d(part or ())}
+        if "/experts/" not in path and not path.startswith(("embed", "lm_head")):
+            assert over <= {"tensor"}, path  # a feed-forward's width stays cut
+    # Of the vocabulary's tables tokens and logits travel.
+    sent, whole = gathered_in_a_decode(made), gathered_in_a_decode(cut)
+    tables = [flatten(made.computation.params)[f"{name}/weight"] for name in ("embed", "lm_head")]
+    assert 0 < sent < min(table.nbytes for table in tables) < whole
+    if kind == "plain":
+        params = jax.tree.map(lambda x: x * 1.5, cases.params(CFG))
+        made.update_weights(jax.device_put(params, glm5.param_shardings(CFG, mesh)), 2)
+        alone.update_weights(params, 2)
+        assert_alike()
+        assert gathered_in_a_decode(made) == sent
 
 
 @pytest.mark.slow
