@@ -69,8 +69,17 @@ def small() -> ServeConfig:
 
 
 def glm5() -> ServeConfig:
-    """Drafts as in paper Table 2; lengths as trained."""
-    engine = EngineConfig(max_batch=32, max_length=202_752, chunk=4096, num_draft=4)
+    """Drafts as in paper Table 2; lengths as trained. Pages of a device hold one chat of that length, or 32 of 6,400 tokens:
+    22 GB on a GPU and 29 on a TPU, in 8 bits 13 and 19. What fits which chips: experiments/README.md."""
+    engine = EngineConfig(
+        num_pages=3200,
+        max_batch=32,
+        max_length=202_752,
+        chunk=4096,
+        num_draft=4,
+        token_chunk=512,  # 0.8 GB on 16 devices for what one of them may receive at most
+        vocab_block=40_960,
+    )
     return ServeConfig(engine=engine, mesh=MeshConfig(fsdp=1, expert=-1))
 
 

@@ -99,8 +99,10 @@ def exchange(x, rows: int, route: Route, peers: Peers):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _exchange(rows, own_rows, peers, x, route):
     del own_rows
-    out = jnp.zeros((rows, *x.shape[1:]), x.dtype)
     sent, received = route
+    # Zeros that are known beforehand XLA:GPU writes for all layers at once, where they are not in a loop.
+    zero = (jnp.sum(received.sizes) < 0).astype(x.dtype)
+    out = jnp.broadcast_to(zero, (rows, *x.shape[1:]))
     named = {"axis_name": peers.axes, "axis_index_groups": peers.groups}
     return lax.platform_dependent(
         x,
