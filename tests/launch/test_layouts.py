@@ -1,0 +1,118 @@
+"""The layouts that are compiled for pods: they can be, and what is told of them is what the compilers said."""
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from glm5_jax.core.mesh import resolve
+from launch import layouts, pods, run
+from launch.layouts import LAYOUTS, RESULTS, Layout
+from tests.contracts.source_tree import ROOT
+
+REPORT = {
+    "program": "train step",
+    "mesh": {"data": 1, "fsdp": 2, "expert": 4},
+    "batch": {"rows": 4096, "length": 8},
+    "held": {"params": 2_000_000_000, "optimizer": 1_000_000_000},
+    "temporaries": 6_500_000_000,
+    "not_reused": 300_000_000,
+    "code": 200_000_000,
+    "available": 20_000_000_000,
+    "fits": True,
+    "cached": None,
+    "model_flops": 3e15,
+    "parts": {"experts": 3.96e15, "newton_schulz": 0.04e15},
+    "traffic": [
+        {"kind": "ragged-all-to-all", "near": 2e9, "far": 1e9},
+        {"kind": "all-gather", "near": 4e9, "far": 0},
+        {"kind": "reduce-scatter", "near": 0.5e9, "far": 0},
+    ],
+    "seconds": {"products": 4.0, "memory": 1.0},
+    "utilisation": 0.75,
+    "compiling_seconds": 61.0,
+    "compiler_gib": 2.0,
+}
+
+
+def told(own: Layout, **changes) -> dict:
+    return {own.name: {"command": shlex.join(own.command), "reports": [REPORT | changes]}}
+
+
+def test_names_are_unique():
+    assert len({own.name for own in LAYOUTS}) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize("own", LAYOUTS, ids=lambda own: own.name)
+def test_the_mesh_takes_all_devices_of_the_pod(own):
+    flags = [word for word in own.fields if word.startswith("--experiment.")]
+    config = run.parse(["layouts", f"--experiment=experiments/{own.experiment}", *flags]).config
+    pod = pods.parse(own.topology)
+    sizes = resolve(dataclasses.asdict(config.mesh), pod.num_devices)
+    if pod.platform == "cuda":
+        pods.check_hosts(pod, sizes)
+
+
+def test_a_row_of_the_table():
+    [_, _, row, *rest] = layouts.tables(told(LAYOUTS[0])).splitlines()
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    found = dict(zip(layouts.TRAINING, cells, strict=True))
+    assert found["layout"] == LAYOUTS[0].name
+    assert found["mesh"] == "fsdp 2, expert 4" and found["rows x tokens"] == "4,096 x 8"
+    assert (found["GB in"], found["GB between"], found["memory"]) == ("3.0", "7.0", "50% of 20")
+    assert found["PFLOP needed / taken"] == "3.00 / 4.00" and found["Newton-Schulz"] == "1.00%"
+    assert found["GB sent: rows / rest"] == "3 / 4.5"
+    assert found["least seconds a step"] == "**products 4**, memory 1"
+    assert found["utilisation"] == "75%" and found["compiled"] == "61 s, 2.0 GiB"
+    assert not any(LAYOUTS[0].name in line for line in rest)
+
+
+def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_none():
+    first, second = LAYOUTS[:2]
+    serving = told(first, program="decode", cached=202_752) | told(second, fits=False)
+    training, _, rest = layouts.tables(serving).partition("\n\n")
+    assert len(training.splitlines()) == 2, "no row"
+    assert "on up to 202,752" in rest and second.name not in rest
+
+
+def test_results_are_kept_layout_by_layout_in_their_order(tmp_path):
+    file = tmp_path / "layouts.jsonl"
+    assert layouts.read(file) == {}
+    known = told(LAYOUTS[1]) | told(LAYOUTS[0])
+    layouts.write(file, known)
+    names = [json.loads(line)["layout"] for line in file.read_text().splitlines()]
+    assert names == [LAYOUTS[0].name, LAYOUTS[1].name]
+    assert layouts.read(file) == known
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_what_is_known_is_not_compiled_again(tmp_path, capsys):
+    file, own = tmp_path / "layouts.jsonl", LAYOUTS[0]
+    layouts.write(file, told(own))
+    assert layouts.main(["layouts", f"--only=^{own.name}$", f"--results={file}"]) == 0
+    assert f"| {own.name} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flag", "why"),
+    [
+        ("--only=no such pod", "matches no layout; there are"),
+        ("--only=(", "unterminated"),
+        ("--results=missing/file.jsonl", "is in no folder; make missing first"),
+        ("more", "is no flag of this program"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_compiled(flag, why, capsys):
+    assert layouts.main(["layouts", flag]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and why in error and error.count("\n") == 1
+
+
+def test_the_tables_are_those_of_the_results():
+    """As `python -m launch.layouts` prints them."""
+    known = layouts.read(ROOT / RESULTS)
+    assert known, "nothing was compiled"
+    commands = {own.name: shlex.join(own.command) for own in LAYOUTS}
+    assert {name: row["command"] for name, row in known.items()}.items() <= commands.items()
+    assert layouts.tables(known) in (ROOT / "experiments/README.md").read_text()
