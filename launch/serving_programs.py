@@ -81,7 +81,7 @@ def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised:
         length,
         sum(cost.flops for cost in least),
         _parts(name, cfg, mesh, shape, quantised, traced, plan),
-        {} if mesh is None else gathered(cfg, mesh, params=params),
+        {} if mesh is None else gathered(cfg, mesh, plan.vocab_block, params),
         least,
         cached=max_length,
         token_costs=functools.partial(_token_costs, cfg, name, rows, max_length),
