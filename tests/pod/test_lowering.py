@@ -50,7 +50,7 @@ def warm_up():
 
 
 def adaptation():
-    """Sparse attention over 200K tokens cut in eight, and its indexers' loss."""
+    """Sparse attention over 200K tokens cut in sixteen, and its indexers' loss."""
     return run.load("experiments/dsa_sparse.py:glm5")[1]
 
 
@@ -60,7 +60,7 @@ def fine_tuning():
 
 
 def reinforcement():
-    """Attempts of up to 68K tokens, cut in eight; Adam's moments of all that learns."""
+    """Attempts of up to 68K tokens, cut in sixteen; Adam's moments of all that learns."""
     return run.load("experiments/rl_reasoning.py:glm5")[1]
 
 
@@ -94,7 +94,9 @@ def test_bytes_per_device_of_reinforcement():
     _, _, step = lowered(reinforcement)
     weights = pod.bytes_on_device(step.arguments["params"])
     params = sum(weights.values())
-    assert 4 * PARAMETERS / CHIPS <= params < 1.05 * 4 * PARAMETERS / CHIPS
+    # Rows are cut in sixteen: what does not divide by expert * context = 1,024 is held by 16 devices, the
+    # tables of the vocabulary first of all.
+    assert 4 * PARAMETERS / CHIPS <= params < 1.08 * 4 * PARAMETERS / CHIPS
     still = re.compile("indexer/|^mtp/|router/bias$")
     moving = sum(size for path, size in weights.items() if not still.search(path))
     optimizer = sum(pod.bytes_on_device(step.arguments["optimizer"]).values())
