@@ -1,4 +1,4 @@
-"""Task folders for tests: those of tasks/*.txt, and small ones of one's own."""
+"""Task folders for tests: those of tasks/*.txt, small ones of one's own, and the scripts of cheats/*.txt."""
 
 import os
 import pathlib
@@ -53,11 +53,22 @@ def write(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
     return folder
 
 
+def sections(file: pathlib.Path) -> dict[str, str]:
+    """The files of a folder that is written down as one."""
+    _, *parts = re.split(r"(?m)^=== (.*)\n", file.read_text())
+    texts = [text.removesuffix("\n") for text in parts[1:-1:2]] + parts[-1:]
+    return dict(zip(parts[::2], texts))
+
+
 def shipped(name: str, folder: pathlib.Path) -> pathlib.Path:
     """The folder of a task of tasks/NAME.txt."""
-    _, *parts = re.split(r"(?m)^=== (.*)\n", (HERE / "tasks" / f"{name}.txt").read_text())
-    texts = [text.removesuffix("\n") for text in parts[1:-1:2]] + parts[-1:]
-    return write(folder / name, dict(zip(parts[::2], texts)))
+    return write(folder / name, sections(HERE / "tasks" / f"{name}.txt"))
+
+
+def shipped_cheats() -> dict[str, tuple[str, str]]:
+    """Name -> (task that it attacks, script), of cheats/NAME.txt."""
+    found = {path.stem: sections(path) for path in sorted((HERE / "cheats").glob("*.txt"))}
+    return {name: (files["task.txt"].strip(), files["solve.sh"]) for name, files in found.items()}
 
 
 def own(folder: pathlib.Path, name: str = "own", **files: str) -> pathlib.Path:

@@ -6,8 +6,14 @@ import pytest
 
 from glm5_jax.envs.terminal import Oracle, Trials, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, Text, needs_root, own, shipped
-from tests.envs.terminal.test_terminal_trials import CHEATS
+from tests.envs.terminal.folders import (
+    TOML,
+    Text,
+    needs_root,
+    own,
+    shipped,
+    shipped_cheats,
+)
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow, needs_root]
 HEALTHY = ("log-levels", "fix-median", "todo-cli", "csv-join")
@@ -21,7 +27,7 @@ POISONS = {
     "endless output": "yes; true",
     "disk": "head -c 900M /dev/zero > /app/x; cat /dev/zero > /dev/shm/x",
     "files": "i=0; while mkdir -p d$i/d/d/d/d; do i=$((i+1)); [ $i -gt 30000 ] && break; done",
-    "stopped init": CHEATS["stopped init"][1] + "\n" + BOMB,
+    "stopped init": shipped_cheats()["stopped-init"][1] + BOMB,
     "stopped neighbours": "kill -STOP -1; sleep 100",
 }
 RUN = "bash /app/answer.sh; echo 0 > /logs/verifier/reward.txt"

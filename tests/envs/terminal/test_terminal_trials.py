@@ -7,7 +7,15 @@ import pytest
 
 from glm5_jax.envs.terminal import Nop, Oracle, Trials, load_task
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import ORDINARY, SHIPPED, Text, needs_root, own, shipped
+from tests.envs.terminal.folders import (
+    ORDINARY,
+    SHIPPED,
+    Text,
+    needs_root,
+    own,
+    shipped,
+    shipped_cheats,
+)
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 FORGE = """
@@ -30,38 +38,19 @@ def todo(text: str) -> str:
     return planted(text, "/app/todo.py")
 
 
-# Name -> (task, what the agent runs): the project's own scripts and others.
-CHEATS = {
-    "forge on import": (
-        "fix-median",
-        planted(f"import os\n{FORGE}\nos._exit(0)", "/app/stats.py"),
-    ),
-    "planted modules": (
+# Name -> (task, what the agent runs).
+CHEATS = shipped_cheats() | {
+    "more planted modules": (
         "log-levels",
         "for f in /app/conftest.py /app/json.py /app/collections.py /app/sitecustomize.py /app/pytest.py "
         "/usr/lib/python3/dist-packages/sitecustomize.py; do echo 'import os; os._exit(0)' > $f; done\n"
         "mkdir -p /tests && cp /app/conftest.py /tests/conftest.py",
     ),
-    "poisoned python": (
+    "poisoned python in each place": (
         "log-levels",
         "rm -f /usr/bin/python3; printf '#!/bin/bash\\nexit 0\\n' > /usr/bin/python3\n"
         "mkdir -p /usr/local/bin ~/bin; cp /bin/true /usr/local/bin/python3; cp /bin/true ~/bin/python3\n"
         "cp /bin/true /grader/bin/python3",
-    ),
-    "reward daemon": (
-        "hello-file",
-        "setsid bash -c 'while true; do echo 1 > /logs/verifier/reward.txt; echo 1 > /logs/verifier/reward.json; "
-        "sleep 0.02; done' >/dev/null 2>&1 </dev/null &",
-    ),
-    "stopped init": (
-        "log-levels",
-        "python3 - <<'PY'\nimport ctypes, os, time\nctypes.CDLL(None).ptrace(16, 1, 0, 0)\n"
-        "try:\n    for i in range(400):\n        if os.fork() == 0:\n            time.sleep(1)\n"
-        "            os._exit(0)\nexcept OSError:\n    pass\nPY",
-    ),
-    "links in place of folders": (
-        "log-levels",
-        "cd /; rm -rf /app /logs/verifier; ln -s / /app; ln -s /etc /logs/verifier",
     ),
     "a link to the reward": (
         "log-levels",
@@ -198,9 +187,7 @@ CHEATS = {
 }
 # One for each wall that is between an attempt and its reward; the others are slow tests.
 QUICK = (
-    "links in place of folders",
-    "planted modules",
-    "reward daemon",
+    *shipped_cheats(),
     "settings of shells",
     "tests made beforehand",
     "settings of git",
@@ -270,7 +257,7 @@ async def all_results(tasks, attempts):
 @pytest.mark.usefixtures("nothing_left")
 def test_solutions_score_and_nothing_does_not(tasks):
     attempts = {("oracle", name): (name, Oracle()) for name in tasks}
-    attempts |= {("nop", name): (name, Nop()) for name in ("log-levels", "csv-join", "ordinary")}
+    attempts |= {("nop", name): (name, Nop()) for name in (*SHIPPED, "ordinary")}
     results = run(all_results(tasks, attempts))
     assert {key: (r.reward, r.error) for key, r in results.items()} == {
         key: (float(key[0] == "oracle"), None) for key in attempts
