@@ -260,15 +260,14 @@ class Batches:
             why = "; ".join(self._hub.hindered) or "the hub does not say why"
             raise ValueError(f"no batch has come within {config.batch_seconds:g} s: {why}")
         waited = time.perf_counter() - began
-        self.records = credited_rollouts(groups, config.credit)
+        vocab_size = config.model.vocab_size
+        self.records = credited_rollouts(groups, config.credit, vocab_size)
         if not self.records:
             # All are left out. The step is made, or hub and trainer would count differently; it has no gradient.
             whole = dataclasses.replace(config.credit, drop_flat=False)
-            self.records = credited_rollouts(groups, whole)
+            self.records = credited_rollouts(groups, whole, vocab_size)
         multiple = batch_size * self._num_groups
         batch, _ = lay_out(self.records, config.length, multiple, config.streams)
-        if config.credit.pull == "uniform":
-            batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
         self.metrics = told(groups, self.step) | {"seconds": {"waiting": waited}}
         rows = len(batch["token_ids"]) // self._num_groups
         own = slice(rows * self._group, rows * (self._group + 1))

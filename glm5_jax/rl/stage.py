@@ -267,7 +267,9 @@ class Attempts:
                 self.records = records
                 if self.score is not None:
                     self.records = records = self._taught(groups, records, batch_size)
-                return self._laid_out(records, batch_size)
+                config = self._config
+                batch, _ = lay_out(records, config.length, batch_size, config.streams)
+                return batch
         rewards = [reward for group in groups for reward in group.rewards]
         errors = [reward.error for reward in rewards if reward.value is None]
         why = f"of the last one's {len(rewards)} attempts {len(errors)} have no reward"
@@ -313,7 +315,7 @@ class Attempts:
             if config.learns == "teachers":
                 found = distilled([group], config.credit)
             else:
-                found = credited([group], config.credit)
+                found = credited([group], config.credit, config.model.vocab_size)
             (self._world.tasks.accept if found else self._world.tasks.drop)(group.task)
             records += found
         return records
@@ -341,13 +343,6 @@ class Attempts:
                         taught[id(record)] = dataclasses.replace(record, ref_logp=found)
         self.metrics["seconds"]["teachers"] = time.perf_counter() - began
         return [taught.get(id(record), record) for record in records]
-
-    def _laid_out(self, records: list[TokenRecord], multiple: int) -> Batch:
-        config = self._config
-        batch, _ = lay_out(records, config.length, multiple, config.streams)
-        if config.credit.pull == "uniform":
-            batch["ref_logp"][batch["ref_kl_weight"] != 0] = -np.log(config.model.vocab_size)
-        return batch
 
 
 async def judge(groups: Sequence[Group], world: World, at_once: int) -> None:

@@ -45,10 +45,11 @@ class CreditConfig:
             )
 
 
-def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]:
+def credited(groups: Iterable[Group], config: CreditConfig, vocab_size: int) -> list[TokenRecord]:
     """The records of all attempts that have a reward, with rl_weight, advantage and the other streams filled.
 
-    Attempts without one, failures of the environment, are left out; of their group the others remain.
+    Attempts without one, failures of the environment, are left out; of their group the others remain. vocab_size: tokens
+    that the policy chooses from, for a pull towards the uniform distribution.
     """
     found = []
     for group in groups:
@@ -58,10 +59,12 @@ def credited(groups: Iterable[Group], config: CreditConfig) -> list[TokenRecord]
         worth = advantages(values, config.baseline)
         judged = zip(group.records, group.rewards, worth, strict=True)
         found += [own for own in judged if own[1].value is not None]
-    return _credited(found, config)
+    return _credited(found, config, vocab_size)
 
 
-def credited_rollouts(groups: Iterable[Taken], config: CreditConfig) -> list[TokenRecord]:
+def credited_rollouts(
+    groups: Iterable[Taken], config: CreditConfig, vocab_size: int
+) -> list[TokenRecord]:
     """As `credited`, of groups that the buffer gave out: statistics are those of the members without copies, and a copy
     counts as much as another rollout. A rollout's branches share its advantage, and its weight."""
     found = []
@@ -76,11 +79,11 @@ def credited_rollouts(groups: Iterable[Taken], config: CreditConfig) -> list[Tok
                     name = f"{record.rollout_id}+{copy}"
                     record = dataclasses.replace(record, rollout_id=name)
                 found.append((record, member.reward, worth[own]))
-    return _credited(found, config)
+    return _credited(found, config, vocab_size)
 
 
 def _credited(
-    judged: Sequence[tuple[TokenRecord, Reward, float]], config: CreditConfig
+    judged: Sequence[tuple[TokenRecord, Reward, float]], config: CreditConfig, vocab_size: int
 ) -> list[TokenRecord]:
     given = [
         {
@@ -90,6 +93,9 @@ def _credited(
         for record, reward, advantage in judged
     ]
     names = ("rl_weight",) if config.pull == "none" else ("rl_weight", "ref_kl_weight")
+    if config.pull == "uniform":
+        for fields, (record, *_) in zip(given, judged):
+            fields["ref_logp"] = np.where(record.loss_mask, -np.log(vocab_size), np.nan)
     return _weighted([record for record, *_ in judged], names, config, given)
 
 

@@ -136,12 +136,16 @@ def same(a, b):
 
 def test_a_run_and_one_that_was_stopped(config, tmp_path):
     made = world()
+    config = dataclasses.replace(config, credit=CreditConfig(pull="uniform"))
     stage, versions = stage_of(config, tmp_path / "whole", made, TASKS), []
     records = stage._attempts._records
 
     def watched(groups):
         versions.append({v for g in groups for r in g.records for v in r.weight_version.tolist()})
-        return records(groups)
+        found = records(groups)
+        of_sampled = np.concatenate([r.ref_logp[r.loss_mask == 1] for r in found])
+        np.testing.assert_allclose(of_sampled, -np.log(292), rtol=1e-6)
+        return found
 
     stage._attempts._records = watched
     summary = stage.run()
@@ -237,7 +241,9 @@ def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
     """Each is followed on its own tasks alone; who is the student itself changes nothing."""
     one, other = (saved(quick, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
     two = dataclasses.replace(quick.train, steps=2, eval_interval=0)
-    common = dict(learns="teachers", checkpoint=one, train=two)
+    # What is learnt from teachers alone is pulled nowhere else.
+    pulled = CreditConfig(pull="uniform")
+    common = dict(learns="teachers", checkpoint=one, train=two, credit=pulled)
     alike = dataclasses.replace(quick, teachers=(Teacher(one),), **common)
     stage_of(alike, tmp_path / "alike").run()
     assert abs(column(read(tmp_path / "alike"), "loss/ref_kl")[1][0]) < 1e-5

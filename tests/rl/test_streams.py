@@ -40,7 +40,7 @@ def group(rewards, lengths=None):
 
 
 def test_a_sequence_s_tokens_share_its_weight():
-    found = credited([group([1, 0], [2, 4])], CreditConfig("centred"))
+    found = credited([group([1, 0], [2, 4])], CreditConfig("centred"), 64)
     assert [r.advantage.tolist() for r in found] == [[0, 0, 0.5, 0.5], [0, 0, *[-0.5] * 4]]
     assert [r.rl_weight.tolist() for r in found] == [[0, 0, 0.5, 0.5], [0, 0, *[0.25] * 4]]
     assert all(r.ref_kl_weight is None and r.ce_weight is None for r in found)
@@ -69,8 +69,8 @@ def taken(rewards, copies=(), lengths=None):
 def test_groups_of_the_buffer_are_credited_as_those_of_one_process():
     rewards, lengths = [1, 0, 0.5], [2, 4, 3]
     for config in (CreditConfig(), CreditConfig("centred", "token", "uniform")):
-        wanted = credited([group(rewards, lengths)], config)
-        found = credited_rollouts([taken(rewards, lengths=[[n] for n in lengths])], config)
+        wanted = credited([group(rewards, lengths)], config, 64)
+        found = credited_rollouts([taken(rewards, lengths=[[n] for n in lengths])], config, 64)
         for one, other in zip(found, wanted, strict=True):
             assert one.rewards == other.rewards and one.rollout_id == other.rollout_id
             for name, stream in other.streams().items():
@@ -78,7 +78,7 @@ def test_groups_of_the_buffer_are_credited_as_those_of_one_process():
 
 
 def test_a_copy_counts_as_a_rollout_and_not_in_the_baseline():
-    found = credited_rollouts([taken([1, 0, 0], copies=[0, 1])], CreditConfig("centred"))
+    found = credited_rollouts([taken([1, 0, 0], copies=[0, 1])], CreditConfig("centred"), 64)
     assert [r.rollout_id for r in found] == ["0", "1", "2", "0+1", "1+1"]
     np.testing.assert_allclose([r.advantage[-1] for r in found], np.array([2, -1, -1, 2, -1]) / 3)
     np.testing.assert_allclose([r.rl_weight.sum() for r in found], 1)
@@ -86,7 +86,7 @@ def test_a_copy_counts_as_a_rollout_and_not_in_the_baseline():
 
 def test_branches_of_a_rollout_share_its_weight_and_its_advantage():
     one = taken([1, 0, 0], copies=[0], lengths=[[2, 4], [3], [3]])
-    found = credited_rollouts([one], CreditConfig("centred"))
+    found = credited_rollouts([one], CreditConfig("centred"), 64)
     first, copied = found[:2], found[4:]
     for own in (first, copied):
         np.testing.assert_allclose(np.concatenate([r.rl_weight[2:] for r in own]), 1 / 6)
@@ -95,39 +95,50 @@ def test_branches_of_a_rollout_share_its_weight_and_its_advantage():
 
 def test_a_flat_group_of_the_buffer_is_left_out_where_flat_ones_are():
     flat = [taken([1, 1], copies=[0])]
-    assert not credited_rollouts(flat, CreditConfig(drop_flat=True))
-    assert len(credited_rollouts(flat, CreditConfig())) == 3
+    assert not credited_rollouts(flat, CreditConfig(drop_flat=True), 64)
+    assert len(credited_rollouts(flat, CreditConfig(), 64)) == 3
 
 
 def test_of_tokens_each_counts_the_same():
-    found = credited([group([1, 0], [2, 4])], CreditConfig(normalisation="token"))
+    found = credited([group([1, 0], [2, 4])], CreditConfig(normalisation="token"), 64)
     assert [r.rl_weight.tolist() for r in found] == [[0, 0, 1, 1], [0, 0, 1, 1, 1, 1]]
 
 
 def test_a_rollout_in_several_records_counts_once():
     parted = group([1, 0], [2, 4])
     parted.records[1] = dataclasses.replace(parted.records[1], rollout_id="0")
-    found = credited([parted], CreditConfig())
+    found = credited([parted], CreditConfig(), 64)
     np.testing.assert_allclose(found[0].rl_weight[2:], 1 / 6)
     np.testing.assert_allclose(found[1].rl_weight[2:], 1 / 6)
 
 
 def test_failures_of_the_environment_are_left_out_and_not_zeros():
-    found = credited([group([1, None, 0]), group([None, None])], CreditConfig("centred"))
+    found = credited([group([1, None, 0]), group([None, None])], CreditConfig("centred"), 64)
     assert [r.rollout_id for r in found] == ["0", "2"]
     assert [r.advantage[-1] for r in found] == [0.5, -0.5]
 
 
 def test_groups_that_tell_nothing_are_zeros_or_left_out():
     flat = [group([1, 1]), group([0, 1]), group([1, None, 1])]
-    kept = credited(flat, CreditConfig())
+    kept = credited(flat, CreditConfig(), 64)
     assert len(kept) == 6 and not kept[0].advantage.any() and kept[0].rl_weight.any()
-    assert len(credited(flat, CreditConfig(drop_flat=True))) == 2
+    assert len(credited(flat, CreditConfig(drop_flat=True), 64)) == 2
 
 
 def test_a_pull_to_the_reference_has_weights_of_its_own():
-    [one, _] = credited([group([1, 0], [2, 4])], CreditConfig(pull="uniform"))
+    [one, _] = credited([group([1, 0], [2, 4])], CreditConfig(pull="reference"), 64)
     assert one.ref_kl_weight.tolist() == one.rl_weight.tolist() == [0, 0, 0.5, 0.5]
+    assert one.ref_logp is None  # the teacher's, which reads them later
+
+
+def test_under_the_uniform_distribution_every_token_is_as_likely():
+    """In this process and from the buffer, and on what was sampled alone."""
+    pulled = CreditConfig(pull="uniform")
+    here = credited([group([1, 0], [2, 4])], pulled, 64)
+    buffered = credited_rollouts([taken([1, 0], lengths=[[2], [4]])], pulled, 64)
+    for found in (here, buffered):
+        np.testing.assert_allclose(found[0].ref_logp, [np.nan, np.nan, *[-6 * np.log(2)] * 2])
+        assert found[0].ref_kl_weight.tolist() == found[0].rl_weight.tolist() == [0, 0, 0.5, 0.5]
 
 
 def test_what_is_distilled_has_no_reward():

@@ -135,7 +135,7 @@ def sampled():
 
 def test_what_was_sampled_is_learnt_byte_for_byte():
     groups, seen = sampled()
-    records = credited(groups, CreditConfig("none"))
+    records = credited(groups, CreditConfig("none"), CFG.vocab_size)
     streams = ("token_ids", "loss_mask", "rollout_logp", "rl_weight", "advantage")
     batch, rows = lay_out(records, 2 * LENGTH, 40, streams)
     logp = jax.jit(score_function(CFG, StepConfig(mtp_steps=0), temperature=0.9))(
@@ -195,7 +195,7 @@ def test_what_the_environment_broke_is_told_and_not_learnt():
         if "it is down" in attempt.error
     }
     assert 5 < len(failed) < 100
-    learnt = {record.rollout_id for record in credited(groups, CreditConfig())}
+    learnt = {record.rollout_id for record in credited(groups, CreditConfig(), CFG.vocab_size)}
     everything = {f"{i}-{j}" for i in range(20) for j in range(GROUP)}
     assert learnt == everything - failed
     assert told(groups)["rollout"]["environment_errors"] == len(failed) / 200
