@@ -29,7 +29,7 @@ def bash(script: str, **env) -> subprocess.CompletedProcess:
     )
 
 
-def fake_python(path: pathlib.Path, body: str) -> None:
+def fake(path: pathlib.Path, body: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -37,7 +37,7 @@ def fake_python(path: pathlib.Path, body: str) -> None:
 
 @pytest.mark.parametrize("reason", FAKES)
 def test_an_interpreter_that_does_not_do_is_named_with_the_reason(tmp_path, reason):
-    fake_python(tmp_path / "python3.99", FAKES[reason])
+    fake(tmp_path / "python3.99", FAKES[reason])
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = bash("find_python python3.99", PATH=path, PYENV_ROOT=str(tmp_path))
     assert done.returncode == 2
@@ -46,9 +46,9 @@ def test_an_interpreter_that_does_not_do_is_named_with_the_reason(tmp_path, reas
 
 
 def test_the_first_interpreter_that_works_is_taken(tmp_path):
-    fake_python(tmp_path / "shims" / "python3.99", FAKES["does not start"])
+    fake(tmp_path / "shims" / "python3.99", FAKES["does not start"])
     pyenv = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
-    fake_python(pyenv, f'exec {sys.executable} "$@"')
+    fake(pyenv, f'exec {sys.executable} "$@"')
     path = f"{tmp_path}/shims:{os.environ['PATH']}"
     done = bash("find_python nosuch python3.99", PATH=path, PYENV_ROOT=str(tmp_path))
     assert done.stdout.strip() == str(pyenv)
@@ -58,7 +58,7 @@ def test_the_first_interpreter_that_works_is_taken(tmp_path):
 def installed(tmp_path) -> pathlib.Path:
     """A repository whose environment claims to hold the locks; its pip would fail."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    fake_python(tmp_path / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"')
+    fake(tmp_path / ".venv" / "bin" / "python", f'exec {sys.executable} "$@"')
     for lock in (tmp_path / "launch" / "requirements").glob("*.txt"):
         shutil.copy(lock, tmp_path / ".venv")
     return tmp_path
@@ -80,6 +80,56 @@ def test_a_changed_lock_is_installed(installed):
     done = set_up(installed)
     assert done.returncode == 7
     assert re.search(r"Installing \d+ packages into \.venv", done.stdout)
+
+
+# Where the lists of packages are old, nothing is found before they are fetched.
+OLD_LISTS = '[ "$1" = update ] && : >"$0.lists"; [ -e "$0.lists" ] || exit 100'
+BOTH = "bubblewrap git"
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "there", "calls"),
+    [
+        ("exit 0", [], [f"install -qq -y {BOTH}"]),
+        ("exit 0", ["git"], ["install -qq -y bubblewrap"]),
+        ("exit 0", ["git", "bwrap"], []),
+        (OLD_LISTS, [], [f"install -qq -y {BOTH}", "update -qq", f"install -qq -y {BOTH}"]),
+    ],
+    ids=["none", "git", "both", "old lists"],
+)
+def test_root_gets_the_packages_that_are_missing(tmp_path, apt_get, there, calls):
+    done, called = with_packages(tmp_path, 0, apt_get, there)
+    assert called == calls
+    names = calls[0].removeprefix("install -qq -y ") if calls else ""
+    assert done.stdout == (f"Installing Debian packages: {names}\n" if calls else "")
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("user", "apt_get", "calls"),
+    [(1000, "exit 0", 0), (0, None, 0), (0, "exit 100", 2)],
+    ids=["no root", "no Debian", "no package"],
+)
+def test_who_cannot_get_packages_is_told_which_and_what_fails_without(
+    tmp_path, user, apt_get, calls
+):
+    done, called = with_packages(tmp_path, user, apt_get, [])
+    assert len(called) == calls  # install, and update, without which there is no second try
+    assert "tests of sandboxes fail; on Debian: apt-get install bubblewrap git\n" in done.stderr
+
+
+def with_packages(folder, user, apt_get, there):
+    """(what add_packages said, how it called apt-get) where PATH has these programs alone."""
+    calls = folder / "calls"
+    calls.touch()
+    fake(folder / "id", f"echo {user}")
+    for name in there:
+        fake(folder / name, "exit 1")
+    if apt_get is not None:
+        fake(folder / "apt-get", f'echo "$*" >>{calls}\n{apt_get}')
+    done = bash(f'PATH="{folder}"; add_packages')
+    assert done.returncode == 0
+    return done, calls.read_text().splitlines()
 
 
 def test_test_script_explains_itself():
