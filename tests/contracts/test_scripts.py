@@ -115,6 +115,7 @@ def test_who_cannot_get_packages_is_told_which_and_what_fails_without(
 ):
     done, called = with_packages(tmp_path, user, apt_get, [])
     assert len(called) == calls  # install, and update, without which there is no second try
+    assert bool(done.stdout) == bool(calls)  # nobody hears of an installation that is not tried
     assert "tests of sandboxes fail; on Debian: apt-get install bubblewrap git\n" in done.stderr
 
 
