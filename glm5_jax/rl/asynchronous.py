@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -30,6 +30,7 @@ from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.client import heard_taken, told_taken
 from glm5_jax.rl.experiment import RlConfig
 from glm5_jax.rl.pushed import NotPushed, Pushed, Pusher
+from glm5_jax.rl.repair import FAILED, LOST, STALE
 from glm5_jax.rl.streams import credited_rollouts
 from glm5_jax.rl.types import used_tools
 from glm5_jax.training.metrics import TrainingStopped
@@ -37,12 +38,14 @@ from glm5_jax.training.stages import Source, Stage
 from glm5_jax.training.step import Step, make_step, with_new_moments
 
 _log = logging.getLogger(__name__)
+DROPPED = (FAILED, LOST, STALE, "cancelled")  # why groups are
 
 
 class Hub(Protocol):
     """Where batches come from, as `rl.client.HubClient` says."""
 
     hindered: Sequence[str]
+    counts: Mapping[str, int]
 
     def begin(self, step: int, version: int, checksum: str | None) -> None: ...
 
@@ -268,7 +271,8 @@ class Batches:
             self.records = credited_rollouts(groups, whole, vocab_size)
         multiple = batch_size * self._num_groups
         batch, _ = lay_out(self.records, config.length, multiple, config.streams)
-        self.metrics = told(groups, self.step) | {"seconds": {"waiting": waited}}
+        self.metrics = told(groups, self.step, self._hub.counts)
+        self.metrics["seconds"] = {"waiting": waited}
         rows = len(batch["token_ids"]) // self._num_groups
         own = slice(rows * self._group, rows * (self._group + 1))
         return {name: values[own] for name, values in batch.items()}
@@ -306,6 +310,7 @@ class _OfPod:
     """A hub that the first process of a pod asks, for all; its methods are those of `Hub`."""
 
     hindered: Sequence[str] = ()
+    counts: Mapping[str, int] = {}
 
     def __init__(self, hub: Hub):
         self._hub = hub
@@ -316,9 +321,10 @@ class _OfPod:
     def take(self, step: int, seconds: float) -> list[Taken] | None:
         def take():
             groups = self._hub.take(step, seconds)
-            return groups and list(map(told_taken, groups)), list(self._hub.hindered)
+            more = list(self._hub.hindered), dict(self._hub.counts)
+            return groups and list(map(told_taken, groups)), *more
 
-        groups, self.hindered = self._ask(take)
+        groups, self.hindered, self.counts = self._ask(take)
         return groups and list(map(heard_taken, groups))
 
     def trained(self, step: int) -> None:
@@ -343,8 +349,9 @@ class _OfPod:
             raise ServerError(str(error)) from error
 
 
-def told(groups: Sequence[Taken], step: int) -> dict:
-    """Numbers of a batch: its groups, rewards by task and part, what was sampled, and how old it is."""
+def told(groups: Sequence[Taken], step: int, counts: Mapping[str, int]) -> dict:
+    """Numbers of a batch: its groups, rewards by task and part, what was sampled, and how old it is; counts: the hub's
+    since the batch before, of groups that were dropped and environments that failed."""
     rollouts: dict[str, list] = {}
     for group in groups:
         rollouts.setdefault(group.task, []).extend(group.members[: len(group.baseline)])
@@ -357,6 +364,8 @@ def told(groups: Sequence[Taken], step: int) -> dict:
     ages = [step - member.versions[0] for member in members]
     spans = [member.versions[1] - member.versions[0] for member in members]
     size = sum(len(group.members) for group in groups)
+    ended = counts.get("attempts/ended", 0)  # 0: all had come before the last batch was given out
+    failed = counts.get("attempts/failed", 0)
     return {
         # By which it can be checked that nothing is learnt twice.
         "group": {"order": np.array([group.order for group in groups])},
@@ -375,8 +384,10 @@ def told(groups: Sequence[Taken], step: int) -> dict:
             "used_tools": float(np.mean([used_tools(m.messages) for m in members])),
             "flat_groups": float(np.mean([len(set(group.baseline)) < 2 for group in groups])),
             "padded": 1 - len(members) / size,
+            **({"environment_errors": failed / ended} if ended else {}),
             "seconds": float(np.mean([member.seconds for member in members])),
         },
+        "dropped": {why: float(counts.get(f"groups/{why}", 0)) for why in DROPPED},
         # Beside those of the step, which a dictionary would replace.
         "policy/staleness": float(max(ages)),
         "policy/staleness_mean": float(np.mean(ages)),

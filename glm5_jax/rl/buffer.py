@@ -102,6 +102,8 @@ class Buffer:
         self._told: set[int] = set()  # of those
         self._lost: list[tuple[int, int]] = []  # by lineage, versions above the one up to the other
         self._counts: collections.Counter[str] = collections.Counter()
+        self._before = self._counts.copy()  # as the last batch was given out
+        self._counted: dict[int, collections.Counter[str]] = {}  # by step, as `_taken`
         self._staleness: collections.Counter[int] = collections.Counter()
         self._journal = None
         if journal is not None:
@@ -174,6 +176,8 @@ class Buffer:
             return group_id in self._waiting
         self._check_group(place, trajectories)
         place.come(trajectories)
+        self._counts["attempts/ended"] += len(trajectories)
+        self._counts["attempts/failed"] += sum(one.failed for one in trajectories)
         del self._running[group_id]
         self._waiting[group_id] = place
         if not self._keep(place, self.step):
@@ -209,7 +213,14 @@ class Buffer:
         self._write_state()
         for place, own in zip(batch, found):
             self._count(place, own, step)
+        self._counted[step] = self._counts - self._before
+        self._before = self._counts.copy()
         return found
+
+    def counted(self, step: int) -> dict[str, int]:
+        """What has been counted since the batch before that of a step, which is taken, and with it: those of `metrics` that
+        are not 0. Nothing, if a buffer before this one gave it out."""
+        return dict(self._counted.get(step, {}))
 
     def again(self) -> list[tuple[str, int]]:
         """The task numbers of dropped groups, which are to be admitted again before new ones; each is told once."""
@@ -255,6 +266,7 @@ class Buffer:
         newest = max([self.version, self._updates, *seen])
         gone = [order for own in sorted(self._taken) if own < step for order in self._learnt(own)]
         self._taken.clear()
+        self._counted.clear()
         if newest > step:
             self._lost.append((step, newest))
         for place in self._running.values():
@@ -266,14 +278,12 @@ class Buffer:
             self._keep(place, step)
 
     def metrics(self) -> dict:
-        """Numbers since it was opened: of groups, of members, why they were left out, and the staleness of what was
-        taken, with how many members had which."""
+        """Numbers since it was opened: of groups, of members, why they were left out, of all attempts that ended, how many
+        environments failed, and the staleness of what was taken, with how many members had which."""
         counts, found = self._counts, self._staleness
-        members = sum(found.values())
-        padded = counts["members/padded"]
+        members, padded = counts["members/taken"], counts["members/padded"]
         return {
             **{name: counts[name] for name in _COUNTS},
-            "members/taken": members,
             "padded_share": padded / max(members + padded, 1),
             "staleness/mean": sum(k * n for k, n in found.items()) / max(members, 1),
             "staleness/max": max(found, default=0),
@@ -337,11 +347,13 @@ class Buffer:
         self._counts["groups/taken"] += 1
         self._counts["groups/repaired"] += padded > 0
         self._counts["members/padded"] += padded
+        self._counts["members/taken"] += len(valid)
         self._staleness.update(step - place.versions[i][0] for i in valid)
 
     def _learnt(self, step: int) -> list[int]:
         """The places of a batch that was trained on, which are outstanding no more."""
         names = self._taken.pop(step)
+        self._counted.pop(step, None)
         places = [self._waiting.pop(name) for name in names if name in self._waiting]
         for place in places:
             self._trained[place.admitted.task] += self._why(place, step, step).count(None)
@@ -457,7 +469,8 @@ class Buffer:
 _COUNTS = (
     *("groups/taken", "groups/repaired", "groups/failed", "groups/lost", "groups/stale"),
     *("groups/cancelled", "groups/given_up", "groups/unknown", "groups/torn"),
-    *("members/failed", "members/lost", "members/stale", "members/padded"),
+    *("members/taken", "members/failed", "members/lost", "members/stale", "members/padded"),
+    *("attempts/ended", "attempts/failed"),
 )
 
 

@@ -88,6 +88,7 @@ class HubClient:
 
     Attributes:
       hindered: what the hub says stands in the way of the batch that was last asked for; empty once it is there.
+      counts: of that batch, what the hub has counted since the one before (`Buffer.counted`).
     """
 
     def __init__(self, url: str, api_key: str | None = None, *, patience: float = 120.0):
@@ -97,6 +98,7 @@ class HubClient:
         self._weights: dict[str, Any] | None = None  # that the engines have
         self._lease = 0  # of this trainer, once it has begun
         self.hindered: tuple[str, ...] = ()
+        self.counts: dict[str, int] = {}
 
     def begin(self, step: int, version: int, checksum: str | None = None) -> None:
         """After a start or resume: the trainer has done `step` updates, and the engines have the weights of `version`,
@@ -114,6 +116,7 @@ class HubClient:
             body = {"step": step, "seconds": min(left, POLL)}
             said = self._known(step, "/groups/take", body, body["seconds"])
             self.hindered = tuple(said.get("hindered", ()))
+            self.counts = said.get("counts", {})
             if said["groups"] is not None:
                 return [heard_taken(group) for group in said["groups"]]
             if time.monotonic() >= until:

@@ -8,7 +8,7 @@ Whenever a batch is asked for, all groups are sampled that may be outstanding by
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from glm5_jax.core.coroutines import wait_for
 from glm5_jax.data.record import TokenRecord
@@ -34,6 +34,7 @@ class InProcess:
     """
 
     hindered = ()
+    counts: Mapping[str, int] = {}
 
     def __init__(self, config: AsynchronousConfig, world: World, tokenizer: Tokenizer):
         self._config, self._world, self._tokenizer = config, world, tokenizer
@@ -47,7 +48,9 @@ class InProcess:
         if room := self.buffer.room():
             tasks = self._world.tasks.draw(room)
             self._sample(tasks, [self.buffer.admit(task.kind, 0) for task in tasks])
-        return self.buffer.take(step)
+        found = self.buffer.take(step)
+        self.counts = self.buffer.counted(step)
+        return found
 
     def trained(self, step: int) -> None:
         self.buffer.trained(step)

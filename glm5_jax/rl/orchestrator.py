@@ -8,7 +8,8 @@
     DELETE /tasks/NAME                it takes nothing more
     POST   /trainer/begin             {step, version, checksum} -> {lease}: the trainer starts, or goes on from a
                                       checkpoint
-    POST   /groups/take               {lease, step, seconds}: the batch of a step, waited for so long
+    POST   /groups/take               {lease, step, seconds}: the batch of a step, waited for so long, and what was
+                                      counted meanwhile (`Buffer.counted`)
     POST   /groups/trained            {lease, step}: it was learnt from
     POST   /groups/cancel             {group_id, again}: a group that is under way is called off
     POST   /version                   {lease, version, checksum}: of the weights that the engines have now
@@ -30,7 +31,7 @@ import logging
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -46,7 +47,7 @@ from glm5_jax.core.server import (
     encoded,
     read_json,
 )
-from glm5_jax.rl.buffer import Admitted, Buffer, BufferConfig
+from glm5_jax.rl.buffer import Admitted, Buffer, BufferConfig, Taken
 from glm5_jax.rl.client import NOT_BEGUN, JsonClient, told_taken
 from glm5_jax.rl.registry import Registry, RegistryConfig, Service
 from glm5_jax.rl.remote import Remote, RemoteConfig
@@ -300,7 +301,8 @@ class Orchestrator(HttpServer):
             if taken is not None:
                 self._tell()
                 loop = asyncio.get_running_loop()
-                body = await loop.run_in_executor(None, _batch, taken)
+                counts = self._buffer.counted(int(said["step"]))
+                body = await loop.run_in_executor(None, _batch, taken, counts)
                 return web.Response(body=body, content_type="application/json")
             left = until - self._clock()
             if left <= 0 or self._ending:
@@ -435,8 +437,8 @@ def _conflicts():
         raise ApiError(str(error), 409) from None
 
 
-def _batch(taken) -> bytes:
-    return encoded({"groups": [told_taken(group) for group in taken]})
+def _batch(taken: Sequence[Taken], counts: Mapping[str, int]) -> bytes:
+    return encoded({"groups": [told_taken(group) for group in taken], "counts": counts})
 
 
 async def _said(request: web.Request, schema: Mapping) -> Any:

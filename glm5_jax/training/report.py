@@ -221,8 +221,9 @@ def _reward_charts(series, figure):
         yield figure(charts.line_chart(parts, y_label="Parts of the reward", smooth=True))
     policy = {name: (steps, values) for name, steps, values in series("policy/")}
     if "below" in policy and "above" in policy:
-        masked = zip(policy["below"][1], policy["above"][1])
-        policy["inside"] = policy["below"][0], [1 - below - above for below, above in masked]
+        steps, below = policy["below"]
+        policy["masked"] = steps, [a + b for a, b in zip(below, policy["above"][1])]
+        policy["inside"] = steps, [1 - masked for masked in policy["masked"][1]]
     for label, names, note in (
         (
             "Entropy, nats per token",
@@ -236,8 +237,8 @@ def _reward_charts(series, figure):
         ),
         (
             "Share of tokens masked",
-            ("below", "above"),
-            "Out of the window of the ratio, on either side.",
+            ("below", "above", "masked"),
+            "Out of the window of the ratio, on either side and in all.",
         ),
         ("Share of tokens learnt from", ("inside",), "In the window of the ratio."),
         (
@@ -255,10 +256,15 @@ def _reward_charts(series, figure):
     if tasks := series("share/"):
         yield figure(charts.line_chart(tasks, y_label="Tasks, shares of attempts", smooth=True))
     rollout = series("rollout/")
-    if lengths := [s for s in rollout if s[0] == "tokens"]:
-        yield figure(charts.line_chart(lengths, y_label="Tokens per attempt", smooth=True))
-    if shares := [s for s in rollout if s[0] != "tokens"]:
+    for name in ("tokens", "seconds"):
+        if own := [s for s in rollout if s[0] == name]:
+            label = f"{name.capitalize()} per attempt"
+            yield figure(charts.line_chart(own, y_label=label, smooth=True))
+    if shares := [s for s in rollout if s[0] not in ("tokens", "seconds")]:
         yield figure(charts.line_chart(shares, y_label="Attempts and groups, shares", smooth=True))
+    if dropped := series("dropped/"):
+        drawing = charts.line_chart(dropped, y_label="Groups dropped per batch", smooth=True)
+        yield figure(drawing, "By why nothing is learnt from them.")
     if seconds := series("seconds/"):
         yield figure(charts.line_chart(seconds, y_label="Seconds per step", smooth=True))
 

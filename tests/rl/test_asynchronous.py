@@ -1,43 +1,38 @@
-"""The asynchronous trainer beside a hub and an engine of this process: real ones, without the network between."""
+"""The asynchronous trainer beside a buffer and an engine of its own process (`InProcess`), without hub, gateway and
+services: test_asynchronous_hub.py has those."""
 
-import contextlib
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
 
 from glm5_jax.checkpoint import models
+from glm5_jax.core.activity import read_activity
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.client import ServerError
-from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.inference.server import Server, ServerConfig
-from glm5_jax.model import glm5
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.client import HubClient, JsonClient
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
 from glm5_jax.rl.in_process import InProcess
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.pushed import NotPushed, SyncConfig
+from glm5_jax.rl.pushed import NotPushed
 from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.service import Outcome, TaskService
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.streams import CreditConfig
-from glm5_jax.rl.types import Attempt, Reward, Task
-from glm5_jax.rl.weight_sync import Network
+from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.report import write_page
 from glm5_jax.training.schedule import ScheduleConfig
 from glm5_jax.training.step import make_step
 from tests.model.small import one_layer
-from tests.rl import fleet
 
 TASKS = [Task(f"t{i}", "math", ({"role": "user", "content": f"{i}?"},)) for i in range(8)]
 TOKENIZER = Tokenizer.load("bytes")
@@ -59,6 +54,21 @@ SHARED = dict(
     rows=8,
 )
 MADE = {}
+# Of the report, what is to be seen of an asynchronous run.
+CHARTS = (
+    "Reward",
+    "Entropy, nats per token",
+    "Share of tokens masked",
+    "Share of tokens learnt from",
+    "Staleness, steps",
+    "Tasks, shares of attempts",
+    "Tokens per attempt",
+    "Seconds per attempt",
+    "Attempts and groups, shares",
+    "Groups dropped per batch",
+    "Seconds per step",
+    "What each program had in hand",
+)
 
 
 class InTurn:
@@ -301,91 +311,6 @@ def test_engines_that_were_started_anew_do_not_wait_for_the_next_push(quick, tmp
     assert hub.buffer.version == 4 and max(hub.ages) <= 2
 
 
-class Low(TaskService):
-    """What a reply is worth is what `likes_low_bytes` says."""
-
-    async def attempt(self, asked, place):
-        messages = TASKS[place].messages
-        body = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
-        async with JsonClient() as client:
-            url = f"{asked.base_url}/v1/chat/completions"
-            said = await client.ask("POST", url, body, seconds=30)
-        message = said["choices"][0]["message"]
-        reward = await likes_low_bytes(TASKS[place], Attempt((message,)))
-        return Outcome((*messages, message), reward)
-
-
-class Hazard(HubClient):
-    """Of a hub whose only engine is killed before it is told of version 1, and before it gets version 2."""
-
-    def __init__(self, url, kill, start):
-        super().__init__(url, patience=10.0)
-        self._kill, self._start = kill, start
-        self.killed, self.dead, self.groups = 0, False, []
-
-    def kill(self):
-        self._kill()
-        self.killed, self.dead = self.killed + 1, True
-
-    def start(self):
-        self._start()
-        self.dead = False
-
-    def push(self, version, checksum):
-        if version == 1 and not self.killed:
-            self.kill()
-            self.start()
-        super().push(version, checksum)
-
-    def trained(self, step):
-        super().trained(step)
-        if step == 1:
-            self.kill()
-
-    def take(self, step, seconds):
-        if self.dead:
-            self.start()
-        found = super().take(step, seconds)
-        self.groups += found or ()
-        return found
-
-
-def test_a_run_whose_engines_are_all_started_anew_goes_on_with_what_it_has_learnt(quick, tmp_path):
-    """With all parts but the programs that they are: without staleness nothing is sampled before an engine has the
-    trainer's weights, whatever those were that it was started with."""
-    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 3), "max_staleness": 0}
-    config = config_of(quick, refresh_seconds=0.3, batch_seconds=60.0, **changes)
-    own, port = contextlib.ExitStack(), 0
-
-    def start():
-        nonlocal port
-        params = glm5.init_params(config.model, jax.random.key(7))
-        model = glm5.Glm5(config.model, params=params)
-        options = dataclasses.asdict(config.engine) | {"max_length": 64}
-        made = Engine(model, TOKENIZER, version=2, **options)
-        server = Server(made, TOKENIZER, ServerConfig(port=port), models.loader_like(model))
-        url = own.enter_context(server.running())
-        port = server.port
-        return url
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(own.close)
-        url = start()
-        sync = SyncConfig(seconds=10.0, load_seconds=30.0)
-        gate = stack.enter_context(fleet.gateway(url, temperature=0.8, max_tokens=6))
-        own_hub = dict(group=4, batch_groups=3, max_staleness=0, journal=str(tmp_path / "hub"))
-        hub = stack.enter_context(Orchestrator(fleet.hub_config(gate, **own_hub)).running())
-        stack.enter_context(Low(fleet.service_config(hub, "math"), len(TASKS), 0).running())
-        client = Hazard(hub, own.close, start)
-        run(config, tmp_path / "run", client, Network(config.model, [url], sync))
-    assert client.killed == 2 and len({group.group_id for group in client.groups}) == 9
-    versions = [
-        {int(own) for m in group.members for r in m.records for own in r.weight_version} - {-1}
-        for group in client.groups
-    ]
-    assert versions == [{0}] * 3 + [{1}] * 3 + [{2}] * 3
-
-
 def test_held_out_tasks_are_the_hub_s(quick, tmp_path):
     train = TrainConfig(steps=2, eval_interval=1, save_interval=0)
     config = config_of(quick, train=train, evaluation=EvaluationConfig(tasks=4))
@@ -443,3 +368,50 @@ def test_it_is_told_how_many_replied_to_a_tool(quick, tmp_path):
     config = config_of(quick, schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 2))
     run(config, tmp_path / "run", Calling(config))
     assert column(read(tmp_path / "run"), "rollout/used_tools")[1] == [0.25, 0.25]
+
+
+class OfKinds(InTurn):
+    """Every other task is of another kind."""
+
+    def draw(self, count):
+        kinds = {task.id: ("math", "words")[i % 2] for i, task in enumerate(TASKS)}
+        return [dataclasses.replace(task, kind=kinds[task.id]) for task in super().draw(count)]
+
+
+def test_the_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick, tmp_path):
+    config = config_of(quick, schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 4))
+    hub, judged = Together(config), itertools.count()
+
+    async def fails_at_times(task, attempt):
+        if next(judged) % 4 == 0:
+            return Reward(None, error="the sandbox is gone")
+        return await likes_low_bytes(task, attempt)
+
+    hub._world = dataclasses.replace(WORLD, tasks=OfKinds(), verify=fails_at_times)
+    take = hub.take
+
+    def dropping(step, seconds):
+        found = take(step, seconds)
+        hub.counts |= {"groups/stale": step, "groups/cancelled": 1}
+        return found
+
+    hub.take = dropping
+    run(config, tmp_path / "run", hub)
+    rows = read(tmp_path / "run")
+    steps = [1, 2, 3, 4]
+    failed = column(rows, "rollout/environment_errors")
+    assert failed[0][0] == 1 and set(failed[1]) == {0.25}
+    assert column(rows, "rollout/padded") == (steps, [0.25] * 4)
+    assert column(rows, "dropped/stale") == (steps, [0, 1, 2, 3])
+    assert column(rows, "dropped/cancelled") == (steps, [1] * 4)
+    assert column(rows, "dropped/failed") == column(rows, "dropped/lost") == (steps, [0] * 4)
+    page = write_page(tmp_path / "run").read_text()
+    for chart in CHARTS:
+        assert f">{chart}</text>" in page, chart
+    lines = "math words below above masked staleness_mean environment_errors padded stale cancelled"
+    for line in lines.split():
+        assert f">{line}</text>" in page, line
+    [trainer] = read_activity(tmp_path / "run")
+    assert f">train {trainer.pid}</text>" in page
+    shares = "".join(f"<td>{share:.0%}</td>" for share in (trainer.busy, 1 - trainer.busy))
+    assert "<td>busy</td><td>idle</td>" in page and shares in page

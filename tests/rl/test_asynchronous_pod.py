@@ -37,6 +37,7 @@ class Recorded:
     """A hub whose groups are made up, the same each time, and what takes weights. ends: the step at which it is gone."""
 
     hindered = ()
+    counts = {"attempts/ended": 16, "attempts/failed": 4, "groups/failed": 1}
 
     def __init__(self, ends=STEPS):
         self.ends, self.asked, self.pushed = ends, [], []
@@ -147,6 +148,8 @@ def test_two_processes_learn_what_one_does(tmp_path):
     entropy = column(one, "policy/entropy")[1]
     assert entropy[0] != entropy[-1], "it has learnt something"
     assert column(two, "held_out/math") == ([2, 4], [0.5, 0.5])
+    assert column(two, "rollout/environment_errors")[1] == [0.25] * STEPS
+    assert column(two, "dropped/failed")[1] == [1.0] * STEPS
 
 
 def test_what_the_hub_cannot_do_ends_all(tmp_path):

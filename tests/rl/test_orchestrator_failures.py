@@ -50,6 +50,26 @@ def test_groups_whose_members_fail_partly_are_repaired_or_come_again(stack, gate
     assert fleet.told()["dropped_groups"] == 1
 
 
+def test_a_batch_comes_with_what_was_counted_since_the_one_before(stack, gate):
+    fleet = Fleet(stack, gate, remote=RemoteConfig(tries=1), max_staleness=0)
+    own = fleet.services["sums"]
+    own.broken = lambda asked: (
+        asked.rollout_id.endswith("-1") or asked.rollout_id.endswith(("1-0-2", "1-0-3"))
+    )
+    fleet.begin().client.take(0, 20)
+    counts = dict(fleet.client.counts)
+    # Four groups, each with one failure, and the first try of one of them, which had three.
+    assert (counts["groups/failed"], counts["groups/taken"]) == (1, 4)
+    assert (counts["attempts/failed"], counts["attempts/ended"]) == (4 + 3, 5 * 4)
+    assert (counts["members/taken"], counts["members/padded"]) == (12, 4)
+    fleet.train()  # asks again
+    assert fleet.client.counts == counts
+    own.broken = lambda asked: False
+    fleet.train()
+    assert fleet.client.counts == {"groups/taken": 4, "members/taken": 16, "attempts/ended": 16}
+    assert fleet.client.status()["metrics"]["attempts/ended"] == 36
+
+
 @pytest.mark.parametrize("mode", ["500", "garbage", "fails"])
 def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mode):
     fleet = Fleet(stack, gate, ("bad", "good"))
