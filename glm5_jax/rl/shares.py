@@ -83,8 +83,8 @@ class Shares:
             own.forfeited += count
 
     def next(self, accepted: Mapping[str, int], ready: Collection[str]) -> str | None:
-        """Of the tasks that are ready, the one that is next; None if none is. Of those equally far behind, the one
-        that came first."""
+        """Of the tasks that are ready, the one that is next; None if none is. Of those equally far behind, the first by
+        name: which came first is chance."""
         if not self._tasks:
             return None
         known = {name: self._counted(name, accepted) for name in self._tasks}
@@ -95,7 +95,7 @@ class Shares:
             if forfeit > 0:
                 own.forfeited += forfeit
                 known[name] += forfeit
-        able = [name for name in self._tasks if name in ready]
+        able = sorted(name for name in self._tasks if name in ready)
         return min(able, key=lambda name: known[name] / self._tasks[name].weight, default=None)
 
     def told(self, accepted: Mapping[str, int]) -> dict[str, dict[str, float]]:

@@ -72,7 +72,18 @@ def test_shares_of_what_is_accepted_are_the_weights(tasks):
     world = World(WEIGHTS, **tasks)
     world.run(3000)
     for name, weight in WEIGHTS.items():
-        assert abs(world.share(name) - weight / 8) < 0.02
+        assert world.share(name) == pytest.approx(weight / 8, rel=0.02)
+
+
+def test_those_equally_far_behind_take_turns_by_name_whoever_came_first():
+    for names in ("abc", "cab"):
+        shares, order = Shares(), []
+        for name in names:
+            shares.set(name, 1.0)
+        for _ in range(6):
+            order.append(shares.next({}, names))
+            shares.begun(order[-1], GROUP)
+        assert order == [*"abcabc"]
 
 
 def test_what_is_in_flight_counts():

@@ -1,0 +1,206 @@
+"""The asynchronous trainer with the real hub, gateway and services, over HTTP, before a real engine: all parts but the
+programs that they are."""
+
+import contextlib
+import dataclasses
+
+import jax
+import pytest
+
+from glm5_jax.checkpoint import models
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.inference.engine import Engine
+from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.model import glm5
+from glm5_jax.rl.client import HubClient, JsonClient
+from glm5_jax.rl.experiment import RlConfig
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.pushed import SyncConfig
+from glm5_jax.rl.service import Outcome, TaskService
+from glm5_jax.rl.shares import shuffled
+from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.types import Attempt, Task
+from glm5_jax.rl.weight_sync import Network
+from glm5_jax.training.schedule import ScheduleConfig
+from tests.rl import fleet
+from tests.rl.test_asynchronous import (
+    SHARED,
+    STEPS,
+    TOKENIZER,
+    config_of,
+    likes_low_bytes,
+    quick,  # noqa: F401
+    run,
+    same,
+    shared,
+    weights,
+)
+
+ENGINE = dataclasses.replace(SHARED["engine"], max_length=64)
+KINDS = ("math", "words", "math")  # of three groups, where math has twice the weight
+TASKS = {
+    kind: [
+        Task(f"{kind}{i}", kind, ({"role": "user", "content": f"{kind[0]}{i}?"},)) for i in range(5)
+    ]
+    for kind in KINDS
+}
+
+
+class Low(TaskService):
+    """What a reply is worth is what `likes_low_bytes` says."""
+
+    async def attempt(self, asked, place):
+        task = TASKS[self.config.name][place]
+        body = {"messages": task.messages, "chat_template_kwargs": {"enable_thinking": False}}
+        async with JsonClient() as client:
+            url = f"{asked.base_url}/v1/chat/completions"
+            said = await client.ask("POST", url, body, seconds=60)
+        message = said["choices"][0]["message"]
+        reward = await likes_low_bytes(task, Attempt((message,)))
+        return Outcome((*task.messages, message), reward)
+
+
+class System:
+    """All that a trainer needs, until it is closed; the engine begins with other weights than the trainer's."""
+
+    def __init__(self, stack, config, journal, names):
+        self._config, self._engine, self._port = config, contextlib.ExitStack(), 0
+        stack.callback(self.kill)
+        self.engine = self.start()
+        gate = stack.enter_context(fleet.gateway(self.engine, temperature=0.8, max_tokens=6))
+        own = dict(group=4, batch_groups=3, max_staleness=config.max_staleness)
+        hub = Orchestrator(fleet.hub_config(gate, journal=str(journal), **own))
+        self.hub = stack.enter_context(hub.running())
+        for name in names:
+            weight = float(KINDS.count(name))
+            service = Low(fleet.service_config(self.hub, name, weight=weight), len(TASKS[name]))
+            stack.enter_context(service.running())
+            fleet.until(lambda: service.registered)  # noqa: B023
+
+    def start(self):
+        """The engine, always at the same URL."""
+        config = self._config
+        params = glm5.init_params(config.model, jax.random.key(7))
+        model = glm5.Glm5(config.model, params=params)
+        made = Engine(model, TOKENIZER, version=2, **dataclasses.asdict(config.engine))
+        server = Server(made, TOKENIZER, ServerConfig(port=self._port), models.loader_like(model))
+        url = self._engine.enter_context(server.running())
+        self._port = server.port
+        return url
+
+    def kill(self):
+        self._engine.close()
+
+    def pusher(self):
+        sync = SyncConfig(seconds=10.0, load_seconds=60.0)
+        return Network(self._config.model, [self.engine], sync)
+
+
+class AsTheHub:
+    """Tasks in the order in which the hub lets groups of them begin."""
+
+    drawn = 0
+
+    def draw(self, count):
+        self.drawn += count
+        return [self.task(i) for i in range(self.drawn - count, self.drawn)]
+
+    def task(self, order):
+        kind, before = KINDS[order % 3], [KINDS[i % 3] for i in range(order)]
+        own = TASKS[kind]
+        epoch, place = divmod(before.count(kind), len(own))
+        return own[shuffled(0, kind, epoch, len(own))[place]]
+
+    def accept(self, task):
+        pass
+
+    drop = accept
+
+    def state(self):
+        return {"drawn": self.drawn}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_without_staleness_the_whole_system_learns_what_the_synchronous_trainer_does(
+    quick,  # noqa: F811
+    tmp_path,
+):
+    """Bit by bit: seeds follow from the hub's order of groups, which without staleness is one of weights and names, and
+    not from when services were registered or who answers first."""
+    world = World(AsTheHub(), {}, likes_low_bytes)
+    known = [task for own in TASKS.values() for task in own]
+    alone = RlConfig(name="sync", tokenizer=quick, **SHARED | {"engine": ENGINE})
+    Reinforcement(alone, tmp_path / "sync", world, known, step_maker=shared).run()
+    config = config_of(quick, max_staleness=0, new_moments=False, engine=ENGINE)
+    with contextlib.ExitStack() as stack:
+        system = System(stack, config, tmp_path / "hub", ("words", "math"))
+        run(config, tmp_path / "run", HubClient(system.hub), system.pusher())
+    found = weights(tmp_path / "run")
+    assert same(found, weights(tmp_path / "sync"))
+    assert not same(found, weights(tmp_path / "run" / "checkpoints" / "10"))  # they have moved
+    one, other = read(tmp_path / "run"), read(tmp_path / "sync")
+    steps = list(range(1, STEPS + 1))
+    assert column(one, "loss/rl") == column(other, "loss/rl")
+    for name in ("reward/mean", "reward/math", "reward/words"):  # added up in another order
+        assert column(one, name)[0] == steps
+        assert column(one, name)[1] == pytest.approx(column(other, name)[1], rel=1e-12)
+    assert column(one, "policy/staleness")[1] == [0] * STEPS
+    orders = [order for own in column(one, "group/order")[1] for order in own]
+    assert orders == list(range(3 * STEPS))
+
+
+class Hazard(HubClient):
+    """Of a hub whose only engine is killed before it is told of version 1, and before it gets version 2."""
+
+    def __init__(self, system):
+        super().__init__(system.hub, patience=10.0)
+        self._system = system
+        self.killed, self.dead, self.groups = 0, False, []
+
+    def kill(self):
+        self._system.kill()
+        self.killed, self.dead = self.killed + 1, True
+
+    def start(self):
+        self._system.start()
+        self.dead = False
+
+    def push(self, version, checksum):
+        if version == 1 and not self.killed:
+            self.kill()
+            self.start()
+        super().push(version, checksum)
+
+    def trained(self, step):
+        super().trained(step)
+        if step == 1:
+            self.kill()
+
+    def take(self, step, seconds):
+        if self.dead:
+            self.start()
+        found = super().take(step, seconds)
+        self.groups += found or ()
+        return found
+
+
+def test_a_run_whose_engines_are_all_started_anew_goes_on_with_what_it_has_learnt(
+    quick,  # noqa: F811
+    tmp_path,
+):
+    """Without staleness nothing is sampled before an engine has the trainer's weights, whatever those were that it was
+    started with."""
+    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 3), "max_staleness": 0}
+    more = dict(refresh_seconds=0.3, batch_seconds=60.0, engine=ENGINE)
+    config = config_of(quick, **more, **changes)
+    with contextlib.ExitStack() as stack:
+        system = System(stack, config, tmp_path / "hub", ("math",))
+        client = Hazard(system)
+        run(config, tmp_path / "run", client, system.pusher())
+    assert client.killed == 2 and len({group.group_id for group in client.groups}) == 9
+    versions = [
+        {int(own) for m in group.members for r in m.records for own in r.weight_version} - {-1}
+        for group in client.groups
+    ]
+    assert versions == [{0}] * 3 + [{1}] * 3 + [{2}] * 3
