@@ -13,7 +13,14 @@ import time
 
 import pytest
 
-from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxFileError, extract
+from glm5_jax.envs.sandbox import (
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    SandboxFileError,
+    extract,
+    recipe,
+)
 from tests.envs.leftovers import run
 from tests.envs.test_sandbox import first_process, in_box, root_only
 
@@ -22,6 +29,7 @@ PROBE = pathlib.Path(__file__).with_name("probe.py")
 REFUSED = {
     "read_host_file": "ENOENT",
     "read_host_environment": "not found",
+    "list_homes": "none has a file",
     "write_programs": "EROFS",
     "connect_to_host": "ECONNREFUSED",
     "connect_to_host_by_name": "ECONNREFUSED",
@@ -78,6 +86,11 @@ HARMLESS_AS_ROOT = ("open_raw_socket", "open_packet_socket", "unshare_user", "un
 HARMLESS_AS_ROOT += ("clone_user", "gain_capabilities")
 
 
+HOMES = [path for path in ("/home", "/root") if os.access(path, os.R_OK)]
+if any(os.listdir(path) for path in HOMES):
+    HARMLESS += ("list_homes",)
+
+
 def tried(user, attacks, tmp_path, **config):
     """The probe's outcomes; what it is to find on the host is there."""
     (tmp_path / "host.txt").write_text("secret")
@@ -122,6 +135,20 @@ def test_the_probe_gets_through_where_nothing_stands_in_its_way(tmp_path):
     names = [*HARMLESS, *(HARMLESS_AS_ROOT if os.getuid() == 0 else ())]
     found = tried("agent", names, tmp_path, isolation="none")
     assert found == dict.fromkeys(names, "worked")
+
+
+def test_no_command_enters_before_the_sandbox_is_set_up(monkeypatch):
+    """Bubblewrap tells the first process's number before that: who goes by it finds half a sandbox."""
+    shell, option, program = recipe._HOLDER
+    late = "sleep 1; echo done > /tmp/set-up; " + program
+    monkeypatch.setattr(recipe, "_HOLDER", (shell, option, late))
+    assert in_box(lambda box: box.exec("cat /tmp/set-up")).stdout == b"done\n"
+
+
+def test_a_sandbox_that_is_not_set_up_in_time_is_an_error(monkeypatch):
+    monkeypatch.setattr(recipe, "_HOLDER", ("/bin/sleep", "infinity"))
+    with pytest.raises(SandboxError, match="nothing happened within 1 s"):
+        in_box(lambda box: box.exec("true"), start_seconds=1)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ CHEATS = shipped_cheats() | {
 # One for each wall that is between an attempt and its reward; the others are slow tests.
 QUICK = (
     *shipped_cheats(),
+    "poisoned python in each place",
     "settings of shells",
     "tests made beforehand",
     "settings of git",
