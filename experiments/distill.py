@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from experiments import rl_agentic, rl_general, rl_reasoning
 from experiments.rl_agentic import AgenticConfig
 from glm5_jax.agents.tools import Toolbox
+from glm5_jax.envs.general import General, GeneralConfig
 from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
@@ -76,7 +77,7 @@ class DistillConfig(RlConfig):
         }
         kinds = kinds or self._kinds(evaluation=False)
         verifiers = rl_reasoning.Verifiers(VerifierConfig(), False)
-        rules = Instructions("share")
+        rules = General(GeneralConfig(orm=0.0, grm=0.0), Instructions("share"))
 
         async def verify(task: Task, attempt: Attempt) -> Reward:
             return await (rules if task.kind == INSTRUCTIONS else verifiers)(task, attempt)

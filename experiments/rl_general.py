@@ -3,8 +3,9 @@
     python -m launch.run --experiment=experiments/rl_general.py:tiny --experiment.checkpoint=WORKDIR
 
 Rewards are of three sources: rules that a program checks, an outcome reward model (--experiment.reward_model=WORKDIR of
-experiments/reward_model.py) and a judge, any model behind OpenAI's API (--experiment.judge=http://HOST:PORT). With a
-model, rules are the gate before it; without one they are all there is, and tasks without rules are refused.
+experiments/reward_model.py) and a judge, any model behind OpenAI's API (--experiment.judge=http://HOST:PORT, with
+--experiment.judge_key_file=FILE if it wants a key). With a model, rules are the gate before it; without one they are what
+there is, and tasks without rules are refused. Either way guards find what is too long, repeats itself or mixes languages.
 What people wrote is the other side of a comparison (tasks of kind "anchors"), and may be learnt as text beside
 (--experiment.anchors=FILE --experiment.texts=8).
 
@@ -16,12 +17,14 @@ What people wrote is the other side of a comparison (tasks of kind "anchors"), a
 import contextlib
 import dataclasses
 import itertools
+import pathlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from experiments import rl_reasoning
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.judge import Judge
+from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.conversation import Conversation, parse
 from glm5_jax.data.preferences import PROMPTS, Anchor, read_anchors
 from glm5_jax.data.sources import held_out
@@ -108,6 +111,7 @@ class GeneralRlConfig(RlConfig):
     reward: how rules, models and guards make one number; a model that is not given has no weight.
     reward_model: workdir of the outcome reward model; None: there is none.
     judge: URL of the server that judges, and the model there; None: there is none, and whatever it has.
+    judge_key_file: a file that holds the key that server wants; the key itself would stand in logs and the workdir.
     anchors: a file of them, of which as many as `texts` are learnt in every batch.
     """
 
@@ -117,6 +121,7 @@ class GeneralRlConfig(RlConfig):
     reward_model: str | None = None
     judge: str | None = None
     judge_model: str | None = None
+    judge_key_file: str | None = None
     anchors: str | None = None
 
     def __post_init__(self):
@@ -131,6 +136,14 @@ class GeneralRlConfig(RlConfig):
             raise ValueError(
                 f"anchors is {self.anchors!r} and texts {self.texts}; a file and how many of a batch belong together"
             )
+        if self.judge is None and self.judge_key_file is not None:
+            raise ValueError(
+                f"judge_key_file is {self.judge_key_file!r} and judge None; name the server that wants the key"
+            )
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        return *super().free, "judge_key_file"
 
     def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
         del evaluator
@@ -149,27 +162,42 @@ class GeneralRlConfig(RlConfig):
 
 def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyncContextManager]]:
     """What judges attempts, and within what. ValueError for tasks that nobody judges, and a model that is none."""
-    rules = Instructions(config.rules)
-    if config.reward_model is None and config.judge is None:
-        if unruled := [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]:
-            raise ValueError(
-                f"tasks {unruled} are judged by models; give the field judge a URL or reward_model a workdir"
-            )
-        return rules, contextlib.nullcontext
-    client = config.judge and ChatClient(config.judge, config.judge_model)
-    given = {
-        "orm": config.reward_model and Asked(OutcomeModel.load(config.reward_model)),
-        "grm": client and Judge(client),
-    }
+    unruled = [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]
+    if config.reward_model is None and config.judge is None and unruled:
+        raise ValueError(
+            f"tasks {unruled} are judged by models; give the field judge a URL or reward_model a workdir"
+        )
+    client = outcomes = None
+    if config.judge is not None:
+        client = ChatClient(config.judge, config.judge_model, api_key=_key(config.judge_key_file))
+    if config.reward_model is not None:
+        mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
+        mesh = mesh if mesh.size > 1 else None
+        # What the learner's rows are a multiple of, these are.
+        outcomes = Asked(OutcomeModel.load(config.reward_model, rows=config.rows, mesh=mesh))
+    given = {"orm": outcomes, "grm": client and Judge(client)}
     missing = {name: 0.0 for name, model in given.items() if model is None}
     reward = dataclasses.replace(config.reward, **missing)
-    ruled = General(reward, rules, given["orm"], given["grm"])
-    free = dataclasses.replace(ruled, rules=None)
+    ruled = General(reward, Instructions(config.rules), given["orm"], given["grm"])
+    free = dataclasses.replace(ruled, rules=None) if unruled else ruled
 
     async def verify(task: Task, attempt: Attempt) -> Reward:
         return await (ruled if task.kind == instructions.KIND else free)(task, attempt)
 
     return verify, (lambda: client) if client else contextlib.nullcontext
+
+
+def _key(file: str | None) -> str | None:
+    """What a file holds, without the space around it."""
+    if file is None:
+        return None
+    try:
+        key = pathlib.Path(file).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"judge_key_file {file} cannot be read ({error}); name a file") from None
+    if len(key.split()) != 1:
+        raise ValueError(f"judge_key_file {file} must hold the key and nothing else")
+    return key
 
 
 def written(anchor: Anchor) -> Conversation:

@@ -3,9 +3,10 @@
     R = gate * (M core - S),    core = a orm_z + b grm,    orm_z = (orm - mean) / std
     M = product of 1 - w (1 - g) over the guards that multiply,    S = sum of w (1 - g) over those that subtract
 
-gate: 1 if the task's rules are kept, else 0, and then nothing else is asked. orm: a reward model's scalar; grm: a
-judge's mean criterion, or how the reply fares against a human's answer where the task has one. g: of a guard, 1
-where nothing is wrong. A core below 0 takes 2 - M in place of M, or a fault would raise it.
+gate: 1 if the task's rules are kept, else 0, and then nothing else is asked. orm: a reward model's scalar, mean and std
+those that it brings along; grm: a judge's mean criterion, or how the reply fares against a human's answer where the
+task has one. Where neither has weight, core is what the rules say, and they are no gate. g: of a guard, 1 where nothing
+is wrong. A core below 0 takes 2 - M in place of M, or a fault would raise it.
 
 The paper prints neither weights nor scales, but that what is correct comes first: `squash` maps orm_z to
 1 / (1 + exp(-orm_z)), so that, with guards that multiply, no reply that keeps the rules is worth less than one that
@@ -16,7 +17,7 @@ import asyncio
 import dataclasses
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from glm5_jax.agents.judge import Rubric, rubrics
@@ -28,7 +29,14 @@ KIND = "general"
 MODES = ("multiply", "subtract")
 GUARDS = ("length", "repetition", "mixing")
 
-OutcomeModel = Callable[[Task, Attempt], Awaitable[float | None]]
+
+class Outcomes(Protocol):
+    """Who gives a reward model's scalars (rl.outcome_model.Asked), of mean and std on replies like these."""
+
+    mean: float
+    std: float
+
+    async def __call__(self, task: Task, attempt: Attempt) -> float | None: ...
 
 
 class Judges(Protocol):
@@ -65,7 +73,6 @@ class GeneralConfig:
     Attributes:
       gate: what the rules' value must be at least.
       orm, grm: the weights a and b; what has weight 0 is not asked.
-      orm_mean, orm_std: of the reward model's scalars, on replies like these.
       squash: whether orm_z is brought between 0 and 1.
       budget: characters of a reply, before its length counts against it; a task's "budget" goes before.
       length, repetition, mixing: the guards; None leaves one out.
@@ -75,8 +82,6 @@ class GeneralConfig:
     gate: float = 1.0
     orm: float = 0.5
     grm: float = 0.5
-    orm_mean: float = 0.0
-    orm_std: float = 1.0
     squash: bool = True
     budget: int = 12_000
     length: GuardConfig | None = GuardConfig()
@@ -85,13 +90,16 @@ class GeneralConfig:
     seconds: float = 600.0
 
     def __post_init__(self):
-        if not (self.orm >= 0 and self.grm >= 0 and self.orm + self.grm > 0):
-            raise ValueError(
-                f"orm is {self.orm} and grm {self.grm}; make neither negative and one positive"
-            )
-        for name in ("orm_std", "budget", "seconds"):
+        if not (self.orm >= 0 and self.grm >= 0):
+            raise ValueError(f"orm is {self.orm} and grm {self.grm}; make neither negative")
+        for name in ("budget", "seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; make it positive")
+
+    @property
+    def asks(self) -> bool:
+        """Whether a model has weight; else the rules are all there is."""
+        return self.orm + self.grm > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +108,14 @@ class General:
     missing) and hold an "anchor" (a text), "guidance" for the judge, a "budget", and "languages" by code that replies
     may be in. rules: a verifier of the task, None for a gate that is open.
 
-    parts: "rules", "gate", "orm", "orm_z", "grm", each guard, and "grm.CRITERION". A part that was asked for and is
-    missing makes the value None, unless the gate is shut. What a model cannot read for its text is worth 0, as is what
-    was cut off.
+    parts: "rules", "gate", "orm", "orm_z", "grm", each guard, "rules.PART" and "grm.CRITERION". A part that was asked
+    for and is missing makes the value None, unless the gate is shut. What a model cannot read for its text is worth 0,
+    as is what was cut off.
     """
 
     config: GeneralConfig = GeneralConfig()
     rules: Verifier | None = None
-    orm: OutcomeModel | None = None
+    orm: Outcomes | None = None
     judge: Judges | None = None
 
     def __post_init__(self):
@@ -117,6 +125,10 @@ class General:
                     f"{name} has weight {getattr(self.config, name)} and nothing that gives it; hand it in, or make "
                     "the weight 0"
                 )
+        if not self.config.asks and (self.rules is None or self.orm or self.judge):
+            raise ValueError(
+                "orm and grm have weight 0; make that of a model that is there positive, or hand in rules alone"
+            )
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         """As `rl.types.Verifier`."""
@@ -127,10 +139,11 @@ class General:
         parts, said = {}, ""
         if self.rules is not None:
             ruled = await self.rules(task, attempt)
-            parts, said = {"rules": ruled.value}, ruled.error
+            kept = {f"rules.{name}": value for name, value in ruled.parts.items()}
+            parts, said = {"rules": ruled.value, **kept}, ruled.error
             if ruled.value is None:
                 return Reward(None, {**parts, "gate": None}, ruled.error)
-            if ruled.value < self.config.gate:
+            if self.config.asks and ruled.value < self.config.gate:
                 return Reward(0.0, {**parts, "gate": 0.0}, ruled.error)
         asked = await asyncio.gather(
             *(
@@ -170,7 +183,8 @@ class General:
 
     async def _outcome(self, task: Task, attempt: Attempt) -> Reward:
         value = await self.orm(task, attempt)
-        return Reward(value, {"orm": value, "orm_z": standardised(value, self.config)})
+        z = standardised(value, self.orm.mean, self.orm.std, self.config.squash)
+        return Reward(value, {"orm": value, "orm_z": z})
 
     async def _judged(self, task: Task, attempt: Attempt) -> Reward:
         data = task.data
@@ -193,23 +207,19 @@ class General:
         return {name: found[name]() for name in GUARDS if getattr(self.config, name) is not None}
 
 
-def standardised(value: float | None, config: GeneralConfig) -> float | None:
+def standardised(value: float | None, mean: float, std: float, squash: bool) -> float | None:
     """orm_z of a reward model's scalar."""
     if value is None:
         return None
-    z = (value - config.orm_mean) / config.orm_std
-    return (
-        (1 + math.tanh(z / 2)) / 2 if config.squash else z
-    )  # the same as 1 / (1 + exp(-z)), without its overflow
+    z = (value - mean) / std
+    # The same as 1 / (1 + exp(-z)), without its overflow.
+    return (1 + math.tanh(z / 2)) / 2 if squash else z
 
 
 def combine(parts: Mapping[str, float | None], config: GeneralConfig) -> float:
     """R of parts none of which is missing."""
-    core = sum(
-        weight * parts[name]
-        for name, weight in (("orm_z", config.orm), ("grm", config.grm))
-        if weight
-    )
+    weights = {"orm_z": config.orm, "grm": config.grm} if config.asks else {"rules": 1.0}
+    core = sum(weight * parts[name] for name, weight in weights.items() if weight)
     factor, subtracted = 1.0, 0.0
     for name in GUARDS:
         guard = getattr(config, name)

@@ -143,7 +143,7 @@ class OutcomeModel:
     """Scores replies.
 
     Attributes:
-      mean, std: of scores, by which they become comparable (`GeneralConfig.orm_mean`, `orm_std`).
+      mean, std: of scores, by which they become comparable.
     """
 
     def __init__(
@@ -222,12 +222,13 @@ class OutcomeModel:
 class Asked:
     """An `OutcomeModel` for `envs.general.General`: what is asked while it computes is scored together next.
 
-    seconds: that an answer may take (TimeoutError); at_once: replies that are scored together.
+    seconds: that an answer may take (TimeoutError); at_once: replies that are scored together; mean, std: the model's.
     """
 
     def __init__(self, model: OutcomeModel, seconds: float = 600.0, at_once: int = 64):
         if not (seconds > 0 and at_once > 0):
             raise ValueError(f"seconds is {seconds} and at_once {at_once}; make both positive")
+        self.mean, self.std = model.mean, model.std
         self._model, self._seconds, self._at_once = model, seconds, at_once
         self._waiting: list[tuple[list[int], asyncio.Future]] = []
         self._worker: asyncio.Task | None = None

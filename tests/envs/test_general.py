@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, strategies as st
@@ -37,11 +38,23 @@ PARTS = {
 }
 
 
-def gives(value):
-    async def outcome(task, attempt):
+@dataclasses.dataclass
+class Scorer:
+    """A reward model of such a scale; its scalars are what `answer` says."""
+
+    answer: Callable
+    mean: float = 0.0
+    std: float = 1.0
+
+    async def __call__(self, task, attempt):
+        return await self.answer(task, attempt)
+
+
+def gives(value, mean=0.0, std=1.0):
+    async def answer(task, attempt):
         return value
 
-    return outcome
+    return Scorer(answer, mean, std)
 
 
 @dataclasses.dataclass
@@ -74,6 +87,7 @@ def judged(verifier, reply="The sea is wide.", task=TASK, **attempt):
 
 
 LINEAR = GeneralConfig(squash=False)
+ALONE = GeneralConfig(orm=0.0, grm=0.0)
 
 
 def test_the_formula_by_hand():
@@ -121,17 +135,19 @@ def test_a_guard_that_is_left_out_does_not_count():
 )
 def test_no_reply_that_keeps_the_rules_is_below_one_that_does_not(orm, grm, a, b, c, gate):
     config = GeneralConfig()
-    parts = {"orm_z": standardised(orm, config), "grm": grm, "gate": 1.0}
+    parts = {"orm_z": standardised(orm, 0.0, 1.0, config.squash), "grm": grm, "gate": 1.0}
     assert 0 <= combine(parts | {"length": a, "repetition": b, "mixing": c}, config) <= 1
 
 
 def test_the_reward_model_s_scale():
-    config = GeneralConfig(orm_mean=2.0, orm_std=4.0, squash=False)
-    assert standardised(8.0, config) == 1.5
-    assert standardised(None, config) is None
-    squashed = dataclasses.replace(config, squash=True)
-    assert standardised(8.0, squashed) == pytest.approx(1 / (1 + math.exp(-1.5)))
-    assert standardised(-1e6, squashed) == 0 and standardised(1e6, squashed) == 1
+    assert standardised(8.0, 2.0, 4.0, squash=False) == 1.5
+    assert standardised(None, 2.0, 4.0, squash=False) is None
+    assert standardised(8.0, 2.0, 4.0, squash=True) == pytest.approx(1 / (1 + math.exp(-1.5)))
+    assert standardised(-1e6, 0.0, 1.0, squash=True) == 0
+    assert standardised(1e6, 0.0, 1.0, squash=True) == 1
+    got = judged(General(LINEAR, orm=gives(8.0, 2.0, 4.0), judge=Opinion()))
+    assert (got.parts["orm"], got.parts["orm_z"]) == (8.0, 1.5)
+    assert got.value == 0.5 * 1.5 + 0.5 * 0.75
 
 
 def test_all_parts_are_told():
@@ -164,6 +180,23 @@ def test_guards_see_the_reply():
         assert judged(verifier, reply).value < clean.value
 
 
+def test_guards_count_where_rules_are_all_there_is():
+    """And a share of the rules is a share of the reward, as they are no gate then."""
+    verifier = General(dataclasses.replace(ALONE, budget=100), Rules(0.5))
+    clean = judged(verifier)
+    guards = {"length": 1.0, "repetition": 1.0, "mixing": 1.0}
+    assert clean == Reward(0.5, {"rules": 0.5, "gate": 1.0, **guards})
+    for reply, guard, worth in (
+        ("The sea is wide" + "." * 110, "length", 0.25),
+        ("wide " * 19, "repetition", 0.0),
+        ("Море широко.", "mixing", 0.0),
+    ):
+        got = judged(verifier, reply)
+        assert got.value == pytest.approx(worth) and got.parts[guard] == pytest.approx(2 * worth)
+    left_out = General(dataclasses.replace(ALONE, mixing=None), Rules(0.5))
+    assert judged(left_out, "Море широко.").value == 0.5
+
+
 def test_the_judge_is_asked_by_the_task_s_rubric():
     opinion = Opinion()
     verifier = General(orm=gives(0.0), judge=opinion)
@@ -185,7 +218,7 @@ def test_rules_that_are_broken_decide_alone():
     async def outcome(task, attempt):
         asked.append(task)
 
-    broken = General(rules=Rules(0.5, "too long"), orm=outcome, judge=opinion)
+    broken = General(rules=Rules(0.5, "too long"), orm=Scorer(outcome), judge=opinion)
     got = judged(broken)
     assert got == Reward(0.0, {"rules": 0.5, "gate": 0.0}, "too long")
     assert not opinion.asked and not asked
@@ -212,8 +245,8 @@ async def _hangs(task, attempt):
     [
         (gives(None), "orm: it gave none"),
         (gives(math.nan), "orm: ValueError: a reward's value is nan"),
-        (_raises, "orm: OSError: gone"),
-        (_hangs, "orm: no answer within 0.1 s"),
+        (Scorer(_raises), "orm: OSError: gone"),
+        (Scorer(_hangs), "orm: no answer within 0.1 s"),
     ],
 )
 def test_a_reward_model_that_failed_is_no_reward(orm, error):
@@ -258,8 +291,8 @@ def test_what_cannot_be_read_for_its_text_is_worth_nothing():
     speechless = Opinion(Reward(0.0, error="of this reply alone no verdict"))
     silent = Opinion(Reward(None, error="no server"))
     for orm, judge, error in (
-        (_unreadable, Opinion(), "orm: a chat has 9 tokens, a row 8"),
-        (_unreadable, silent, "orm: a chat has 9 tokens, a row 8"),
+        (Scorer(_unreadable), Opinion(), "orm: a chat has 9 tokens, a row 8"),
+        (Scorer(_unreadable), silent, "orm: a chat has 9 tokens, a row 8"),
         (gives(3.0), speechless, "grm: of this reply alone no verdict"),
         (gives(None), speechless, "grm: of this reply alone no verdict"),
     ):
@@ -284,9 +317,9 @@ def test_what_has_no_weight_is_not_asked():
     [
         (lambda: General(judge=Opinion()), "orm has weight 0.5 and nothing that gives it"),
         (lambda: General(orm=gives(1.0)), "grm has weight 0.5 and nothing that gives it"),
-        (lambda: GeneralConfig(orm=0.0, grm=0.0), "orm is 0.0 and grm 0.0"),
+        (lambda: General(ALONE), "orm and grm have weight 0"),
+        (lambda: General(ALONE, Rules(1.0), judge=Opinion()), "orm and grm have weight 0"),
         (lambda: GeneralConfig(orm=-1.0), "orm is -1.0"),
-        (lambda: GeneralConfig(orm_std=0.0), "orm_std is 0.0; make it positive"),
         (lambda: GeneralConfig(budget=0), "budget is 0"),
         (lambda: GeneralConfig(seconds=0), "seconds is 0"),
         (lambda: GuardConfig("add"), "mode is 'add'; use one of multiply, subtract"),
@@ -318,7 +351,9 @@ def test_rules_a_reward_model_and_a_judge_together():
 
     kept, broken, sly = asyncio.run(run())
     assert kept.value == pytest.approx(0.5 + 0.5 * 0.2) and kept.parts["grm.correct"] == 0.2
-    assert broken.value == 0 and broken.parts == {"rules": 0.0, "gate": 0.0}
+    assert broken.value == 0 and broken.parts["gate"] == 0
+    for reward in (kept, broken):
+        assert reward.parts["rules"] == reward.parts["rules.punctuation:no_comma"]
     assert sly.value == pytest.approx(0.5 + 0.5 * 0.1)
 
 

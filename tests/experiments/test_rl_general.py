@@ -4,18 +4,36 @@ import asyncio
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import distill, rl_general, rl_reasoning
 from experiments.rl_general import Share
+from glm5_jax.checkpoint.store import Store
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.server import ListenConfig, free_port
+from glm5_jax.data import chat_tasks
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs import instructions
+from glm5_jax.envs.general import GUARDS, GeneralConfig
 from glm5_jax.envs.instruction_tasks import DemandConfig
-from glm5_jax.rl.experiment import Teacher
-from glm5_jax.rl.rollout import Group
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.rl.experiment import EvaluationConfig, Teacher
+from glm5_jax.rl.monitor import AgreementConfig
+from glm5_jax.rl.outcome_model import OutcomeModel, write_scorer
+from glm5_jax.rl.rollout import Group, RolloutConfig
 from glm5_jax.rl.types import Attempt
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import report, stages
+from glm5_jax.training.experiment import write_config
+from glm5_jax.training.loop import TrainConfig
+from glm5_jax.training.optimizer import OptimizerConfig
 from tests.agents.judges import facts, serving, verdict
+from tests.agents.scripted import ScriptedServer
+from tests.model.small import one_layer
+from tests.rl.test_outcome_model import CONFIG as REWARD, drawn_params
 
 DEMANDS = Share(demands=DemandConfig(size=100, characters=200))
 WHOLE = dataclasses.replace(rl_general.tiny().model, int4_group=None)  # int4 cannot be cut in eight
@@ -23,8 +41,8 @@ HERE = {"goes_on": False, "model": WHOLE}
 
 
 def general(**changes):
-    changes = {"tasks": (DEMANDS,)} | changes
-    return dataclasses.replace(rl_general.tiny(), **HERE, **changes)
+    changes = HERE | {"tasks": (DEMANDS,)} | changes
+    return dataclasses.replace(rl_general.tiny(), **changes)
 
 
 @pytest.fixture
@@ -47,7 +65,98 @@ def test_rules_alone_judge_what_has_rules(tmp_path):
     wanted = [one.kept("Ay Ay Ay") for one in instructions.instructions(task.data)]
     reward = asyncio.run(stage._world.verify(task, said("Ay Ay Ay")))
     assert reward.value == sum(wanted) / len(wanted)
+    assert [reward.parts[name] for name in GUARDS] == [1, 1, 1]
+    looped = asyncio.run(stage._world.verify(task, said("Ay " * 60)))
+    assert looped.value == 0 and looped.parts["repetition"] == 0
     stage.close()
+
+
+def test_what_is_learnt_in_the_small_life_is_nothing_that_guards_fault():
+    """They are there for what nobody wants, and not to be told from what SFT teaches."""
+    replies = [
+        json.loads(line)["messages"][2]["content"]
+        for line in chat_tasks.lines(chat_tasks.ChatTaskConfig("plays", 500), "interleaved")
+    ]
+    verify, _ = rl_general.judges(general())
+    [task, *_] = DEMANDS.tasks_of()
+    for reply in replies:
+        reward = asyncio.run(verify(task, said(reply)))
+        assert reward.value == reward.parts["rules"], reply
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """A reward model whose scores have a scale that nobody would take for none."""
+    workdir = tmp_path_factory.mktemp("reward")
+    state = {
+        "params": drawn_params(),
+        "optimizer": {"count": np.zeros(1)},
+        "rng": np.zeros(2),
+        "step": 1,
+    }
+    with Store(workdir) as store:
+        store.save(state, {}, {})
+    write_config(workdir, REWARD)
+    Tokenizer.default().save(workdir / "tokenizer")
+    write_scorer(workdir, step=1, length=REWARD.length, variant="glm5", mean=5.0, std=2.0)
+    return str(workdir)
+
+
+def test_a_reward_model_counts_by_its_own_scale_on_the_run_s_mesh(tmp_path, scored, monkeypatch):
+    load, made = OutcomeModel.load, []
+    monkeypatch.setattr(
+        OutcomeModel, "load", lambda *args, **more: made.append(load(*args, **more)) or made[-1]
+    )
+    reward = GeneralConfig(squash=False, orm=1.0)
+    config = general(reward_model=scored, tasks=(Share("prompts", "creativity"),), reward=reward)
+    stage = config.stage(tmp_path)
+    [task] = stage._world.tasks.draw(1)
+    found = asyncio.run(stage._world.verify(task, said("A tale of a whale.")))
+    alone = load(scored).score([(task, said("A tale of a whale."))])
+    assert found.parts["orm"] == pytest.approx(alone[0], abs=1e-4)
+    assert found.value == found.parts["orm_z"] == (found.parts["orm"] - 5) / 2
+    [model] = made
+    where = model._params["embed"]["weight"].sharding
+    assert where.mesh == stage._mesh and not where.is_fully_replicated
+    stage.close()
+
+
+def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored, monkeypatch):
+    """Two steps of random words, each of which both models are asked about; on one device, and without the page."""
+    for module in (rl_general, stages):
+        monkeypatch.setattr(
+            module, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
+        )
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    listen = ListenConfig(port=free_port(), api_key="secret")
+    judge = ScriptedServer(lambda said: verdict({"messages": said}, lambda text: 6), listen)
+    config = general(
+        model=one_layer(vocab_size=292, max_position_embeddings=512),
+        tokenizer="bytes",
+        optimizer=OptimizerConfig(),
+        tasks=(Share("prompts", "creativity"),),
+        reward=GeneralConfig(orm=0.25, grm=0.75, squash=False, mixing=None),
+        reward_model=scored,
+        judge=f"http://127.0.0.1:{listen.port}",
+        judge_key_file=str(key),
+        rollout=RolloutConfig(prompts=2, group=8, max_tokens=64, max_turns=1, thinking=False),
+        engine=EngineConfig(page_size=128, max_batch=16, chunk=512, max_length=512),
+        length=512,
+        evaluation=EvaluationConfig(tasks=0),
+        agreement=AgreementConfig(attempts=0),
+        train=TrainConfig(steps=2, eval_interval=0, sample_interval=0),
+    )
+    with judge.running():
+        config.stage(tmp_path / "run").run()
+    assert len(judge.scripted.asked) >= 2
+    rows = read(tmp_path / "run")
+    parts = {name: column(rows, f"reward_part/{name}")[1] for name in ("orm", "orm_z", "grm")}
+    assert parts["grm"] == pytest.approx([0.6, 0.6])
+    assert parts["orm_z"] == pytest.approx([(value - 5) / 2 for value in parts["orm"]])
+    assert column(rows, "rollout/environment_errors")[1] == [0, 0]
+    assert "secret" not in (tmp_path / "run" / "config.json").read_text()
 
 
 def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
@@ -132,6 +241,11 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
         (lambda: general(tasks=(DEMANDS, DEMANDS)), "two of the tasks have one name"),
         (lambda: general(texts=1), "a file and how many of a batch belong together"),
         (lambda: general(rules="some"), "reward is 'some'"),
+        (lambda: general(judge_key_file="f"), "judge_key_file is 'f' and judge None"),
+        (
+            lambda: rl_general.judges(general(judge="http://a", judge_key_file="/nowhere")),
+            "judge_key_file /nowhere cannot be read",
+        ),
         (
             lambda: general(tasks=(Share("prompts", "safety"),)).stage("/nowhere"),
             "give the field judge a URL",

@@ -297,8 +297,6 @@ def test_what_is_asked_together_is_scored_together(trained):
     config = GeneralConfig(
         orm=1.0,
         grm=0.0,
-        orm_mean=model.mean,
-        orm_std=model.std,
         squash=False,
         repetition=None,
         mixing=None,
