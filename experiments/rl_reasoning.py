@@ -4,7 +4,7 @@
 
 GRPO with IcePop: groups of attempts against their own mean, no KL; the indexer stays as it is. Kinds of tasks are
 kept in balance. Those that the policy solves often or nobody ever can be left out, by what it and a stronger one made
-of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl (envs/difficulty.py).
+of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl, which verdicts.py writes.
 
 :addition  a policy of 0.13M parameters begins with random weights and learns to add a digit to a number of two from
            rewards alone, on two CPU cores in about five minutes. A pull towards the uniform distribution keeps it

@@ -64,8 +64,8 @@ class DifficultyReport:
 
 
 def read_verdicts(path: str | os.PathLike) -> dict[str, Verdicts]:
-    """A policy's verdicts by task, of lines {"task": id, "passes": ..., "tries": ...}; those of one task add up.
-    ValueError naming the line that is none."""
+    """A policy's verdicts by task, of lines {"task": id, "passes": ..., "tries": ...}, as experiments/verdicts.py writes
+    them; those of one task add up. ValueError naming the line that is none."""
     passes, tries = Counter(), Counter()
     with open(path, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
