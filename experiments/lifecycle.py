@@ -4,7 +4,7 @@
 
 The stages are the fields of `Lifecycle`, in their order. Each has its own folder in the workdir, and its
 own flags: --experiment.pretrain.train.steps=50. Variants as in pretrain.py; with ",each" behind them, what a stage of
-reinforcement learning forgot is learnt again right after it, not in the end alone. The report in the workdir shows all
+reinforcement learning forgot is learnt again right after it, before the next, not in the end alone. The report in the workdir shows all
 stages, what each made of what it was given, and every skill after each of those that teach some.
 """
 
@@ -44,6 +44,7 @@ TINY = {
     "rl_reasoning": 4.5,
     "distill_reasoning": 3.5,
     "rl_agentic": 11.0,
+    "distill_agentic": 3.75,
     "rl_general": 2.5,
     "distill": 4.0,
 }
@@ -63,6 +64,7 @@ class Lifecycle:
     rl_reasoning: ReasoningConfig
     distill_reasoning: DistillConfig | None
     rl_agentic: AgenticConfig
+    distill_agentic: DistillConfig | None
     rl_general: GeneralRlConfig
     distill: DistillConfig
 
@@ -72,7 +74,7 @@ def get_config(variant: str = "tiny") -> Lifecycle:
     size, _, when = variant.partition(",")
     if when not in ("", "each"):
         raise ValueError(f"unknown variant {variant!r}; use {size} or {size},each")
-    last = distill.get_config(size)
+    each, last = when or None, distill.get_config(size)
     taught = tuple(Teacher(ORIGINS[old.origin], old.origin) for old in last.teachers)
     return Lifecycle(
         pretrain=pretrain.get_config(size),
@@ -81,12 +83,10 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         dsa_sparse=dsa_sparse.get_config(size),
         sft=sft.get_config(f"{size},mixed"),
         rl_reasoning=rl_reasoning.get_config(size),
-        distill_reasoning=(
-            dataclasses.replace(last, agentic=(), general=(), teachers=taught[:-2])
-            if when
-            else None
-        ),
+        distill_reasoning=each
+        and dataclasses.replace(last, agentic=(), general=(), teachers=taught[:-2]),
         rl_agentic=rl_agentic.get_config(size),
+        distill_agentic=each and dataclasses.replace(last, general=(), teachers=taught[:-1]),
         rl_general=rl_general.get_config(size),
         distill=dataclasses.replace(last, teachers=taught),
     )
@@ -101,7 +101,7 @@ def minutes(config: Lifecycle) -> dict[str, float]:
 
 def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
     """Measures every skill after every stage that teaches some, for the report, and shows what the last one replies."""
-    taught = [*ORIGINS.values(), "distill_reasoning", "distill"]
+    taught = [*ORIGINS.values(), "distill_reasoning", "distill_agentic", "distill"]
     stages = [f.name for f in dataclasses.fields(config) if f.name in taught]
     stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
     world = config.distill.world()

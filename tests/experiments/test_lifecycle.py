@@ -64,12 +64,15 @@ def test_what_follows_sft_learns_from_attempts_and_leaves_the_indexers(size):
 
 def test_what_a_stage_forgot_may_be_learnt_again_right_after_it():
     life = everything("tiny,each")
-    order = ["rl_reasoning", "distill_reasoning", "rl_agentic", "rl_general", "distill"]
-    assert list(life)[-5:] == order
-    first, last = (
-        {t.checkpoint for t in life[name].teachers} for name in ("distill_reasoning", "distill")
-    )
-    assert first == {"sft", "rl_reasoning"} and last == first | {"rl_agentic", "rl_general"}
+    rl = ["rl_reasoning", "rl_agentic", "rl_general"]
+    distillations = ["distill_reasoning", "distill_agentic", "distill"]
+    assert list(life)[-6:] == [name for pair in zip(rl, distillations) for name in pair]
+    for count, name in enumerate(distillations, 1):
+        config = life[name]
+        assert [t.checkpoint for t in config.teachers] == ["sft", *rl[:count]]
+        origins = ("reasoning", "agentic", "general")
+        assert [bool(getattr(config, o)) for o in origins] == [i < count for i in range(3)]
+    assert {*everything("tiny,each")} - {*everything("tiny")} == set(distillations[:-1])
     with pytest.raises(ValueError, match="unknown variant 'tiny,never'; use tiny or tiny,each"):
         lifecycle.get_config("tiny,never")
 

@@ -188,7 +188,8 @@ def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     config = run.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
     stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
     fields = [field.name for field in dataclasses.fields(config)]
-    assert list(stages) == [name for name in fields if name != "distill_reasoning"]
+    each = ("distill_reasoning", "distill_agentic")
+    assert list(stages) == [name for name in fields if name not in each]
     assert [name for name, stage in stages.items() if stage.steps == 9] == ["dsa_warmup"]
 
 
@@ -203,7 +204,7 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
     config = run.parse(["run", spec]).config
     stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
-    for name, count in (("distill_reasoning", 2), ("distill", 4)):
+    for name, count in (("distill_reasoning", 2), ("distill_agentic", 3), ("distill", 4)):
         teachers = [teacher.checkpoint for teacher in stages[name].teachers]
         earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]
         assert teachers == [str(tmp_path / one) for one in earlier]
