@@ -11,8 +11,8 @@
     DELETE /sessions/ID                           ends it
     POST   /weights                               {lease, version, checksum}: what engines must hold from now on
 
-A reply is written to the journal before it is told, and what was not told left nothing behind: a gateway that is killed
-goes on with all its sessions, an agent that asks again is answered again. Once it has been told which weights are sampled
+A reply is written to the journal before it is kept and told, and what was not told left nothing behind: a gateway that is
+killed goes on with all its sessions, an agent that asks again is answered again. Once it has been told which weights are sampled
 from, engines with others serve nobody: one that was started anew, or that a push has not reached, is lost until it has
 them.
 """
@@ -37,7 +37,7 @@ from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.protocol import CHAT, thinking_of
 from glm5_jax.rl.router import NoRank, Router, RouterConfig
-from glm5_jax.rl.session_journal import SessionJournal
+from glm5_jax.rl.session_journal import JournalError, SessionJournal
 from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError
 from glm5_jax.rl.trajectory import told
 from glm5_jax.rl.types import Weights
@@ -120,11 +120,12 @@ class Gateway(HttpServer):
         self._journal = None if config.journal is None else SessionJournal(config.journal)
         if self._journal is not None:
             self._wanted = self._journal.wanted()
-            for name, seed, turns, rank in self._journal.read():
-                own = self._sessions[name] = _Open(Session(tokenizer, config.session, seed))
-                for turn in turns:
-                    own.session.add(turn)
+            for name, session, rank in self._journal.read(self._begun):
+                self._sessions[name] = _Open(session)
                 self._router.place(name, rank)
+
+    def _begun(self, seed: int) -> Session:
+        return Session(self._tokenizer, self.config.session, seed)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -146,6 +147,9 @@ class Gateway(HttpServer):
     def refusal(self, error: Exception) -> ApiError | None:
         if isinstance(error, SessionError):
             return ApiError(str(error), error.status)
+        if isinstance(error, JournalError):
+            _log.error("%s", error)
+            return ApiError(str(error), 503, "unavailable")
         if isinstance(error, NoRank):
             which = (
                 f" that has the weights of version {self._wanted.version}" if self._wanted else ""
@@ -187,8 +191,12 @@ class Gateway(HttpServer):
         self._router.rank_of(name)
         seed = said.get("seed", secrets.randbits(62))
         if self._journal is not None:
-            self._journal.begin(name, seed)
-        self._sessions[name] = _Open(Session(self._tokenizer, self.config.session, seed))
+            try:
+                self._journal.begin(name, seed)
+            except JournalError:
+                self._router.release(name)
+                raise
+        self._sessions[name] = _Open(self._begun(seed))
         return as_json({"id": name})
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -216,11 +224,11 @@ class Gateway(HttpServer):
 
     async def _end(self, request: web.Request) -> web.Response:
         name, own = self._found(request)
+        if self._journal is not None:
+            self._journal.end(name)
         del self._sessions[name]
         own.ended = True
         self._router.release(name)
-        if self._journal is not None:
-            self._journal.end(name)
         return as_json({"id": name, "deleted": True})
 
     def _found(self, request: web.Request) -> tuple[str, "_Open"]:
@@ -239,16 +247,16 @@ class Gateway(HttpServer):
         sampling = self._sampling(said)
         thinking, _ = thinking_of(said)
         tools = said.get("tools") if said.get("tool_choice") != "none" else None
-        plan = own.session.plan(said["messages"], tools, enable_thinking=thinking)
-        sampling["sampling_seed"] = own.seed_of(plan)
+        plan = own.session.plan(said["messages"], tools, enable_thinking=thinking, asked=own.asked)
+        sampling["sampling_seed"] = own.session.seed_of(plan)
+        own.asked.append(plan)
         self._active += 1
         try:
-            reply = await self._generate(name, plan, sampling)
-            if own.ended:
-                raise ApiError(f"the session {name!r} was ended meanwhile", 404)
+            reply = await self._generate(name, own, plan, sampling)
+            own.check(name)
             return as_json(self._take(name, own, plan, reply, tools, thinking))
         finally:
-            own.left(plan)
+            own.asked.remove(plan)
             self._active -= 1
 
     def _sampling(self, said: Mapping) -> dict[str, Any]:
@@ -267,11 +275,12 @@ class Gateway(HttpServer):
         most = said.get("max_completion_tokens", said.get("max_tokens", config.max_tokens))
         return {"temperature": config.temperature, "top_p": 1.0, "max_new_tokens": most}
 
-    async def _generate(self, name: str, plan: Plan, sampling: Mapping) -> dict:
+    async def _generate(self, name: str, own: "_Open", plan: Plan, sampling: Mapping) -> dict:
         """An engine's answer. One that does not answer, or has failed, is lost: the session goes on at another, with
         the same seed. ApiError."""
         why = ""
         for _ in range(self.config.tries):
+            own.check(name)  # the router would place it anew, and nobody would release it
             rank = self._router.rank_of(name)
             url, number = _address(rank)
             wanted, seen = self._wanted, self._seen.get(rank)
@@ -315,9 +324,10 @@ class Gateway(HttpServer):
         parsed = parse_reply(ids, tools, tokenizer=self._tokenizer, thinking=thinking)
         message = parsed.message
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        turn = own.session.commit(plan, ids, logprobs, meta["weight_versions"], reason, message)
+        turn = own.session.answer(plan, ids, logprobs, meta["weight_versions"], reason, message)
         if self._journal is not None:
             self._journal.add(name, turn, self._router.placed.get(name))
+        own.session.add(turn)
         own.cached += meta["cached_tokens"]
         own.read += len(plan.ids)
         calls = [
@@ -365,11 +375,11 @@ class Gateway(HttpServer):
             before = self._wanted
             if before is not None and weights[:2] <= before[:2]:
                 return
+            if self._journal is not None:
+                self._journal.want(weights)
             strict = before is None or weights.lease != before.lease
             await self._look(self._ranks, weights, strict)
             self._wanted = weights
-            if self._journal is not None:
-                self._journal.want(weights)
 
     async def _probe(self) -> None:
         """Takes lost engines in again once they are well."""
@@ -456,14 +466,9 @@ class _Open:
     def __init__(self, session: Session):
         self.session, self.ended = session, False
         self.cached = self.read = 0  # tokens of prompts
-        self._asked: list[tuple[int, ...]] = []  # prompts that are being answered
+        self.asked: list[Plan] = []  # that are being answered
 
-    def seed_of(self, plan: Plan) -> int:
-        """Of the reply that is asked for."""
-        seed = self.session.seed_of(plan, self._asked.count(plan.ids))
-        self._asked.append(plan.ids)
-        return seed
-
-    def left(self, plan: Plan) -> None:
-        """The request was answered, or is over."""
-        self._asked.remove(plan.ids)
+    def check(self, name: str) -> None:
+        """ApiError if it was ended while it was asked."""
+        if self.ended:
+            raise ApiError(f"the session {name!r} was ended meanwhile", 404)

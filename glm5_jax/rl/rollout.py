@@ -218,7 +218,8 @@ class _Course:
             thinking=self._thinks,
         )
         sampled = reply.ids, reply.logprobs, reply.versions
-        self._session.commit(self.plan, *sampled, reply.finish_reason, found.message)
+        more = reply.finish_reason, found.message
+        self._session.add(self._session.answer(self.plan, *sampled, *more))
         self.messages.append(found.message)
         self.calls = found.tool_calls if self.task.tools else ()
         if reply.finish_reason == LENGTH:

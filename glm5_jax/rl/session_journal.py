@@ -2,70 +2,131 @@
 
 import dataclasses
 import json
+import logging
+import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from glm5_jax.rl.sessions import Turn
+from glm5_jax.rl.sessions import Session, SessionError, Turn
 from glm5_jax.rl.types import Weights
 
 _WANTED = "weights.json"  # no session's file, whose names end otherwise
+# What is read may be anything: no JSON, JSON of something else, or turns that do not go on from each other.
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, SessionError)
+_log = logging.getLogger(__name__)
+
+
+class JournalError(Exception):
+    """What was to be kept could not be written, and is not there."""
 
 
 class SessionJournal:
     """A file for each open session: its first line tells the seed, each further one a turn and the rank that has it. One
     more tells the weights that engines must have.
 
-    folder: made if it is not there; one gateway at a time writes it.
+    folder: made if it is not there; one gateway at a time writes it. What cannot be written is a JournalError and leaves
+    the file as it was; what cannot be read is set aside beside the others, with a warning.
     """
 
     def __init__(self, folder):
         self._folder = pathlib.Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def read(self) -> Iterator[tuple[str, int, list[Turn], str | None]]:
-        """(id, seed, turns, rank of the last turn or None) of each session. A last line that was cut off was never
-        answered."""
+    def read(self, begun: Callable[[int], Session]) -> Iterator[tuple[str, Session, str | None]]:
+        """(id, the session, rank of its last turn or None) of each. begun: makes one without turns, of a seed. A last
+        line that was cut off was never answered."""
         for path in sorted(self._folder.glob("*.jsonl")):
-            lines = path.read_bytes().split(b"\n")
-            if whole := lines[:-1]:
-                first, *turns = map(json.loads, whole)
-                if lines[-1]:
-                    path.write_bytes(b"\n".join(whole) + b"\n")
-                ranks = [turn.pop("rank", None) for turn in turns]
-                yield path.stem, first["seed"], list(map(_turn, turns)), (ranks or [None])[-1]
+            try:
+                lines = _whole_lines(path)
+                if not lines:
+                    path.unlink()
+                    continue
+                first, *turns = map(json.loads, lines)
+                session, rank = begun(first["seed"]), None
+                for said in turns:
+                    rank = said["rank"]
+                    session.add(_turn(said))
+            except _UNREADABLE as error:
+                _set_aside(path, error)
             else:
-                path.unlink()
+                yield path.stem, session, rank
 
     def wanted(self) -> Weights | None:
         """That were last wanted."""
         path = self._folder / _WANTED
-        return Weights(**json.loads(path.read_bytes())) if path.exists() else None
+        try:
+            return Weights(**json.loads(path.read_bytes())) if path.exists() else None
+        except _UNREADABLE as error:
+            _set_aside(path, error)
+            return None
 
     def want(self, weights: Weights) -> None:
-        """These are from now on."""
+        """These are from now on. JournalError."""
         new = self._folder / f"{_WANTED}.new"
-        new.write_bytes(json.dumps(weights._asdict()).encode())
-        new.replace(self._folder / _WANTED)
+        try:
+            new.write_bytes(json.dumps(weights._asdict()).encode())
+            new.replace(self._folder / _WANTED)
+        except OSError as error:
+            raise _unwritten(error) from error
 
     def begin(self, name: str, seed: int) -> None:
-        """A session is open."""
+        """A session is open. JournalError."""
         self._append(name, {"seed": seed})
 
     def add(self, name: str, turn: Turn, rank: str | None) -> None:
-        """It has gone on by a turn."""
+        """It has gone on by a turn. JournalError."""
         self._append(name, dataclasses.asdict(turn) | {"rank": rank})
 
     def end(self, name: str) -> None:
-        """Nothing is kept of it."""
-        self._path(name).unlink(missing_ok=True)
+        """Nothing is kept of it. JournalError."""
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _unwritten(error) from error
 
     def _append(self, name: str, value: Mapping) -> None:
-        with self._path(name).open("ab") as file:
-            file.write(json.dumps(value).encode() + b"\n")
+        line = json.dumps(value).encode() + b"\n"
+        try:
+            # Without a buffer, whose rest would be written behind the cut when the file is closed.
+            with self._path(name).open("ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    while line:
+                        line = line[file.write(line) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            raise _unwritten(error) from error
 
     def _path(self, name: str) -> pathlib.Path:
         return self._folder / f"{name}.jsonl"
 
 
+def _whole_lines(path: pathlib.Path) -> list[bytes]:
+    """Of a file, which keeps nothing else."""
+    *lines, torn = path.read_bytes().split(b"\n")
+    if torn:
+        _log.warning(
+            "%s ends in a line that was cut off, of %d bytes; it is dropped", path, len(torn)
+        )
+        os.truncate(path, path.stat().st_size - len(torn))
+    return lines
+
+
+def _set_aside(path: pathlib.Path, error: Exception) -> None:
+    aside = path.with_name(f"{path.name}.torn")
+    path.replace(aside)
+    why = f"{type(error).__name__} {error}"
+    _log.warning("%s cannot be read, and what it held is lost (%s); it is now %s", path, why, aside)
+
+
+def _unwritten(error: OSError) -> JournalError:
+    return JournalError(
+        f"the gateway's journal cannot be written ({error}), so nothing was changed; make room for it and ask again"
+    )
+
+
 def _turn(said: Mapping) -> Turn:
-    return Turn(**{k: tuple(v) if isinstance(v, list) else v for k, v in said.items()})
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items() if k != "rank"}
+    return Turn(**fields)

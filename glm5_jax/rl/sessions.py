@@ -2,14 +2,15 @@
 
 An agent speaks in messages, a learner in token ids, and neither is the other encoded: of a request only the messages
 that are new are, behind the ids that were read and sampled before (GLM-5 4.1.2). Nothing here waits or touches a
-socket (`gateway`); a request is understood first (`Session.plan`) and changes the session once it was answered
-(`Session.commit`), so that what fails leaves no trace.
+socket (`gateway`); a request is understood first (`Session.plan`), its answer is looked at (`Session.answer`), and
+only then it changes the session (`Session.add`), so that what fails leaves no trace.
 """
 
 import dataclasses
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,7 @@ class Turn:
       output, logprobs, versions: the reply's ids as sampled, with each one's log-prob and weights.
       finish_reason: "stop" or "length".
       reply: the message that the reply was told as, in the form of `plain`.
+      draw: which reply to its prompt it is; each is drawn with a seed of its own.
     """
 
     parent: int
@@ -80,6 +82,7 @@ class Turn:
     versions: tuple[int, ...]
     finish_reason: str
     reply: Message
+    draw: int = 0
 
     def __post_init__(self):
         if not 0 < len(self.output) == len(self.logprobs) == len(self.versions):
@@ -98,6 +101,7 @@ class Plan(NamedTuple):
     messages: tuple[Message, ...]
     drop: int
     context: tuple[int, ...]
+    draw: int
     ids: tuple[int, ...]
 
 
@@ -132,11 +136,13 @@ class Session:
         tools: Sequence[Mapping] | None = None,
         *,
         enable_thinking: bool = True,
+        asked: Collection[Plan] = (),
     ) -> Plan:
-        """What to read for a request; nothing is changed. SessionError."""
-        if len(self.turns) >= self._config.max_turns:
+        """What to read for a request; nothing is changed. asked: those that are being answered. SessionError."""
+        if len(self.turns) + len(asked) >= self._config.max_turns:
             raise SessionError(
-                f"the session has had its {self._config.max_turns} replies; end it, or raise max_turns",
+                f"the session has its {self._config.max_turns} replies, of which {len(asked)} are being written; end it, "
+                "or raise max_turns",
                 429,
             )
         try:
@@ -184,18 +190,21 @@ class Session:
                 context = context[1:]
             else:
                 drop = 1
-        ids = (*before[: len(before) - drop], *context)
-        return Plan(parent, kind, offered, said[known:], drop, tuple(context), ids)
+        ids, context = (*before[: len(before) - drop], *context), tuple(context)
+        # A count would give a draw twice: of two that were asked for at once, the first may fail.
+        drawn = {
+            one.draw
+            for one in (*self.turns, *asked)
+            if one.parent == parent and one.context == context
+        }
+        draw = next(i for i in itertools.count() if i not in drawn)
+        return Plan(parent, kind, offered, said[known:], drop, context, draw, ids)
 
-    def seed_of(self, plan: Plan, asked: int = 0) -> int:
-        """Of the reply to a plan: the same for who asks the same again after a failure, another for a second reply.
-        asked: how many have the same plan and are being answered."""
-        again = sum(
-            turn.parent == plan.parent and turn.context == plan.context for turn in self.turns
-        )
-        return seed_of(self.seed, again + asked, *plan.ids)
+    def seed_of(self, plan: Plan) -> int:
+        """Of the reply to a plan: the same for who asks the same again after a failure, another for a second reply."""
+        return seed_of(self.seed, plan.draw, *plan.ids)
 
-    def commit(
+    def answer(
         self,
         plan: Plan,
         output: Sequence[int],
@@ -204,24 +213,28 @@ class Session:
         finish_reason: str,
         reply: Mapping,
     ) -> Turn:
-        """Takes the answer to a planned request. ValueError unless each token has its log-prob and version."""
+        """The answer to a planned request, for `add`; nothing is changed. ValueError unless each token has its log-prob
+        and version, SessionError if what it goes on from is not there."""
         kind = plan.kind
         if kind == CLEAN and any(turn.parent == plan.parent for turn in self.turns):
             kind = FORK
         more = plan.tools, plan.messages, plan.drop, plan.context
         sampled = tuple(output), tuple(logprobs), tuple(versions)
-        turn = Turn(plan.parent, kind, *more, *sampled, finish_reason, plain(reply))
-        self.add(turn)
+        turn = Turn(plan.parent, kind, *more, *sampled, finish_reason, plain(reply), plan.draw)
+        self._check(turn)
         return turn
 
     def add(self, turn: Turn) -> None:
-        """Takes a turn as it was committed before. SessionError if what it goes on from is not there."""
+        """Goes on by a turn. SessionError if what it goes on from is not there."""
+        self._check(turn)
+        self.turns.append(turn)
+        self._counts.append(self._start(turn) + len(turn.messages) + 1)
+
+    def _check(self, turn: Turn) -> None:
         if not ROOT <= turn.parent < len(self.turns):
             raise SessionError(
                 f"turn {len(self.turns)} goes on from {turn.parent}, which is not there", 500
             )
-        self.turns.append(turn)
-        self._counts.append(self._start(turn) + len(turn.messages) + 1)
 
     def records(self, **more: Any) -> list[TokenRecord]:
         """A record for each branch, in the order of their ends: every reply is trained on once, in the first branch

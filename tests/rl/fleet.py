@@ -166,12 +166,13 @@ def service_config(hub, name="sums", **options):
 
 @contextlib.contextmanager
 def gateway(engine, **options):
-    """The real one, in front of an engine; its URL."""
+    """The real one, in front of an engine, or several with commas between them; its URL."""
     from glm5_jax.rl.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
     options = QUICK | dict(probe_seconds=0.1, seconds=30.0) | options
-    with Gateway(Tokenizer.load("bytes"), [engine], GatewayConfig(**options)).running() as url:
+    made = Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**options))
+    with made.running() as url:
         yield url
 
 

@@ -56,7 +56,9 @@ def whole(messages, tools=None, thinking=True):
 def answer(session, plan, message, output=None, version=0, finish_reason="stop"):
     output = written(message) if output is None else output
     logprobs = [-float(i % 7) for i in range(len(output))]
-    return session.commit(plan, output, logprobs, [version] * len(output), finish_reason, message)
+    turn = session.answer(plan, output, logprobs, [version] * len(output), finish_reason, message)
+    session.add(turn)
+    return turn
 
 
 def ask(session, messages, message, **more):
@@ -267,6 +269,24 @@ def test_what_a_session_cannot_take_is_said_and_changes_nothing(messages, status
     with pytest.raises(SessionError, match=words) as refused:
         session.plan(messages, TOOLS)
     assert refused.value.status == status and len(session.turns) == 1
+
+
+def test_what_goes_on_from_nothing_is_refused_and_changes_nothing():
+    session, other = Session(TOKENIZER), Session(TOKENIZER)
+    first, said = [user("2*3?")], reply("6")
+    ask(session, first, said)
+    plan = session.plan([*first, said, user("Why?")], TOOLS)
+    with pytest.raises(SessionError, match="turn 0 goes on from 0, which is not there") as refused:
+        other.answer(plan, [1], [0.0], [0], "stop", reply("So."))
+    assert refused.value.status == 500
+    turn = session.answer(plan, [1], [0.0], [0], "stop", reply("So."))
+    with pytest.raises(SessionError, match="turn 0 goes on from 0") as refused:
+        other.add(turn)
+    assert refused.value.status == 500 and other.turns == []
+    # Nothing has been refused by halves: the first turn still is the first.
+    assert ask(other, first, said).parent == -1
+    other.add(turn)
+    assert [one.parent for one in other.turns] == [-1, 0]
 
 
 def test_a_session_has_so_many_replies():

@@ -1,0 +1,225 @@
+"""A gateway whose disk is full, and one that begins from files that are torn: nothing is kept that was not told, and one
+session's file costs no other session anything."""
+
+import contextlib
+import json
+import logging
+import resource
+import urllib.error
+import urllib.request
+
+import pytest
+
+from glm5_jax.rl.session_journal import SessionJournal
+from glm5_jax.rl.sessions import Session
+from glm5_jax.text.tokenizer import Tokenizer
+from tests.rl.fleet import Engine, gateway
+
+QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))
+WEIGHTS = {"lease": 1, "version": 0, "checksum": None}
+
+
+class Noting(Engine):
+    """seeds: that were asked for."""
+
+    def __init__(self):
+        super().__init__(delay=0)
+        self.seeds = []
+
+    def reply(self, prompt, draw):
+        self.seeds.append(draw.getstate())
+        return super().reply(prompt, draw)
+
+
+@pytest.fixture(scope="module")
+def noting():
+    made = Noting()
+    with made.running() as url:
+        made.url = url
+        yield made
+
+
+@contextlib.contextmanager
+def room(size):
+    """No file of this process may be longer, as on a disk that is full: what is written ends in the middle."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def asked(url, path, body=None, method=None):
+    """(status of HTTP, what is said)."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url + path, data, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
+
+
+def chat(url, name, *messages):
+    path = f"/sessions/{name}/v1/chat/completions"
+    status, said = asked(url, path, {"messages": messages})
+    return status, said["choices"][0]["message"] if status == 200 else said["error"]
+
+
+def records(url, name):
+    return asked(url, f"/sessions/{name}/samples", {})[1]["records"]
+
+
+def load(url):
+    return sum(asked(url, "/server_info")[1]["loads"].values())
+
+
+def check_error(status, error):
+    assert status == 503 and error["type"] == "server_error" and error["code"] == "unavailable"
+    assert "journal cannot be written" in error["message"] and "ask again" in error["message"]
+
+
+def test_a_reply_that_cannot_be_written_is_not_kept(noting, tmp_path):
+    path = tmp_path / "s.jsonl"
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        asked(url, "/sessions", {"id": "s", "seed": 7})
+        _, first = chat(url, "s", QUESTION)
+        before, kept = path.read_bytes(), records(url, "s")
+        for space in (40, 0):  # the line is torn, or does not begin
+            with room(len(before) + space):
+                check_error(*chat(url, "s", QUESTION, first, MORE))
+            assert path.read_bytes() == before and records(url, "s") == kept
+        status, second = chat(url, "s", QUESTION, first, MORE)
+        assert status == 200
+        # Whoever asks again is answered as if nothing had been.
+        assert noting.seeds[-3] == noting.seeds[-2] == noting.seeds[-1]
+        told = records(url, "s")
+        assert sum(told[0]["loss_mask"]) > sum(kept[0]["loss_mask"])
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        assert records(url, "s") == told
+
+
+def test_a_session_that_cannot_be_written_has_not_begun(noting, tmp_path):
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        for space in (3, 0):
+            with room(space):
+                status, said = asked(url, "/sessions", {"id": "s", "seed": 7})
+            check_error(status, said["error"])
+            assert load(url) == 0 and asked(url, "/sessions")[1] == {"sessions": []}
+        assert asked(url, "/sessions", {"id": "s", "seed": 7})[0] == 200 and load(url) == 1
+        chat(url, "s", QUESTION)
+        told = records(url, "s")
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        assert records(url, "s") == told
+
+
+def test_a_session_whose_file_stays_has_not_ended(noting, tmp_path):
+    path = tmp_path / "s.jsonl"
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        asked(url, "/sessions", {"id": "s", "seed": 7})
+        path.rename(tmp_path / "aside")
+        path.mkdir()  # which no file's end removes
+        status, said = asked(url, "/sessions/s", method="DELETE")
+        check_error(status, said["error"])
+        assert load(url) == 1
+        path.rmdir()
+        (tmp_path / "aside").rename(path)
+        assert chat(url, "s", QUESTION)[0] == 200
+        assert asked(url, "/sessions/s", method="DELETE")[0] == 200
+        assert load(url) == 0 and not list(tmp_path.iterdir())
+
+
+def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        with room(5):
+            status, said = asked(url, "/weights", WEIGHTS)
+        check_error(status, said["error"])
+        assert asked(url, "/server_info")[1]["weights"] is None
+        assert asked(url, "/weights", WEIGHTS) == (200, WEIGHTS)
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        assert asked(url, "/server_info")[1]["weights"] == WEIGHTS
+
+
+def test_torn_weights_are_set_aside(noting, tmp_path, caplog):
+    (tmp_path / "weights.json").write_bytes(b'{"lease": 1, "ver')
+    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
+        assert asked(url, "/server_info")[1]["weights"] is None
+        assert asked(url, "/weights", WEIGHTS) == (200, WEIGHTS)
+    assert "weights.json cannot be read" in caplog.text
+
+
+def as_file(damage):
+    """Of a file's lines, to what the file is then."""
+    return lambda path: path.write_bytes(b"".join(damage(path.read_bytes().splitlines(True))))
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {
+    "glued": as_file(lambda lines: [*lines[:2], lines[2][:50], *lines[2:]]),
+    "no seed": as_file(lambda lines: lines[1:]),
+    "a turn is missing": as_file(lambda lines: [lines[0], *lines[2:]]),
+    "zeros": as_file(lambda lines: [lines[0], b"\0" * len(lines[1]) + b"\n", *lines[2:]]),
+    "no text": as_file(lambda lines: [lines[0], b'"\xff"\n', *lines[2:]]),
+    "no turn": as_file(lambda lines: [*lines, b"[]\n"]),
+    "no reply": as_file(lambda lines: [*lines, b'{"parent": 0, "rank": null}\n']),
+    "no file": as_folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_cannot_be_read_costs_its_own_session_alone(noting, tmp_path, caplog, damage):
+    names = ("a", "b", "c")
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        for name in names:
+            asked(url, "/sessions", {"id": name, "seed": ord(name)})
+            _, first = chat(url, name, QUESTION)
+            chat(url, name, QUESTION, first, MORE)
+        told = {name: records(url, name) for name in names}
+    DAMAGES[damage](tmp_path / "b.jsonl")
+    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
+        assert asked(url, "/sessions")[1] == {"sessions": ["a", "c"]} and load(url) == 2
+        assert {name: records(url, name) for name in "ac"} == {name: told[name] for name in "ac"}
+        assert str(tmp_path / "b.jsonl") in caplog.text and "cannot be read" in caplog.text
+        # What is set aside is in nobody's way.
+        assert asked(url, "/sessions", {"id": "b", "seed": 1})[0] == 200
+        assert chat(url, "b", QUESTION)[0] == 200
+        told["b"] = records(url, "b")
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        assert {name: records(url, name) for name in names} == told
+
+
+@pytest.mark.parametrize("cut", [1, 200, None])
+def test_a_line_that_was_cut_off_costs_itself_alone(noting, tmp_path, caplog, cut):
+    """cut: of the last turn's bytes, its end included; None: but for one."""
+    with gateway(noting.url, journal=str(tmp_path)) as url:
+        asked(url, "/sessions", {"id": "s", "seed": 7})
+        _, first = chat(url, "s", QUESTION)
+        kept = records(url, "s")
+        chat(url, "s", QUESTION, first, MORE)
+        told = records(url, "s")
+    path = tmp_path / "s.jsonl"
+    lines = path.read_bytes().splitlines(True)
+    path.write_bytes(b"".join(lines)[: -(cut or len(lines[-1]) - 1)])
+    with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
+        assert f"{path} ends in a line that was cut off" in caplog.text
+        assert records(url, "s") == kept and path.read_bytes() == b"".join(lines[:-1])
+        chat(url, "s", QUESTION, first, MORE)
+        assert records(url, "s") == told
+
+
+def test_which_reply_to_its_prompt_it_is_is_kept(tmp_path):
+    """Or a gateway after this one would draw one twice."""
+    tokenizer, journal = Tokenizer.load("bytes"), SessionJournal(tmp_path)
+    session = Session(tokenizer, seed=3)
+    lost = session.plan([QUESTION])
+    other = session.plan([QUESTION], asked=[lost])
+    journal.begin("s", 3)
+    turn = session.answer(other, [1, 2], [0.0, 0.0], [0, 0], "stop", {"role": "assistant"})
+    journal.add("s", turn, None)
+    [(_, again, _)] = journal.read(lambda seed: Session(tokenizer, seed=seed))
+    assert again.turns[0].draw == 1 and again.plan([QUESTION]) == lost
