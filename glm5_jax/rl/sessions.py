@@ -341,11 +341,16 @@ def plain(message: Mapping) -> dict:
 
 def alike(said: Message, known: Message) -> bool:
     """Whether a message that came back is one that is known: in all but reasoning that it does not tell."""
-    names = ("role", "content", "tool_calls")
-    if any(said[name] != known[name] for name in names):
+    if any(said[name] != known[name] for name in ("role", "tool_calls")):
         return False
-    told = said["reasoning_content"]
-    return told is None or told == (known["reasoning_content"] or "")
+    same = said["content"] == known["content"]
+    if same and said["reasoning_content"] in (None, known["reasoning_content"] or ""):
+        return True
+    if known["role"] != "assistant" or "</think>" not in known["content"]:
+        return False
+    # Of who does not tell it, the content seems to hold some.
+    seeming = plain({"role": "assistant", "content": known["content"]})
+    return all(said[name] == seeming[name] for name in ("content", "reasoning_content"))
 
 
 def seed_of(*numbers: int) -> int:

@@ -123,6 +123,28 @@ def test_a_reply_may_come_back_in_another_spelling(change):
     assert plan.kind == CLEAN and plan.ids == whole([*first, said, tool("6")], TOOLS)
 
 
+@pytest.mark.parametrize("content", ["a</think>b", "a</think>b</think>c", "<think>a</think>"])
+@pytest.mark.parametrize("reasoning", ["", "So."])
+def test_content_in_which_reasoning_seems_to_stand_may_come_back_without_the_other(
+    content, reasoning
+):
+    session, first, said = Session(TOKENIZER), [user("2*3?")], reply(content, reasoning, ["2*3"])
+    # The mark is text where the thinking has ended; a model writes the one token for it.
+    output = written(reply("", "So.", ["2*3"]))
+    plan = session.plan(first, TOOLS)
+    answer(session, plan, said, output)
+    for told in (said, {k: v for k, v in said.items() if k != "reasoning_content"}):
+        again = session.plan([*first, told, tool("6")], TOOLS)
+        assert again.kind == CLEAN and again.ids[: len(plan.ids) + len(output)] == (
+            *plan.ids,
+            *output,
+        )
+    for other in ({"content": "b"}, {"content": "x</think>b"}, {"tool_calls": []}):
+        told = {k: v for k, v in said.items() if k != "reasoning_content"} | other
+        more = tool("6") if told["tool_calls"] else user("Go on.")
+        assert session.plan([*first, told, more], TOOLS).kind == REALIGN
+
+
 @pytest.mark.parametrize(
     "said",
     [
