@@ -8,6 +8,8 @@
 #                             by root where there is apt-get; else a message says what to install.
 #   add_compilers             the offline TPU and GPU compilers of the aot tests, in a folder that
 #                             only the calling script sees: found anywhere else, jax would start them.
+#   add_ray                   Ray, in such a folder too, as it is an extra; where it cannot be installed a
+#                             message says so, and its tests fail.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -96,14 +98,16 @@ install() {
   locks=$(locks_of "$PYTHON" "$group")
   mapfile -t locks <<<"$locks"
   echo "Installing $(cat "${locks[@]}" | grep -c ==) packages into ${VENV#"$ROOT"/}, which happens once"
-  pip_install "${locks[@]/#/--requirement=}"
+  pip_install "${locks[@]/#/--requirement=}" || exit
   echo "$ROOT" >"$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/glm5_jax.pth"
   cp "${locks[@]}" "$VENV"
 }
 
 pip_install() {
-  "$PYTHON" -m pip install --quiet --no-deps "$@" ||
-    fail "pip could not install the packages, see above; the same command tries again"
+  "$PYTHON" -m pip install --quiet --no-deps "$@" || {
+    echo "pip could not install the packages, see above; the same command tries again" >&2
+    return 2
+  }
 }
 
 add_packages() {
@@ -120,16 +124,27 @@ add_packages() {
   echo "not installed, so tests of sandboxes fail; on Debian: apt-get install ${missing[*]}" >&2
 }
 
-add_compilers() {
-  local lock folder=$VENV/compilers
-  lock=$(locks_of "$PYTHON" aot)
+# What the lock of a group adds, in a folder of the environment that this process and those it starts import from.
+add_group() {
+  local group=$1 folder=$VENV/$2 what=$3 lock
+  lock=$(locks_of "$PYTHON" "$group")
   if ! cmp -s "$lock" "$folder/${lock##*/}"; then
-    echo "Installing the offline TPU and GPU compilers into ${folder#"$ROOT"/}"
+    echo "Installing $what into ${folder#"$ROOT"/}"
     rm -rf "$folder"
-    pip_install --target="$folder" --requirement="$lock"
+    pip_install --target="$folder" --requirement="$lock" || return
     cp "$lock" "$folder"
   fi
-  export PYTHONPATH=$folder CUDA_HOME=$folder/nvidia/cu13
+  export PYTHONPATH=$folder${PYTHONPATH:+:$PYTHONPATH}
+}
+
+add_ray() {
+  add_group ray ray Ray ||
+    echo "not installed, so tests of Ray fail: $(locks_of "$PYTHON" ray)" >&2
+}
+
+add_compilers() {
+  add_group aot compilers "the offline TPU and GPU compilers" || exit
+  export CUDA_HOME=$VENV/compilers/nvidia/cu13
   # Libtpu would ask a cloud for its machine, and refuse a second process.
   export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost
   export ALLOW_MULTIPLE_LIBTPU_LOAD=1

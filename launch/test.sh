@@ -8,7 +8,7 @@ bash launch/test.sh [--python=PYTHON] [--coverage] [slow] [aot] [device] [-- PYT
 Sets up its own environment and runs the tests; the last line counts them.
 
   (no tier)         the default tier: everything that is not slow, aot or device
-  slow              learning runs, fault injection and whole journeys, minutes each
+  slow              learning runs, fault injection and whole journeys, minutes each; installs Ray first
   aot               compilation for TPU and GPU topologies; installs their compilers first
   device            on the accelerator of this machine, with a jax for it installed
                     (python -m pip install 'jax[tpu]' or 'jax[cuda13]' in that environment)
@@ -49,6 +49,7 @@ done
 
 export JAX_PLATFORMS=cpu
 if has_tier device; then JAX_PLATFORMS=; fi
+if has_tier slow; then add_ray; fi
 if has_tier aot; then add_compilers; fi
 
 # Compiled programs that no run of the last two weeks has read.

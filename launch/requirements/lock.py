@@ -1,9 +1,9 @@
 """Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
 
-    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test.txt, -aot.txt, -bench.txt
+    python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test.txt, -aot.txt, -ray.txt, -bench.txt
     python3.12 launch/requirements/lock.py      # writes py312-*.txt, which serve later Pythons too
 
-`test` adds to `run`, and `aot` to both; `bench` stands alone. Every line is one exact pin, dependencies
+`test` adds to `run`, `aot` and `ray` each to both; `bench` stands alone. Every line is one exact pin, dependencies
 of dependencies included, so the locks install with `pip install --no-deps`. `bench` is resolved only
 where pip knows PyTorch's index of CPU wheels.
 """
@@ -17,6 +17,8 @@ import tempfile
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 SETUP = FOLDER.parents[1] / "setup.cfg"
+# Group -> those that are installed where it is.
+BELOW = {"run": (), "test": ("run",), "aot": ("run", "test"), "ray": ("run", "test")}
 HEAD = "# Written by launch/requirements/lock.py from setup.cfg.\n"
 
 
@@ -49,16 +51,17 @@ def write(file: str, pins: dict[str, str]) -> None:
 
 def main() -> None:
     tag = f"py{sys.version_info.major}{sys.version_info.minor}"
-    wanted: list[str] = []
+    held: dict[str, dict[str, str]] = {}
     pins: dict[str, str] = {}
-    for group in ("run", "test", "aot"):
-        wanted += requirements(group)
+    for group, below in BELOW.items():
+        wanted = [line for name in (*below, group) for line in requirements(name)]
         # Nothing in the plugin's metadata says that it must be of jax's own version.
         plugin = {"jax-cuda13-plugin": pins["jax"]} if pins else {}
+        there = {name for one in below for name in held[one]}
         found = resolve(wanted, pins | plugin)
-        new = sorted(found.keys() - pins.keys())
-        write(f"{tag}-{group}.txt", {name: found[name] for name in new})
-        pins |= found
+        held[group] = {name: found[name] for name in found if name not in there}
+        write(f"{tag}-{group}.txt", held[group])
+        pins |= held[group]  # what two groups add is of one version
     write(f"{tag}-bench.txt", resolve(requirements("bench"), {}))
 
 

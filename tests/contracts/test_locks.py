@@ -14,14 +14,14 @@ from tests.contracts.source_tree import ROOT
 
 LOCKS = ROOT / "launch" / "requirements"
 TAGS = ("py311", "py312")
-GROUPS = ("run", "test", "aot")
+GROUPS = ("run", "test", "aot", "ray")
 THIS_TAG = "py311" if sys.version_info < (3, 12) else "py312"
 
 
 def lock(tag: str, *groups: str) -> dict[str, str]:
     """Names and versions that the locks of the groups pin."""
     lines = [x for group in groups for x in (LOCKS / f"{tag}-{group}.txt").read_text().splitlines()]
-    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    pins = {tuple(line.split("==")) for line in lines if not line.startswith("#")}
     assert all(len(pin) == 2 and re.fullmatch(r"[a-z0-9-]+", pin[0]) for pin in pins), pins
     assert len({name for name, _ in pins}) == len(pins)
     return dict(pins)

@@ -1,5 +1,6 @@
 """Roles on a cluster of Ray, of this machine alone: they come back, on another place too, and end with the run."""
 
+import importlib.util
 import os
 import pathlib
 import signal
@@ -47,7 +48,8 @@ class Launched:
 @pytest.fixture
 def launch(tmp_path):
     """Starts the small system with some flags."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'glm5_jax[ray]'")
+    if importlib.util.find_spec("ray") is None:
+        pytest.fail("Ray is not installed: bash launch/test.sh slow does it")
     started = []
     yield lambda *flags: started.append(Launched(tmp_path, *flags)) or started[-1]
     for one in started:
