@@ -1,6 +1,6 @@
 """What the programs of a run have in hand, moment by moment: the timeline of its report.
 
-Each writes WORKDIR/activity/NAME.jsonl, a line every so many seconds:
+Each writes WORKDIR/activity/NAME.jsonl, a line every so many seconds, and whenever it begins or ends to have something:
 
     {"time": seconds since 1970, "pid": ..., "active": what it has in hand, 0 if it waits, "cpu": seconds of all its threads}
 """
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
 FOLDER = "activity"
-SECONDS = 0.5  # between two lines: steps of small runs take a few
+SECONDS = 0.5  # between two lines while nothing changes
+LOOK = 0.02  # seconds between two looks whether something does: steps of small runs take a tenth of one
 
 
 class Moment(NamedTuple):
@@ -50,11 +51,15 @@ class Activity:
         self._file.close()
 
     def _run(self) -> None:
+        busy, due = None, 0.0
         while True:
-            own = Moment(time.time(), os.getpid(), int(self._active()), time.process_time())
-            self._file.write(json.dumps(own._asdict()) + "\n")
-            self._file.flush()
-            if self._ending.wait(SECONDS):
+            active, now = int(self._active()), time.monotonic()
+            if bool(active) != busy or now >= due:
+                busy, due = bool(active), now + SECONDS
+                own = Moment(time.time(), os.getpid(), active, time.process_time())
+                self._file.write(json.dumps(own._asdict()) + "\n")
+                self._file.flush()
+            if self._ending.wait(LOOK):
                 return
 
 

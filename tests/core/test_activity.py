@@ -49,8 +49,8 @@ def test_a_process_says_what_it_has_in_hand_while_it_works(tmp_path, often):
     busy = threading.Event()
     path = tmp_path / activity.FOLDER / "train.jsonl"
 
-    def until_it_says(active):
-        while not path.exists() or not path.read_text().count(f'"active": {active},'):
+    def until_it_says(active, after=0):
+        while not path.exists() or f'"active": {active},' not in path.read_text()[after:]:
             time.sleep(0.005)
 
     with Activity(path, busy.is_set):
@@ -61,7 +61,7 @@ def test_a_process_says_what_it_has_in_hand_while_it_works(tmp_path, often):
             pass
         until_it_says(1)
         busy.clear()
-        time.sleep(0.1)
+        until_it_says(0, after=path.read_text().rindex('"active": 1,'))
     with Activity(path, lambda: 2):
         until_it_says(2)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -69,6 +69,27 @@ def test_a_process_says_what_it_has_in_hand_while_it_works(tmp_path, often):
     said = [line["active"] for line in lines]
     assert said[0] == 0 and 0 in said[said.index(1) :] and said[-1] == 2
     assert lines[-1]["cpu"] - lines[0]["cpu"] > 0.05
+
+
+def test_what_begins_and_ends_between_two_lines_has_a_span_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(activity, "SECONDS", 60.0)
+    busy, path = threading.Event(), tmp_path / activity.FOLDER / "train.jsonl"
+
+    def until_it_has(lines):
+        end = time.monotonic() + 20
+        while not path.exists() or path.read_text().count("\n") < lines:
+            assert time.monotonic() < end, path.read_text()
+            time.sleep(0.005)
+
+    with Activity(path, busy.is_set):
+        for i in range(3):
+            until_it_has(2 * i + 1)
+            busy.set()
+            until_it_has(2 * i + 2)
+            busy.clear()
+        until_it_has(7)
+    [life] = read_activity(tmp_path)
+    assert len(life.spans) == 3
 
 
 def test_the_page_of_a_run_shows_each_process(tmp_path):

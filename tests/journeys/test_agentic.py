@@ -16,6 +16,7 @@ from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends
 from tests.journeys import agentic_system
 from tests.journeys.agentic_system import PROGRAMS
+from tests.rl.test_asynchronous import CHARTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE = agentic_system.__file__
@@ -68,29 +69,46 @@ def check_ended_well(workdir, steps=STEPS):
     assert not pids(workdir)
 
 
-def overlap(first, second):
-    """Seconds in which both have something in hand."""
-    return sum(
-        max(0.0, min(b, d) - max(a, c))
-        for one in first
-        for other in second
-        for a, b in one.spans
-        for c, d in other.spans
-    )
+def overlapping(first, second):
+    """The share of the seconds in which the first has something in hand that the second has, too."""
+    both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in first.spans for c, d in second.spans)
+    return both / sum(b - a for a, b in first.spans)
 
 
-def test_it_trains_while_others_sample(checkpoint, tmp_path):
-    out = start("launch.run", tmp_path / "run", checkpoint).communicate(timeout=600)[0]
-    assert "train-0 finished" in out and f"after {STEPS} steps" in out, out
-    check_ended_well(tmp_path / "run")
-    lives = read_activity(tmp_path / "run")
+# Replies take about as long as a step, which no saving makes longer: an engine would generate meanwhile in any case.
+EVEN = {
+    "rollout.max_tokens": 64,
+    "engine.max_batch": 1,
+    "train.save_interval": 100,
+    "schedule.total_steps": 2 * STEPS,
+}
+
+
+@pytest.mark.parametrize("staleness", [2, 0])
+def test_it_trains_while_others_sample(checkpoint, tmp_path, staleness):
+    """Nearly all the time; without staleness, which is the control, nearly never."""
+    workdir, steps = tmp_path / "run", EVEN["schedule.total_steps"]
+    changes = EVEN | {"max_staleness": staleness}
+    flags = [f"--experiment.{name}={value}" for name, value in changes.items()]
+    process = start("launch.run", workdir, checkpoint, *flags)
+    wait_for_step(process, workdir, 2)
+    compiled = time.time()
+    out = process.communicate(timeout=600)[0]
+    assert "train-0 finished" in out and f"after {steps} steps" in out, out
+    check_ended_well(workdir, steps)
+    lives = read_activity(workdir)
     assert len({life.pid for life in lives}) == len(PROGRAMS) == len(lives)
-    named = {life.name: life for life in lives}
-    assert overlap([named["train"]], [named["engine-0"]]) > 0
-    page = (tmp_path / "run" / "report" / "index.html").read_text()
-    assert all(f">{life.name} {life.pid}</text>" in page for life in lives)
-    again = start("launch.run", tmp_path / "run", checkpoint).communicate(timeout=100)[0]
-    assert f"after {STEPS} steps" in again and "started" not in again
+    since = {life.name: life for life in read_activity(workdir, compiled)}
+    share = overlapping(since["train"], since["engine-0"])
+    print(f"staleness {staleness}: engines generate in {share:.0%} of the trainer's busy time")
+    assert share > 0.5 if staleness else share < 0.25
+    page = (workdir / "report" / "index.html").read_text()
+    assert all(f">{chart}</text>" in page for chart in CHARTS) and "<td>idle</td>" in page
+    for life in lives:
+        assert f">{life.name} {life.pid}</text>" in page
+        assert f"<td>{life.name}</td><td>{life.pid}</td>" in page
+    again = start("launch.run", workdir, checkpoint, *flags).communicate(timeout=100)[0]
+    assert f"after {steps} steps" in again and "started" not in again
 
 
 def test_a_run_that_was_stopped_goes_on(checkpoint, tmp_path):
