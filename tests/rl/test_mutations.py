@@ -1,14 +1,20 @@
 """Every factor of the losses and advantages broken on purpose: some test of theirs must fail."""
 
+import functools
 import itertools
 import pathlib
 import types
 
+import jax
 import pytest
 
-from glm5_jax.rl import advantage, losses, streams
-from tests.rl import test_advantage, test_losses, test_streams
+from glm5_jax.rl import advantage, losses, outcome_training, streams
+from glm5_jax.training import loss, step
+from tests.rl import test_advantage, test_losses, test_objective, test_outcome_model, test_streams
+from tests.training import test_loss
 
+# Without its stop-gradient the default old log-prob would change nothing: where r is 1 its slope then comes from rho,
+# which is as large.
 LOSSES = {
     "popped tokens count": ("jnp.where(below | above, 0, _exp(off))", "_exp(off)"),
     "kept tokens count as one": (
@@ -106,6 +112,76 @@ STREAMS = {
     ),
     "tokens by their rollouts": ('config.normalisation == "token"', "False"),
     "no pull": ('if config.pull == "none" else', "if True else"),
+    "the uniform distribution's sign": ("-np.log(vocab_size)", "np.log(vocab_size)"),
+    "the uniform distribution of another size": ("-np.log(vocab_size)", "-np.log(vocab_size - 1)"),
+    "no uniform distribution": ('config.pull == "uniform"', "False"),
+    "whatever the pull is to, it is to the uniform": (
+        'config.pull == "uniform"',
+        'config.pull != "none"',
+    ),
+    "prompts are pulled": (
+        "np.where(record.loss_mask, -np.log(vocab_size), np.nan)",
+        "np.full(len(record), -np.log(vocab_size))",
+    ),
+}
+POLICY = {
+    "the temperature is 1": ("return self.config.temperature", "return 1.0"),
+    "the coefficient of cross-entropy is 1": ("self.config.ce,", "1.0,"),
+    "the coefficient of rewards is 1": ("self.config.rl,", "1.0,"),
+    "the coefficient of a teacher is 1": ("self.config.ref_kl}", "1.0}"),
+    "a teacher has the rewards' coefficient": ("self.config.ref_kl}", "self.config.rl}"),
+}
+OBJECTIVE = {
+    "prompts are learnt": ('batch["loss_mask"] * batch["ce_weight"]', 'batch["ce_weight"]'),
+    "cross-entropy without weights": (
+        'batch["loss_mask"] * batch["ce_weight"]',
+        'batch["loss_mask"]',
+    ),
+    "prompts have weights": ('batch["loss_mask"] * batch[name]', "batch[name]"),
+    "streams without weights": ('batch["loss_mask"] * batch[name]', 'batch["loss_mask"]'),
+    "streams of the token before": ("else ahead(batch[name], 1)", "else batch[name]"),
+    "weights of the token before": (
+        'counted(batch["loss_mask"] * batch[name], 1)',
+        'counted(batch["loss_mask"] * batch[name], 0)',
+    ),
+    "targets of another document": ("(ahead(segments, j) == segments) & ", ""),
+    "targets of padding": (" & (segments != 0)", ""),
+    "the main head's weights for all": ("counted(weight, j) for j", "counted(weight, 1) for j"),
+    "every target is the next token": ("ahead(tokens, j) for j", "ahead(tokens, 1) for j"),
+    "logits without a temperature": ("hiddens / token_loss.temperature", "hiddens"),
+    "scores without a temperature": ("hidden.shape[-1]) / temperature", "hidden.shape[-1])"),
+    "scores are losses": ("return -nll.reshape", "return nll.reshape"),
+    "cross-entropy without weights of tokens": ("jnp.sum(nll * share,", "jnp.sum(nll,"),
+    "cross-entropy is a sum": (" / _divisor(totals.heads)[:, None, None]", ""),
+    "microbatches divide by their own weights": (
+        "_divisor(totals.heads)[",
+        "_divisor(shifted.weights.sum((1, 2)))[",
+    ),
+    "the coefficient of cross-entropy is left out": ("factor * ce", "ce"),
+    "the coefficients of parts are left out": ("token_loss.coefficients[name] * value", "value"),
+    "parts are not added": (
+        "for name, value in parts.items())\n    reduced",
+        "for name, value in ())\n    reduced",
+    ),
+    "losses of tokens without their weights": ("jnp.sum(loss * weights[name])", "jnp.sum(loss)"),
+    "parts are sums": (" / _divisor(totals.parts[name])", ""),
+    "microbatches divide parts by their own weights": (
+        "_divisor(totals.parts[name])",
+        "_divisor(weights[name].sum())",
+    ),
+    "what is told is a sum": (' / _divisor(totals.parts["tokens"])', ""),
+    "what is told counts all tokens": ("(any_weight > 0)", "(any_weight >= 0)"),
+    "log-probs with the losses' sign": ("_sums(token_loss, -nll[0],", "_sums(token_loss, nll[0],"),
+    "no weights are a zero divisor": ("jnp.where(total == 0, 1, total)", "total"),
+}
+PAIRS = {
+    "no mean over pairs": ("-jnp.mean(jax.nn", "-jnp.sum(jax.nn"),
+    "the sign of the pairs' loss": ("-jnp.mean(jax.nn", "jnp.mean(jax.nn"),
+    "a margin without its logarithm": ("jax.nn.log_sigmoid", "jax.nn.sigmoid"),
+    "half a margin": ("log_sigmoid(margins)", "log_sigmoid(margins / 2)"),
+    "the rejected reply's score is added": ("jnp.sign(pair) * scores", "scores"),
+    "the rejected reply wins": ("jnp.sign(pair) * scores", "-jnp.sign(pair) * scores"),
+    "the last token of both counts for one": (".add(own)[1:]", ".set(own)[1:]"),
 }
 
 
@@ -120,10 +196,11 @@ def mutant(module, old, new):
     return made
 
 
-def survives(tests, names, made, monkeypatch, checks):
-    """Whether every check passes with the mutant's names."""
-    for name in names:
-        monkeypatch.setattr(tests, name, getattr(made, name))
+def survives(places, names, made, monkeypatch, checks):
+    """Whether every check passes with the mutant's names in those modules that have them."""
+    for place, name in itertools.product(places, names):
+        if hasattr(place, name):
+            monkeypatch.setattr(place, name, getattr(made, name))
     for check in checks:
         try:
             check()
@@ -164,11 +241,60 @@ def checks_of_streams():
     ]
 
 
+def checks_of_the_objective():
+    t = test_objective
+    yield functools.partial(t.test_the_parts_are_means_of_the_oracle_s_tokens, "double_sided")
+    yield t.test_what_is_not_sampled_gets_no_gradient
+    yield t.test_a_part_that_no_token_has_a_weight_for_adds_nothing
+
+
+def checks_of_training():
+    yield test_loss.test_targets_are_the_tokens_ahead_in_the_same_document
+    yield from checks_of_the_objective()
+    yield test_objective.test_scores_are_the_log_probs_of_each_token
+    yield functools.partial(test_objective.test_micro_batches_change_nothing, test_objective.CFG, 4)
+
+
+def checks_of_pairs():
+    yield test_outcome_model.test_the_loss_of_pairs_wherever_they_stand
+    yield test_outcome_model.test_a_margin_of_any_size_has_a_finite_loss
+
+
+@pytest.fixture(autouse=True)
+def _runs_of_this_mutant():
+    """One operation at a time, which are compiled once for all mutants, and no results of other ones."""
+
+    def forget():
+        test_objective.program.cache_clear()
+        test_objective.alone.cache_clear()
+
+    forget()
+    with jax.disable_jit():
+        yield
+    forget()
+
+
+# Of each: modules in which names are looked up, by whom the mutant's stand; where they are from; checks, mutations.
 PARTS = {
-    "losses": (test_losses, ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
-    "advantage": (test_advantage, ("advantages",), advantage, checks_of_advantages, ADVANTAGES),
+    "losses": ([test_losses], ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
+    "policy": ([test_objective], ("PolicyLoss",), losses, checks_of_the_objective, POLICY),
+    "objective": (
+        [step, test_loss],
+        ("Shifted", "Totals", "shift", "totals_of", "local_objective", "local_logp"),
+        loss,
+        checks_of_training,
+        OBJECTIVE,
+    ),
+    "pairs": (
+        [test_outcome_model],
+        ("bradley_terry", "margins_of"),
+        outcome_training,
+        checks_of_pairs,
+        PAIRS,
+    ),
+    "advantage": ([test_advantage], ("advantages",), advantage, checks_of_advantages, ADVANTAGES),
     "streams": (
-        test_streams,
+        [test_streams],
         ("credited", "credited_rollouts", "distilled"),
         streams,
         checks_of_streams,
@@ -179,14 +305,14 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_is_not_broken_survives(part, monkeypatch):
-    tests, names, module, checks, _ = PARTS[part]
-    assert survives(tests, names, module, monkeypatch, checks())
+    places, names, module, checks, _ = PARTS[part]
+    assert survives(places, names, module, monkeypatch, checks())
 
 
 @pytest.mark.parametrize(
     ("part", "name"), [(part, name) for part in PARTS for name in PARTS[part][-1]]
 )
 def test_what_is_broken_is_found(part, name, monkeypatch):
-    tests, names, module, checks, mutations = PARTS[part]
+    places, names, module, checks, mutations = PARTS[part]
     made = mutant(module, *mutations[name])
-    assert not survives(tests, names, made, monkeypatch, checks())
+    assert not survives(places, names, made, monkeypatch, checks())

@@ -7,25 +7,44 @@ import jax
 import numpy as np
 import pytest
 
+from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
 from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
 from glm5_jax.training.step import Rates, StepConfig, gradient_function, score_function
+from tests.mesh import cases
 from tests.model.small import one_layer
 from tests.oracles import policy as oracle
 
 POLICY = PolicyConfig("double_sided", temperature=0.7, rl=0.9, ref_kl=0.3, ce=0.5)
-STEP = StepConfig(mtp_steps=0, balance_weight=0, loss_chunk=50, query_block=8, gather_block=4)
+STEP = StepConfig(mtp_steps=0, balance_weight=0, loss_chunk=50, query_block=16, gather_block=8)
 RATES = Rates(np.float64(0), np.float64(0))
 STREAMS = ("token_ids", "loss_mask", "ce_weight", *PolicyLoss.streams)
 CFG = one_layer(vocab_size=64, dtype="float64")
+# With keys that an indexer chooses, and experts.
+SPARSE = cases.config(
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    indexer_types=("full",),
+    index_topk=5,
+    num_nextn_predict_layers=0,
+    dtype="float64",
+)
+
+
+def named(value):
+    """Of a parameter, if it is a model."""
+    return {CFG: "dense", SPARSE: "sparse"}.get(value) if isinstance(value, ModelConfig) else None
 
 
 @functools.cache
-def params():
+def params(cfg=CFG):
     """Weights large enough that no token is like another."""
+    if cfg == SPARSE:
+        drawn = cases.params(dataclasses.replace(cfg, dtype="float32"))
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), drawn)
     drawn = glm5.init_params(one_layer(vocab_size=64), jax.random.key(0))
     return jax.tree.map(lambda x: np.asarray(x, np.float64) * (8 if x.ndim > 1 else 1), drawn)
 
@@ -77,27 +96,30 @@ def laid_out(rows, length):
     return batch | {"token_ids": batch["token_ids"].astype(np.int32)}
 
 
-def of(batch, step=STEP, policy=POLICY, mesh=None, weights=None):
+@functools.cache
+def program(cfg, microbatches, policy, mesh):
+    step = dataclasses.replace(STEP, microbatches=microbatches)
+    return jax.jit(gradient_function(cfg, step, mesh, token_loss=PolicyLoss(policy)))
+
+
+def of(batch, microbatches=1, policy=POLICY, mesh=None, weights=None, cfg=CFG):
     """(objective, LossParts, gradients by path) in float64."""
-    weights = params() if weights is None else weights
-    shardings = None
+    weights = params(cfg) if weights is None else weights
     with jax.enable_x64(True):
         if mesh is not None:
-            shardings = glm5.param_shardings(CFG, mesh)
-            weights = jax.device_put(weights, shardings)
-        run = gradient_function(CFG, step, mesh, token_loss=PolicyLoss(policy))
-        found = jax.jit(run)(weights, batch, RATES)
+            weights = jax.device_put(weights, glm5.param_shardings(cfg, mesh))
+        found = program(cfg, microbatches, policy, mesh)(weights, batch, RATES)
         objective, parts, grads = jax.device_get(found)
     return objective, parts, flatten(grads)
 
 
 ALONE = [[record] for record in RECORDS]
-PACKED = [RECORDS[0:3], RECORDS[3:5], [], RECORDS[5:8]]
+PACKED = [RECORDS[0:3], RECORDS[3:6], [], RECORDS[6:8]]
 
 
 @functools.cache
-def alone():
-    return of(laid_out(ALONE, 32))
+def alone(cfg=CFG):
+    return of(laid_out(ALONE, 32), cfg=cfg)
 
 
 def same(got, want, tolerance=1e-9):
@@ -164,31 +186,41 @@ def test_the_parts_are_means_of_the_oracle_s_tokens(kind):
     assert 0 < parts.stats["below"] + parts.stats["above"] < 0.9
 
 
-def test_packing_and_padding_change_nothing():
-    same(of(laid_out(PACKED, 100)), alone())
+@pytest.mark.parametrize("cfg", [CFG, SPARSE], ids=named)
+def test_packing_changes_nothing(cfg):
+    same(of(laid_out(PACKED, 64), cfg=cfg), alone(cfg))
+
+
+def test_padding_changes_nothing():
     same(of(laid_out(ALONE, 50)), alone())
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_micro_batches_change_nothing(count):
-    same(of(laid_out(ALONE, 32), dataclasses.replace(STEP, microbatches=count)), alone())
+@pytest.mark.parametrize(("cfg", "count"), [(CFG, 2), (CFG, 4), (SPARSE, 2)], ids=named)
+def test_micro_batches_change_nothing(cfg, count):
+    same(of(laid_out(ALONE, 32), count, cfg=cfg), alone(cfg))
+
+
+AXES = {"fsdp": 2, "expert": 2, "context": 2}
+LONG = [
+    (CFG, AXES),
+    (CFG, {"data": 2, "tensor": 4}),
+    (CFG, {"data": 2, "expert": 4}),
+    (SPARSE, {"data": 2, "expert": 4}),
+]
 
 
 @pytest.mark.parametrize(
-    "axes",
-    [
-        {"fsdp": 2, "expert": 2, "context": 2},
-        pytest.param({"data": 2, "tensor": 4}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "expert": 4}, marks=pytest.mark.slow),
-    ],
+    ("cfg", "axes"),
+    [(SPARSE, AXES), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
+    ids=named,
 )
-def test_devices_change_nothing(axes):
-    same(of(laid_out(ALONE, 32), mesh=make_mesh(axes)), alone(), 1e-6)
+def test_devices_change_nothing(cfg, axes):
+    same(of(laid_out(ALONE, 32), mesh=make_mesh(axes), cfg=cfg), alone(cfg), 1e-6)
 
 
 def test_the_gradient_is_the_slope():
     """Where no advantage hangs on the policy: of the rewards' part, without the ratio, and of cross-entropy."""
-    batch = laid_out(PACKED, 100)
+    batch = laid_out(PACKED, 64)
     policy = dataclasses.replace(POLICY, correction="icepop", ref_kl=0.0, beta=1e9)
     rng = np.random.default_rng(1)
     direction = jax.tree_util.tree_map_with_path(
@@ -217,7 +249,7 @@ def test_the_gradient_is_the_slope():
 def test_scores_are_the_log_probs_of_each_token():
     with jax.enable_x64(True):
         score = jax.jit(score_function(CFG, STEP, temperature=POLICY.temperature))
-        got = np.asarray(score(params(), laid_out(PACKED, 100)))
+        got = np.asarray(score(params(), laid_out(PACKED, 64)))
     for row, records in zip(got, PACKED):
         want = np.concatenate([[], *(logps(record) for record in records)])
         np.testing.assert_allclose(row[: len(want)], want, atol=1e-9)
@@ -227,7 +259,7 @@ def test_what_is_not_sampled_gets_no_gradient():
     """A prompt's tokens, a tool's answer and a group that tells nothing: whatever stands there, nothing changes."""
     batch, want = laid_out(ALONE, 32), alone()
     rng = np.random.default_rng(9)
-    for name in PolicyLoss.streams:
+    for name in ("ce_weight", *PolicyLoss.streams):
         noise = rng.standard_normal(batch[name].shape)
         batch[name] = np.where(batch["loss_mask"] == 1, batch[name], noise)
     same(of(batch), want, 1e-12)
@@ -235,3 +267,13 @@ def test_what_is_not_sampled_gets_no_gradient():
     quiet["advantage"][:] = 0
     policy = dataclasses.replace(POLICY, ce=0.0, ref_kl=0.0)
     assert not any(gradient.any() for gradient in of(quiet, policy=policy)[2].values())
+
+
+def test_a_part_that_no_token_has_a_weight_for_adds_nothing():
+    batch, want = laid_out(ALONE, 32), alone()
+    batch["ce_weight"][:] = 0
+    objective, parts, gradients = of(batch)
+    assert parts.ce == 0 and parts.parts == want[1].parts
+    total = 0.9 * parts.parts["rl"] + 0.3 * parts.parts["ref_kl"]
+    assert objective == pytest.approx(total, rel=1e-12)
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())

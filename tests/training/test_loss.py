@@ -23,20 +23,20 @@ def batch_of(tokens, segments, loss_mask=None, ce_weight=None):
 
 
 def test_targets_are_the_tokens_ahead_in_the_same_document():
-    tokens = np.array([[10, 11, 12, 13, 14, 15, 0]])
-    segments = np.array([[1, 1, 1, 2, 2, 2, 0]])
-    mask = np.array([[0, 1, 1, 0, 1, 1, 1]])
-    weight = np.array([[9, 1, 0.5, 9, 3, 4, 9]])
+    tokens = np.array([[10, 11, 12, 13, 14, 15, 0, 0]])
+    segments = np.array([[1, 1, 1, 2, 2, 2, 0, 0]])
+    mask = np.array([[0, 1, 1, 0, 1, 1, 1, 1]])
+    weight = np.array([[9, 1, 0.5, 9, 3, 4, 9, 9]])
     got = shift({k: jnp.asarray(v) for k, v in batch_of(tokens, segments, mask, weight).items()}, 2)
     assert got.targets[:, 0].tolist() == [
-        [11, 12, 13, 14, 15, 0, 0],
-        [12, 13, 14, 15, 0, 0, 0],
-        [13, 14, 15, 0, 0, 0, 0],
+        [11, 12, 13, 14, 15, 0, 0, 0],
+        [12, 13, 14, 15, 0, 0, 0, 0],
+        [13, 14, 15, 0, 0, 0, 0, 0],
     ]
     assert got.weights[:, 0].tolist() == [
-        [1, 0.5, 0, 3, 4, 0, 0],
-        [0.5, 0, 0, 4, 0, 0, 0],
-        [0, 0, 0, 0, 0, 0, 0],
+        [1, 0.5, 0, 3, 4, 0, 0, 0],
+        [0.5, 0, 0, 4, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
     ]
 
 
