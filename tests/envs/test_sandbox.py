@@ -20,6 +20,7 @@ from glm5_jax.envs.sandbox import (
     extract,
     run_python,
 )
+from glm5_jax.envs.sandbox.cgroups import counts_processes_apart
 from tests.envs.leftovers import run
 
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
@@ -183,6 +184,9 @@ def test_processes_are_limited_in_number():
     text = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
     assert b"all" not in executed(text, {"processes": 40}).stdout
     assert executed(text, {"processes": 80}).stdout == b"all\n"
+    if counts_processes_apart():  # refused by its limit, a fork costs next to nothing
+        limit = "import resource; print(*resource.getrlimit(resource.RLIMIT_NPROC))"
+        assert executed(["python3", "-c", limit], {"processes": 80}).stdout == b"80 80\n"
 
 
 def test_the_dead_whose_parents_left_them_are_buried():

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Self
 
 from glm5_jax.envs.sandbox import remains, seccomp, transfer
-from glm5_jax.envs.sandbox.cgroups import Groups
+from glm5_jax.envs.sandbox.cgroups import Groups, counts_processes_apart
 from glm5_jax.envs.sandbox.child import Child
 from glm5_jax.envs.sandbox.config import (
     OWNER,
@@ -308,7 +308,9 @@ class Sandbox:
         limits = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": self.config.open_files}
         if "memory" not in self._groups.limits:
             limits["RLIMIT_AS"] = self.config.memory_bytes
-        if "pids" not in self._groups.limits and self._isolated:
+        # A group refuses a fork late, when its memory is copied, and holds a lock of the kernel meanwhile for which
+        # all wait that join a group: the bombs of one sandbox kept others from starting commands.
+        if self._isolated and ("pids" not in self._groups.limits or counts_processes_apart()):
             limits["RLIMIT_NPROC"] = self.config.processes
         if not self._isolated:
             limits["RLIMIT_FSIZE"] = self.config.disk_bytes

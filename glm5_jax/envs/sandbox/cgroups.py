@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import os
 import pathlib
+import re
 import signal
 
 from glm5_jax.envs.sandbox.remains import left_of, mark
@@ -55,6 +56,13 @@ def _write(folder: pathlib.Path, file: str, value: object) -> bool:
     except OSError:
         return False
     return True
+
+
+def counts_processes_apart() -> bool:
+    """Whether RLIMIT_NPROC counts the users of each user namespace for themselves, as from Linux 5.14 on; until then one count is
+    for all sandboxes."""
+    version = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
 
 
 class Groups:
