@@ -1,0 +1,133 @@
+"""One command from random weights to a distilled assistant, a few steps of every stage, killed on the way."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import distill, lifecycle, rl_agentic, rl_general, rl_reasoning
+from glm5_jax.core.metrics_log import column, read
+from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.rl.skills import FORM
+from glm5_jax.training.handovers import SKILLS
+from tests.conftest import FAST_COMPILE
+from tests.contracts.source_tree import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+LIFE = lifecycle.get_config("tiny,each")
+STAGES = [f.name for f in dataclasses.fields(LIFE)]
+RL = [name for name in STAGES if isinstance(getattr(LIFE, name), rl_reasoning.RlConfig)]
+KILLED = "rl_general"
+STEPS = dict.fromkeys(STAGES, 2) | {KILLED: 5}
+
+
+def fewer(config):
+    """The flags of a stage that learns from attempts: of each kind few tasks, and of these short attempts."""
+    found = {
+        "rollout.prompts": 4,
+        "rollout.group": 1 if isinstance(config, distill.DistillConfig) else 2,
+        "rollout.max_tokens": 8,
+        "rows": 8,
+        "step.microbatches": 1,
+        "engine.max_batch": 8,
+        "engine.chunk": 256,
+        "evaluation.tasks": 2,
+        # A policy of a few steps gets none right.
+        "credit.drop_flat": False,
+    }
+    for name in ("tasks", *distill.ORIGINS):
+        shares = getattr(config, name, ())
+        if shares:
+            found[name] = [small(share) for share in shares]
+    return found
+
+
+def small(share):
+    if isinstance(share, rl_general.Share):
+        part = {"demands": DemandConfig(size=200, characters=60, held_out_fraction=0.2)}
+    else:
+        part = {"tasks": dataclasses.replace(share.tasks, size=60, held_out_fraction=0.2)}
+    return dataclasses.asdict(dataclasses.replace(share, **part))
+
+
+def flags():
+    found = {}
+    for name in STAGES:
+        config = getattr(LIFE, name)
+        own = {
+            "train.steps": STEPS[name],
+            "train.eval_interval": 0,
+            "train.save_interval": 1,
+            "model.num_hidden_layers": 2,
+        }
+        if name in RL:
+            own |= fewer(config)
+        else:
+            own |= {"train.baseline_tokens": 2**12, "train.eval_batches": 1}
+        if isinstance(config, rl_agentic.AgenticConfig):
+            own |= {"max_running": 4, "layout.grace": 5.0}
+        found |= {f"{name}.{field}": value for field, value in own.items()}
+    return [f"--experiment.{name}={value}" for name, value in found.items()]
+
+
+def start(env, workdir, told):
+    """The process of the command, which says all that it says into a file."""
+    words = [f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each", *flags()]
+    command = [sys.executable, "-m", "launch.run", *words, f"--workdir={workdir}"]
+    with open(told, "w") as out:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+
+
+def test_a_life_that_was_killed_ends_with_skills_chats_and_its_budget(plain_env, tmp_path):
+    env = plain_env | {"XLA_FLAGS": FAST_COMPILE, "PYTHONUNBUFFERED": "1"}
+    workdir, told = tmp_path / "life", tmp_path / "told.txt"
+    first = start(env, workdir, told)
+    until = time.monotonic() + 1500
+    while not (workdir / KILLED / "checkpoints" / "1").exists():
+        assert first.poll() is None and time.monotonic() < until, told.read_text()[-4000:]
+        time.sleep(0.1)
+    first.kill()
+    first.wait()
+    out = told.read_text()
+    ended = STAGES[: STAGES.index(KILLED)]
+    assert "time budget         45:30, on two CPU cores: pretrain 2:45" in out
+    assert out.count("all stages ") == len(ended)
+    before = {name: (workdir / name / "metrics.jsonl").read_text() for name in ended}
+
+    code = start(env, workdir, told).wait(timeout=1500)
+    out = told.read_text()
+    assert code == 0, out[-4000:]
+    # What had ended is not trained again, and the one that was killed goes on.
+    assert before == {name: (workdir / name / "metrics.jsonl").read_text() for name in ended}
+    assert re.search("rl_general:tiny: .* going on from step [1-4] in", out)
+    for name in STAGES:
+        steps, losses = column(read(workdir / name), "loss/total")
+        assert steps == [*range(1, STEPS[name] + 1)] and all(map(math.isfinite, losses)), name
+        config = json.loads((workdir / name / "config.json").read_text())
+        place = STAGES.index(name)
+        given = None if place == 0 else str(workdir / STAGES[place - 1])
+        assert config["checkpoint"] == given
+
+    skills = json.loads((workdir / SKILLS).read_text())
+    taught = ["sft", *RL]
+    assert len(skills["rewards"]) == 7 and {*skills["rewards"]} == {*skills["samples"]}
+    assert sum(name.startswith(FORM) for name in skills["rewards"]) == 2
+    page = (workdir / "report" / "index.html").read_text()
+    assert "<h2>Skills</h2>" in page and all(f">{name}<" in page for name in STAGES)
+    for skill, rewards in skills["rewards"].items():
+        assert sorted(rewards) == sorted(taught), skill
+        assert all(0 <= reward <= 1 for reward in rewards.values())
+        line = " -> ".join(f"{reward:.2f}" for reward in rewards.values())
+        shown = skills["samples"][skill]
+        assert {*shown} == {"asked", *taught} and shown["asked"]
+        assert f"\n{skill}: {line}\n  {shown['asked']}\n  {shown['distill']}" in out
+        assert skill in page
+    chats = (workdir / "sft" / "samples" / f"{STEPS['sft']}.txt").read_text()
+    assert chats.count("<|assistant|>") >= 4 and "husband" in chats
+    assert out.count("all stages ") == len(STAGES)
+    assert " of 4:00, " in out.splitlines()[-2]
