@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import time
 
 import pytest
 
@@ -221,6 +222,23 @@ def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
         for child in started:
             child.kill()
             child.wait()
+
+
+def test_none_goes_on_when_another_is_killed(tree, tmp_path, monkeypatch):
+    made, _ = tree(kills=False)
+    command = (groups := Groups(**LIMITS)).command()
+    made._fill(command, "")
+    # Time enough to go on.
+    monkeypatch.setattr(cgroups.os, "kill", lambda *given: KILL(*given) or time.sleep(0.2))
+    text = f"sleep 60; echo > {tmp_path}/said; sleep 60"
+    with subprocess.Popen(["sh", "-c", text]) as shell:
+        inside = pathlib.Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
+        while not (children := inside.read_text().split()):
+            time.sleep(0.01)
+        # Numbers wrap round, so that a child may come before its parent.
+        (command / "cgroup.procs").write_text("\n".join([*children, str(shell.pid)]))
+        assert asyncio.run(groups.end(command, 5))
+    assert not (tmp_path / "said").exists() and shell.returncode == -signal.SIGKILL
 
 
 def test_groups_of_the_dead_are_swept_and_others_are_left(tree):

@@ -157,11 +157,13 @@ class Groups:
         clock = asyncio.get_running_loop().time
         last = clock() + seconds
         while pids := _read(command / "cgroup.procs").split():
-            for pid in () if whole else pids:
-                try:
-                    os.kill(int(pid), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
+            # Stopped first: a shell would go on to its next line when what it waits for is killed before it.
+            for number in () if whole else (signal.SIGSTOP, signal.SIGKILL):
+                for pid in pids:
+                    try:
+                        os.kill(int(pid), number)
+                    except ProcessLookupError:
+                        pass
             if clock() > last:
                 return False
             await asyncio.sleep(0.002)
