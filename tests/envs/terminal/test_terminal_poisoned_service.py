@@ -258,8 +258,9 @@ def test_healthy_groups_come_as_ever_beside_poisoned_ones_and_nothing_is_left(tm
                 f"{name}: {len(found)} rollouts, median {statistics.median(found):.1f} s, at most {found[-1]:.1f} s"
             )
         print({name: [told["failures"], told["accepted"]] for name, told in tasks.items()})
-    # A healthy attempt that waited for a poisoned one would take as long.
-    assert statistics.median(beside) < LIMIT and beside[-1] < 10 * quiet[-1] + LIMIT
+    # Of few processors each sandbox has an equal share. A healthy attempt that waited for a poisoned one would take as long.
+    assert statistics.median(beside) < min(LIMIT, 6 * statistics.median(quiet))
+    assert beside[-1] < 10 * quiet[-1]
     assert poisoned[-1] < DEADLINE
 
 
