@@ -115,7 +115,8 @@ class Reader:
         heard = messages[-1]["content"] if self.turns else None
         ids = self._written(*self._script.send(heard))
         message = parse_reply(ids, fields["tools"], tokenizer=self._tokenizer).message
-        self._session.commit(plan, ids, [0.0] * len(ids), [0] * len(ids), "stop", message)
+        sampled = ids, [0.0] * len(ids), [0] * len(ids)
+        self._session.add(self._session.answer(plan, *sampled, "stop", message))
         self.turns.append(Turn(plan.ids, tuple(ids)))
         calls = [
             {"function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}

@@ -63,7 +63,7 @@ def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
         reply = parse_reply(ids, task.tools or None, tokenizer=tokenizer(), thinking=False).message
         reason = "length" if cut and turn == len(replies) - 1 else "stop"
         logp = [-1.0 - place for place in range(len(ids))]
-        session.commit(plan, ids, logp, [turn] * len(ids), reason, reply)
+        session.add(session.answer(plan, ids, logp, [turn] * len(ids), reason, reply))
         messages.append(reply)
     [record] = session.records(task_id=task.id)
     return Attempt(tuple(messages), "length" if cut else "stop"), record
