@@ -50,6 +50,8 @@ def engine(mesh=None, kind="plain", **options):
     [
         ("plain", 0, AXES),
         pytest.param("plain", 2, AXES, marks=pytest.mark.slow),
+        # Requests are not cut over `context`, weights are.
+        pytest.param("plain", 1, {"expert": 4, "context": 2}, marks=pytest.mark.slow),
         # Experts are fetched for few rows where no axis parts them.
         pytest.param("rotated and quantised", 1, {"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
     ],
