@@ -39,6 +39,7 @@ from glm5_jax.training.stages import Evaluator
 from glm5_jax.training.step import Step, make_step
 
 RESULTS = "results.jsonl"
+SFT = "sft"  # the lifecycle's stage
 TAIL = 0.05  # of a run's steps: what "at its end" averages over
 RATIO = 2.0  # between neighbouring learning rates of a grid
 
@@ -111,6 +112,19 @@ def _seeded(stage: StageConfig, seed: int) -> StageConfig:
     if isinstance(stage, ExperimentConfig):
         stage = dataclasses.replace(stage, data=dataclasses.replace(stage.data, seed=seed))
     return dataclasses.replace(stage, seed=seed)
+
+
+def after_sft(arm: Arm, workdir: pathlib.Path) -> Arm:
+    """An arm whose first stage begins with the weights that a life in a workdir had after SFT. ValueError if they are not
+    there."""
+    if not (workdir / SFT).is_dir():
+        raise ValueError(
+            f"{workdir} has no folder {SFT!r}; give the workdir of a life: python -m launch.run "
+            f"--experiment=experiments/lifecycle.py:tiny --workdir={workdir}"
+        )
+    first, *more = arm.stages
+    first = dataclasses.replace(first, checkpoint=str(workdir / SFT))
+    return dataclasses.replace(arm, stages=(first, *more))
 
 
 class SharedSteps:

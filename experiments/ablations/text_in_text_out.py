@@ -36,7 +36,7 @@ import numpy as np
 from jax import lax
 
 from experiments import rl_general, rl_reasoning
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import Arm, Runs, Trial, after_sft
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired, verdict
 from experiments.rl_reasoning import DIGITS, Share, Verifiers, world_of
@@ -60,7 +60,6 @@ ARMS = (TOKENS, IN_PLACE, AGAIN)
 STEPS = 300  # of the 700 of rl_reasoning.py: enough to tell arms apart
 TOOL_STEPS = 8  # of 40: for ids and log-probs; rewards take more
 TAIL = 0.1
-SFT = "sft"  # the lifecycle's stage
 EXACT_LOGP = 1e-3  # nats: what rounding in float32 leaves between engine and learner is below
 
 
@@ -289,15 +288,9 @@ def placed(arm: Arm, workdir: pathlib.Path) -> Arm:
     tokenizer, which is made. ValueError if the weights are not there."""
     [stage] = arm.stages
     if stage.goes_on:
-        if not (workdir / SFT).is_dir():
-            raise ValueError(
-                f"{workdir} has no folder {SFT!r}; give the workdir of a life: python -m launch.run "
-                f"--experiment=experiments/lifecycle.py:tiny --workdir={workdir}"
-            )
-        stage = dataclasses.replace(stage, checkpoint=str(workdir / SFT))
-    else:
-        pairs().save(workdir / "tokenizer")
-        stage = dataclasses.replace(stage, tokenizer=str(workdir / "tokenizer"))
+        return after_sft(arm, workdir)
+    pairs().save(workdir / "tokenizer")
+    stage = dataclasses.replace(stage, tokenizer=str(workdir / "tokenizer"))
     return dataclasses.replace(arm, stages=(stage,))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.ablations import stale_policies
+from experiments.ablations.arms import Arm, after_sft
 from experiments.ablations.stale_policies import AGES, LOSSES, arm_name
 from glm5_jax.core.metrics_log import column, read
 
@@ -23,7 +24,7 @@ def test_arms_differ_in_the_loss_and_the_age_alone():
             same = {name: getattr(base, name) for name in names}
             assert dataclasses.replace(stage, **same) == base
     assert len({arm.trial(seed=s).digests[-1] for arm in arms.values() for s in (0, 1)}) == 18
-    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny"):
+    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, chains"):
         stale_policies.get_config("huge")
 
 
@@ -41,7 +42,9 @@ def test_samples_get_as_old_as_they_may(tmp_path):
     orders = np.concatenate(column(rows, "group/order")[1])
     assert orders.tolist() == list(range(14))
     assert len(column(rows, "held_out/reward")[1]) == 1
-    found = stale_policies.measure(None, tmp_path)
+    trial = Arm("ppo, 4", (config,)).trial()
+    found = stale_policies.measure(trial, tmp_path)
+    assert found["right"] == column(rows, "reward_part/exact")[1][-1]
     assert found["age"] == 4 and 0 <= found["masked"] <= 1 and found["apart"] > 0
 
 
@@ -52,7 +55,7 @@ def test_the_verdicts_compare_seed_by_seed():
             name = arm_name(loss, age)
             rows[name] = [
                 {
-                    "exact": 0.5 - 0.1 * place - age / 100 + seed / 1000,
+                    "right": 0.5 - 0.1 * place - age / 100 + seed / 1000,
                     "apart": 0.1,
                     "masked": 0.02,
                     "age": age,
@@ -70,3 +73,18 @@ def test_the_verdicts_compare_seed_by_seed():
         "0.100",
         "2.00",
     )
+
+
+def test_chains_are_learnt_after_sft_by_one_loss_from_samples_of_two_ages(tmp_path):
+    arms = stale_policies.get_config("chains")
+    assert list(arms) == [arm_name("double sided", age) for age in (0, 4)]
+    (tmp_path / "sft").mkdir()
+    [stage] = after_sft(arms[arm_name("double sided", 4)], tmp_path).stages
+    assert stage.checkpoint == str(tmp_path / "sft") and stage.max_staleness == 4
+    assert stage.right == "reward/mean" and stage.goes_on
+    with pytest.raises(ValueError, match="has no folder 'sft'; give the workdir of a life"):
+        after_sft(arms[arm_name("double sided", 0)], tmp_path / "sft")
+    row = {"right": 0.5, "apart": 0.1, "masked": 0.02, "age": 4}
+    rows = {name: [row] * 3 for name in arms}
+    found = stale_policies.finding(rows, {name: [([1, 2], [0.1, 0.2])] * 3 for name in arms}, "")
+    assert len(found.verdicts) == len(found.plots) == len(found.tables[0].rows) == 2
