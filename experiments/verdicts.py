@@ -23,6 +23,7 @@ from experiments.rl_reasoning import ReasoningConfig, Verifiers, world_of
 from glm5_jax.checkpoint import models
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.lines import append, read_whole
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.stopping import StopSignal
 from glm5_jax.envs.difficulty import read_verdicts
@@ -60,7 +61,10 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
         )
     check_resume(workdir, config)
     file = workdir / FILE
-    known = set(read_verdicts(file)) if file.exists() else set()
+    known = set()
+    if file.exists():
+        read_whole(file)  # a run that was killed may have left a part of a line
+        known = set(read_verdicts(file))
     kinds = {share.name: share.tasks_of() for share in config.tasks}
     tasks = list(itertools.chain(*kinds.values()))
     world = world_of(config, kinds, Verifiers(config.verifier, False))
@@ -76,10 +80,7 @@ def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
                 wait_for(judge(groups, world, config.judged_at_once))
                 if not (rows := _rows(groups)):
                     raise ValueError(f"no attempt could be judged: {groups[0].rewards[0].error}")
-                with open(
-                    file, "ab", buffering=0
-                ) as out:  # in one write, which is whole or not at all
-                    out.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+                append(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
                 known |= {row["task"] for row in rows}
                 rate = sum(row["passes"] for row in rows) / sum(row["tries"] for row in rows)
                 bar.update(len(known), f"passes {rate:.2f}")

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import logging
-import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
 
+from glm5_jax.core.lines import append, read_whole
 from glm5_jax.rl.sessions import Session, SessionError, Turn
 from glm5_jax.rl.types import Weights
 
@@ -37,7 +37,7 @@ class SessionJournal:
         line that was cut off was never answered."""
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
-                lines = _whole_lines(path)
+                lines = read_whole(path)
                 if not lines:
                     path.unlink()
                     continue
@@ -85,33 +85,13 @@ class SessionJournal:
             raise _unwritten(error) from error
 
     def _append(self, name: str, value: Mapping) -> None:
-        line = json.dumps(value).encode() + b"\n"
         try:
-            # Without a buffer, whose rest would be written behind the cut when the file is closed.
-            with self._path(name).open("ab", buffering=0) as file:
-                size = file.tell()
-                try:
-                    while line:
-                        line = line[file.write(line) :]
-                except OSError:
-                    file.truncate(size)
-                    raise
+            append(self._path(name), json.dumps(value).encode() + b"\n")
         except OSError as error:
             raise _unwritten(error) from error
 
     def _path(self, name: str) -> pathlib.Path:
         return self._folder / f"{name}.jsonl"
-
-
-def _whole_lines(path: pathlib.Path) -> list[bytes]:
-    """Of a file, which keeps nothing else."""
-    *lines, torn = path.read_bytes().split(b"\n")
-    if torn:
-        _log.warning(
-            "%s ends in a line that was cut off, of %d bytes; it is dropped", path, len(torn)
-        )
-        os.truncate(path, path.stat().st_size - len(torn))
-    return lines
 
 
 def _set_aside(path: pathlib.Path, error: Exception) -> None:

@@ -113,6 +113,8 @@ def test_what_was_stopped_goes_on_and_what_is_another_run_is_refused(
     assert verdicts(workdir, student) == 2 and "the power is gone" in capsys.readouterr().err
     first = (workdir / "verdicts.jsonl").read_text()
     assert [json.loads(line)["task"] for line in first.splitlines()] == asked[0]
+    with open(workdir / "verdicts.jsonl", "a") as file:
+        file.write('{"task": "')  # killed as it wrote
     assert verdicts(workdir, student) == 0
     whole = (workdir / "verdicts.jsonl").read_text()
     assert whole.startswith(first) and asked[2] == asked[1]

@@ -1,10 +1,8 @@
 """A gateway whose disk is full, and one that begins from files that are torn: nothing is kept that was not told, and one
 session's file costs no other session anything."""
 
-import contextlib
 import json
 import logging
-import resource
 import urllib.error
 import urllib.request
 
@@ -13,6 +11,7 @@ import pytest
 from glm5_jax.rl.session_journal import SessionJournal
 from glm5_jax.rl.sessions import Session
 from glm5_jax.text.tokenizer import Tokenizer
+from tests.core.test_lines import room
 from tests.rl.fleet import Engine, gateway
 
 QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))
@@ -37,17 +36,6 @@ def noting():
     with made.running() as url:
         made.url = url
         yield made
-
-
-@contextlib.contextmanager
-def room(size):
-    """No file of this process may be longer, as on a disk that is full: what is written ends in the middle."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def asked(url, path, body=None, method=None):
