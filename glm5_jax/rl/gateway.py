@@ -25,8 +25,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -52,6 +52,7 @@ _TAKEN = (
     *("thinking", "chat_template_kwargs"),
 )
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Gateway(HttpServer):
         if self._journal is not None:
             self._journal.end(name)
         del self._sessions[name]
-        own.ended = True
+        own.end()
         self._router.release(name)
         return as_json({"id": name, "deleted": True})
 
@@ -288,13 +289,8 @@ class Gateway(HttpServer):
             if number is not None:
                 body["data_parallel_rank"] = number
             try:
-                async with asyncio.timeout(self.config.seconds):
-                    headers = {"X-SMG-Routing-Key": name}
-                    async with self._client.post(
-                        f"{url}/generate", json=body, headers=headers, timeout=_FOREVER
-                    ) as response:
-                        status, found = response.status, await response.json()
-                        instance = response.headers.get(INSTANCE)
+                call = self._call(f"{url}/generate", body, name)
+                status, found, instance = await own.until_ended(name, call)
             except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
                 status, found = 503, {}
                 why = f"{rank} does not answer: {type(error).__name__} {error}"
@@ -315,6 +311,15 @@ class Gateway(HttpServer):
         raise ApiError(
             f"no engine has answered, of {self.config.tries} tries; {why}", 502, "unavailable"
         )
+
+    async def _call(self, url: str, body: Mapping, name: str) -> tuple[int, Any, str | None]:
+        """(status, what is said, the process that says it)."""
+        headers = {"X-SMG-Routing-Key": name}
+        async with (
+            asyncio.timeout(self.config.seconds),
+            self._client.post(url, json=body, headers=headers, timeout=_FOREVER) as response,
+        ):
+            return response.status, await response.json(), response.headers.get(INSTANCE)
 
     def _take(self, name, own: "_Open", plan: Plan, found: Mapping, tools, thinking: bool) -> dict:
         """Keeps a reply, and tells it."""
@@ -467,6 +472,25 @@ class _Open:
         self.session, self.ended = session, False
         self.cached = self.read = 0  # tokens of prompts
         self.asked: list[Plan] = []  # that are being answered
+        self._calls: set[asyncio.Task] = set()  # of engines
+
+    def end(self) -> None:
+        """No engine goes on with what nobody will read."""
+        self.ended = True
+        for call in self._calls:
+            call.cancel()
+
+    async def until_ended(self, name: str, call: Coroutine[Any, Any, _T]) -> _T:
+        """What a call of an engine gives; ApiError if the session ends before."""
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            self.check(name)
+            raise
+        finally:
+            self._calls.discard(task)
 
     def check(self, name: str) -> None:
         """ApiError if it was ended while it was asked."""

@@ -219,7 +219,7 @@ def _kth_largest(keys, k: int, passes: int | None = None):
     def bit(i, found):
         # Wraps for the sign bit, as it should.
         candidate = found + jnp.left_shift(
-            jnp.ones((), keys.dtype), (info.bits - 1 - i).astype(keys.dtype)
+            jnp.ones((), keys.dtype), jnp.asarray(info.bits - 1 - i, keys.dtype)
         )
         # Counted in float32, exact below 2^24 keys: integer sums do not vectorise on CPU.
         count = jnp.sum((keys >= candidate).astype(jnp.float32), axis=-1, keepdims=True)

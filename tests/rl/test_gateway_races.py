@@ -17,17 +17,21 @@ QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?")
 
 
 class Held(Engine):
-    """Answers once it may. seeds: that were asked for, in their order; fails: whether it does."""
+    """Answers once it may. seeds: that were asked for, in their order; fails: whether it does; left: how often who asked was gone."""
 
     def __init__(self):
         super().__init__(delay=0)
-        self.seeds, self.holds, self.fails = [], False, False
+        self.seeds, self.holds, self.fails, self.left = [], False, False, 0
 
     async def _generate(self, request):
         said = (await request.json())["sampling_params"]
         self.seeds.append(said["sampling_seed"])
-        while self.holds:
-            await asyncio.sleep(0.005)
+        try:
+            while self.holds:
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
         if self.fails:
             raise ApiError("it has failed", 500)
         return await super()._generate(request)
@@ -45,7 +49,7 @@ def engines():
 @pytest.fixture
 def engine(engines):
     for one in engines:
-        one.seeds, one.holds, one.fails = [], False, False
+        one.seeds, one.holds, one.fails, one.left = [], False, False, 0
     return engines[0]
 
 
@@ -133,6 +137,27 @@ def test_a_session_that_ends_while_it_is_answered_keeps_nothing_of_it(engine, tm
         assert not list(tmp_path.iterdir())
 
     with gateway(engine.url, journal=str(tmp_path)) as url:
+        run(url, work)
+
+
+def test_no_engine_goes_on_for_a_session_that_has_ended(engine):
+    """It holds until it is left: neither the agent nor the engine has to wait for the other."""
+
+    async def work(agent):
+        for name in ("s", "other"):
+            await agent.begin(name)
+        engine.holds = True
+        late = [agent.chat(QUESTION) for _ in range(2)]
+        stays = agent.chat(QUESTION, name="other")
+        await until(lambda: len(engine.seeds) == 3)
+        await agent.ask("DELETE", "/sessions/s")
+        assert all(map(is_gone, await asyncio.gather(*late)))
+        await until(lambda: engine.left == 2)
+        engine.holds = False
+        assert (await stays)[0] == 200 and engine.left == 2
+        assert await agent.idle() == (1, 1)
+
+    with gateway(engine.url) as url:
         run(url, work)
 
 

@@ -174,6 +174,20 @@ OBJECTIVE = {
     "log-probs with the losses' sign": ("_sums(token_loss, -nll[0],", "_sums(token_loss, nll[0],"),
     "no weights are a zero divisor": ("jnp.where(total == 0, 1, total)", "total"),
 }
+BESIDE = {
+    "predictions further ahead without their coefficient": ("loss_weights.mtp * mtp", "mtp"),
+    "predictions further ahead are not learnt": ("loss_weights.mtp * mtp + ", ""),
+    "balance without its coefficient": ("loss_weights.balance * balance", "balance"),
+    "balance is not learnt": ("loss_weights.balance * balance + ", ""),
+    "normalisers without their coefficient": ("loss_weights.z * z\n", "z\n"),
+    "normalisers are not learnt": (" + loss_weights.z * z\n", "\n"),
+    "indexers without their coefficient": (
+        "index_factor * jnp.sum(reduced.index_loss)",
+        "jnp.sum(reduced.index_loss)",
+    ),
+    "one layer's indexer": ("jnp.sum(reduced.index_loss)", "reduced.index_loss[0]"),
+    "indexers are not learnt": ("objective += index_factor *", "objective + index_factor *"),
+}
 PAIRS = {
     "no mean over pairs": ("-jnp.mean(jax.nn", "-jnp.sum(jax.nn"),
     "the sign of the pairs' loss": ("-jnp.mean(jax.nn", "jnp.mean(jax.nn"),
@@ -255,6 +269,10 @@ def checks_of_training():
     yield functools.partial(test_objective.test_micro_batches_change_nothing, test_objective.CFG, 4)
 
 
+def checks_beside():
+    yield test_objective.test_what_is_learnt_beside_the_losses_of_tokens_has_its_coefficient
+
+
 def checks_of_pairs():
     yield test_outcome_model.test_the_loss_of_pairs_wherever_they_stand
     yield test_outcome_model.test_a_margin_of_any_size_has_a_finite_loss
@@ -285,6 +303,7 @@ PARTS = {
         checks_of_training,
         OBJECTIVE,
     ),
+    "beside": ([step], ("local_objective",), loss, checks_beside, BESIDE),
     "pairs": (
         [test_outcome_model],
         ("bradley_terry", "margins_of"),

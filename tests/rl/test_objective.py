@@ -13,7 +13,13 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
 from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
-from glm5_jax.training.step import Rates, StepConfig, gradient_function, score_function
+from glm5_jax.training.step import (
+    Rates,
+    StepConfig,
+    gradient_function,
+    loss_function,
+    score_function,
+)
 from tests.mesh import cases
 from tests.model.small import one_layer
 from tests.oracles import policy as oracle
@@ -42,7 +48,7 @@ def named(value):
 @functools.cache
 def params(cfg=CFG):
     """Weights large enough that no token is like another."""
-    if cfg == SPARSE:
+    if cfg != CFG:
         drawn = cases.params(dataclasses.replace(cfg, dtype="float32"))
         return jax.tree.map(lambda x: np.asarray(x, np.float64), drawn)
     drawn = glm5.init_params(one_layer(vocab_size=64), jax.random.key(0))
@@ -253,6 +259,33 @@ def test_scores_are_the_log_probs_of_each_token():
     for row, records in zip(got, PACKED):
         want = np.concatenate([[], *(logps(record) for record in records)])
         np.testing.assert_allclose(row[: len(want)], want, atol=1e-9)
+
+
+# Of what a training step has beside the losses of tokens; each coefficient is another one.
+ALL_PARTS = dataclasses.replace(SPARSE, num_nextn_predict_layers=1)
+BESIDE = {
+    "query_block": 32,
+    "gather_block": 32,
+    "mtp_steps": 2,
+    "balance_weight": 0.02,
+    "z_weight": 0.03,
+    "index_weight": 0.7,
+}
+
+
+def test_what_is_learnt_beside_the_losses_of_tokens_has_its_coefficient():
+    step = dataclasses.replace(STEP, **BESIDE)
+    rates = RATES._replace(mtp_weight=np.float64(0.4))
+    loss = jax.jit(loss_function(ALL_PARTS, step, token_loss=PolicyLoss(POLICY)))
+    with jax.enable_x64(True):
+        objective, parts = jax.device_get(
+            loss(params(ALL_PARTS), laid_out([RECORDS[:1]], 32), rates)
+        )
+    sampled = 0.5 * parts.ce + 0.9 * parts.parts["rl"] + 0.3 * parts.parts["ref_kl"]
+    beside = 0.4 * parts.mtp + 0.02 * parts.balance + 0.03 * parts.z
+    total = sampled + beside + 0.7 * np.sum(parts.index_loss)
+    assert objective == pytest.approx(total, rel=1e-12)
+    assert min(parts.mtp, parts.balance, parts.z, *parts.index_loss) > 1e-3
 
 
 def test_what_is_not_sampled_gets_no_gradient():
