@@ -20,7 +20,7 @@ follow from the shapes, in seconds. --topology compiles them for chips that are 
     h200:1x128x8   128 hosts of 8 NVIDIA GPUs (h200, h100)
     cpu            this machine, where the program's hash is the one that a run here writes into its log
 
---json prints one line for programs instead. --hlo=FILE keeps the compiled text, of two in FILE-prefill and FILE-decode. Fields of the experiment are set as
+--json prints one line for programs instead, --hash their hashes alone, before anything is compiled. --hlo=FILE keeps the compiled text, of two in FILE-prefill and FILE-decode. Fields of the experiment are set as
 in launch.run. The exit code is 0 if all fits or nothing was compiled, 3 if something does not fit, 2 for a mistake.
 """
 
@@ -49,6 +49,7 @@ from glm5_jax.core.editable import editable, freeze
 from glm5_jax.core.mesh import abstract_mesh, make_mesh
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.training.experiment import StageConfig
+from glm5_jax.training.step import program_hash
 from launch import pods
 from launch.program_report import SHAPES, described, report_of
 from launch.programs import Program, lower_step
@@ -116,6 +117,7 @@ def main(argv: list[str]) -> int:
     flags.DEFINE_string("topology", None, "what to compile for", flag_values=values)
     flags.DEFINE_string("hlo", None, "file for the compiled text", flag_values=values)
     flags.DEFINE_bool("json", False, "one line of JSON for each program", flag_values=values)
+    flags.DEFINE_bool("hash", False, "lower only, and print hashes", flag_values=values)
     flags.DEFINE_bool("quantised", False, "weights in W4A8", flag_values=values)
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
@@ -148,6 +150,9 @@ def main(argv: list[str]) -> int:
         platform = pod.platform if pod else "cpu" if values.topology else "tpu"
         began = time.monotonic()
         programs = programs_of(config, model, mesh, platform)
+        if values.hash:
+            print(*(program_hash(program.lowered) for program in programs), sep="\n")
+            return 0
     except (ValueError, flags.Error) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2

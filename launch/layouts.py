@@ -1,12 +1,13 @@
 """Compiles the layouts of experiments/README.md by the real compilers, and writes its tables.
 
-    python -m launch.layouts [--only=PATTERN] [--again] [--results=experiments/layouts.jsonl]
+    python -m launch.layouts [--only=PATTERN] [--stale | --again] [--results=experiments/layouts.jsonl]
 
 A layout is an experiment, a pod and the fields that it takes there (`LAYOUTS`); each is compiled by `launch.compile` in a
 process of its own (744B: up to a quarter of an hour and 10 GiB; GPUs: minutes), those whose names match the regular expression
-PATTERN. What --results holds already is not compiled anew but with --again; each layout's reports are there as soon as they are
-known. Printed, in Markdown: a table of all layouts that train and one of those that serve, of what --results holds. The exit code is 0 if
-all that was compiled fits, 3 if something does not, 2 for a mistake.
+PATTERN. What --results holds already is not compiled anew, but with --again, or with --stale if its programs, which are lowered to
+see that (half a minute each), are other ones by now; each layout's reports are there as soon as they are known. Printed, in
+Markdown: a table of all layouts that train and one of those that serve, of what --results holds. The exit code is 0 if all that was
+compiled fits, 3 if something does not, 2 for a mistake.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ def _layouts() -> Iterator[Layout]:
         for stage in ("32k", "128k", "200k"):
             yield layout(f"{stage.upper()} {chip}", f"midtrain.py:glm5,{stage}", pod)
         yield layout(f"warm-up {chip}", "dsa_warmup.py:glm5", pod)
-    for chip, pod in (("v5p", v5p), ("tpu7x", tpu7x), ("v6e", v6e), ("h200", h200)):
+    for chip, pod in (("v5p", v5p), ("tpu7x", tpu7x), ("h200", h200)):
         yield layout(f"DSA {chip}", "dsa_sparse.py:glm5", pod)
         yield layout(f"SFT {chip}", "sft.py:glm5,mixed", pod)
     yield layout("RL v5p", "rl_reasoning.py:glm5", v5p)
@@ -86,15 +87,33 @@ LAYOUTS = tuple(_layouts())
 
 
 def compiled(layout: Layout) -> list[dict]:
-    """The reports of its programs; ValueError with what the command said, if it made none."""
+    """The reports of its programs. ValueError as of `_output`."""
+    return [json.loads(line) for line in _output(layout, "--json")]
+
+
+def hashes(layout: Layout) -> list[str]:
+    """Of its programs, which are lowered and not compiled. ValueError as of `_output`."""
+    return _output(layout, "--hash")
+
+
+def _output(layout: Layout, flag: str) -> list[str]:
+    """Lines of `launch.compile`; ValueError with what it said, if it did not do that."""
     with tempfile.TemporaryFile("w+") as said:
-        command = [sys.executable, *layout.command, "--json"]
+        command = [sys.executable, *layout.command, flag]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=said, text=True, check=False)
         if done.returncode not in (0, NOT_FITTING):
             said.seek(0)
             last = said.read().strip().splitlines()[-1:]
             raise ValueError(f"{shlex.join(layout.command)}: {' '.join(last) or done.returncode}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return done.stdout.splitlines()
+
+
+def is_known(layout: Layout, known: Mapping[str, dict], stale: bool) -> bool:
+    """Whether its reports are there, by the same command and, if stale is asked for, of the same programs."""
+    row = known.get(layout.name, {})
+    if row.get("command") != shlex.join(layout.command):
+        return False
+    return not stale or hashes(layout) == [report["hash"] for report in row["reports"]]
 
 
 def read(file: pathlib.Path) -> dict[str, dict]:
@@ -224,6 +243,7 @@ def main(argv: list[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("only", "", "a regular expression of names", flag_values=values)
     flags.DEFINE_bool("again", False, "what is there already too", flag_values=values)
+    flags.DEFINE_bool("stale", False, "what is of other programs too", flag_values=values)
     flags.DEFINE_string("results", str(RESULTS), "reports, a layout a line", flag_values=values)
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
@@ -238,21 +258,18 @@ def main(argv: list[str]) -> int:
         file = pathlib.Path(values.results)
         if not file.parent.is_dir():
             raise ValueError(f"--results={file} is in no folder; make {file.parent} first")
-        known = read(file)
-        if not values.again:
-            commands = {name: row["command"] for name, row in known.items()}
-            chosen = [own for own in chosen if commands.get(own.name) != shlex.join(own.command)]
-        fits = True
+        known, fits = read(file), True
         with ProgressBar(len(chosen), unit="layout") as bar:
             for count, own in enumerate(chosen):
                 bar.update(count, own.name)
-                reports = compiled(own)
-                fits &= all(report["fits"] for report in reports)
-                # Read again: another process may have compiled others meanwhile.
-                known = read(file) | {
-                    own.name: {"command": shlex.join(own.command), "reports": reports}
-                }
-                write(file, known)
+                if values.again or not is_known(own, known, values.stale):
+                    reports = compiled(own)
+                    fits &= all(report["fits"] for report in reports)
+                    # Read again: another process may have compiled others meanwhile.
+                    known = read(file) | {
+                        own.name: {"command": shlex.join(own.command), "reports": reports}
+                    }
+                    write(file, known)
                 bar.update(count + 1, own.name)
     except (ValueError, flags.Error, re.error, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)

@@ -24,6 +24,16 @@ def test_report_from_shapes(capsys):
     assert "kept activations" in out and "temporaries" not in out
 
 
+def test_hashes_alone_are_told_without_a_report(capsys):
+    told = []
+    for flags in ([], ["--experiment.model.hidden_size=64"]):
+        assert pod.main([*SMALL_POD, *flags, "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out)["hash"])
+        assert pod.main([*SMALL_POD, *flags, "--hash"]) == 0
+        assert capsys.readouterr().out == f"{told[-1]}\n"
+    assert told[0] != told[1]
+
+
 def test_report_on_a_step_that_learns_from_samples(capsys):
     fields = {"mesh.fsdp": 2, "mesh.expert": 2, "rows": 8, "length": 64}
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]

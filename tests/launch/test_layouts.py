@@ -13,6 +13,7 @@ from tests.contracts.source_tree import ROOT
 
 REPORT = {
     "program": "train step",
+    "hash": "0123456789abcdef",
     "mesh": {"data": 1, "fsdp": 2, "expert": 4},
     "batch": {"rows": 4096, "length": 8},
     "held": {"params": 2_000_000_000, "optimizer": 1_000_000_000},
@@ -52,6 +53,9 @@ def test_the_mesh_takes_all_devices_of_the_pod(own):
     sizes = resolve(dataclasses.asdict(config.mesh), pod.num_devices)
     if pod.platform == "cuda":
         pods.check_hosts(pod, sizes)
+    data, fsdp, *_ = sizes
+    if pod.num_slices > 1:
+        assert data * fsdp * config.step.expert_slices % pod.num_slices == 0
 
 
 def test_a_row_of_the_table():
@@ -92,6 +96,25 @@ def test_what_is_known_is_not_compiled_again(tmp_path, capsys):
     layouts.write(file, told(own))
     assert layouts.main(["layouts", f"--only=^{own.name}$", f"--results={file}"]) == 0
     assert f"| {own.name} |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("now", ["0123456789abcdef", "fedcba9876543210"])
+def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monkeypatch):
+    """Where that is asked for: what is lowered for a row is compared, without that no row is."""
+    file, own, asked = tmp_path / "layouts.jsonl", LAYOUTS[0], []
+    layouts.write(file, told(own))
+
+    def output(layout, flag):
+        asked.append(flag)
+        return [now] if flag == "--hash" else [json.dumps(REPORT | {"hash": now})]
+
+    monkeypatch.setattr(layouts, "_output", output)
+    command = ["layouts", f"--only=^{own.name}$", f"--results={file}"]
+    assert layouts.main(command) == 0 and asked == []
+    assert layouts.main([*command, "--stale"]) == 0
+    changed = now != REPORT["hash"]
+    assert asked == ["--hash"] + ["--json"] * changed
+    assert layouts.read(file) == told(own, hash=now)
 
 
 @pytest.mark.parametrize(
