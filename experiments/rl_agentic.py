@@ -139,6 +139,7 @@ class AgenticConfig(AsynchronousConfig):
     """
 
     policy: PolicyConfig = PolicyConfig(correction="double_sided")  # GLM-5 4.1.2
+    credit: CreditConfig = CreditConfig("centred")  # GLM-5 3.3
     agreement: AgreementConfig = AgreementConfig(attempts=0)
     tasks: tuple[Share | TerminalShare, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
@@ -410,7 +411,7 @@ def tiny() -> AgenticConfig:
         schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
         step=base.step,
         train=TrainConfig(eval_interval=10, sample_interval=0, save_interval=10),
-        credit=CreditConfig(drop_flat=True),
+        credit=CreditConfig("centred", drop_flat=True),
         rollout=dataclasses.replace(base.rollout, prompts=8),
         engine=EngineConfig(
             page_size=128,

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import yaml
 
-from experiments import rl_agentic
+from experiments import rl_agentic, rl_reasoning
 from experiments.rl_agentic import LayoutConfig, PlaceConfig
 from experiments.rl_reasoning import Share
 from glm5_jax.core.placement import ordered
@@ -48,6 +48,16 @@ def test_who_needs_another_starts_behind_it():
         "what is held out is asked before the first step"
     )
     LocalPlacement(Machine("cpu", [], [0])).check(found)
+
+
+def test_advantages_and_losses_are_those_of_each_kind_of_rl():
+    """GLM-5 3.2 and Eq. 1; 3.3, 4.1.1 and Eq. 3 to 5."""
+    reasoning, agentic = rl_reasoning.glm5(), rl_agentic.glm5()
+    assert (reasoning.policy.correction, reasoning.credit.baseline) == ("icepop", "zscore")
+    for config in (agentic, rl_agentic.small(), rl_agentic.tiny()):
+        assert (config.policy.correction, config.credit.baseline) == ("double_sided", "centred")
+        assert config.credit.pull == "none" and config.credit.normalisation == "sequence"
+    assert agentic.new_moments and agentic.rollout.group > 1
 
 
 def test_a_pod_has_a_port_for_each(capsys):

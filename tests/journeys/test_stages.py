@@ -11,6 +11,7 @@ import pytest
 from experiments import dsa_sparse, dsa_warmup, pretrain
 from glm5_jax.checkpoint import store
 from glm5_jax.core import tree
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
@@ -69,7 +70,7 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
 ):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     config = life()
-    assert run._run(types.SimpleNamespace(), config, tmp_path) == 0
+    assert run._run(types.SimpleNamespace(), config, tmp_path, StopSignal()) == 0
     dense, warm, sparse, tuned = (
         weights(getattr(config, name), tmp_path / name) for name in STAGES
     )

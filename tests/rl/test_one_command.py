@@ -11,6 +11,7 @@ import pytest
 from experiments import distill, rl_general, rl_reasoning
 from glm5_jax.checkpoint import models
 from glm5_jax.core.metrics_log import read
+from glm5_jax.core.stopping import StopSignal
 from glm5_jax.envs.instruction_tasks import DemandConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.inference.engine import Engine
@@ -79,7 +80,7 @@ def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(
 def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run._run(types.SimpleNamespace(), life(), whole) == 0
+    assert run._run(types.SimpleNamespace(), life(), whole, StopSignal()) == 0
     update, count = Engine.update_weights, 0
 
     def dies(self, *args, **more):
@@ -93,8 +94,8 @@ def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypat
     monkeypatch.setattr(Engine, "update_weights", dies)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the machine is gone"):
-            run._run(types.SimpleNamespace(), life(), parted)
-    assert run._run(types.SimpleNamespace(), life(), parted) == 0
+            run._run(types.SimpleNamespace(), life(), parted, StopSignal())
+    assert run._run(types.SimpleNamespace(), life(), parted, StopSignal()) == 0
     assert "going on from step 1" in "".join(capsys.readouterr())
     before = None
     for name in STAGES:
