@@ -5,6 +5,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
+from collections.abc import Iterable
 
 SECONDS = 120  # for one test; none takes a quarter of it on a quiet machine
 
@@ -26,24 +27,30 @@ def processes_in(namespace: int) -> list[str]:
     return found
 
 
-def descendants(top: int) -> dict[int, int]:
-    """The processes below one, and itself: number -> the process namespace that its children are to be in."""
-    parents, spaces = {}, {}
+def descendants(top: int) -> dict[tuple[int, int], int]:
+    """The processes below one, and itself: (number, ticks of its start), as bombs use numbers up and they are given
+    again -> the process namespace that its children are to be in."""
+    parents, found = {}, {}
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            spaces[int(folder.name)] = namespace_of(folder.name)
-            parents[int(folder.name)] = parent
+            pid, (parent, start) = int(folder.name), origin_of(folder.name)
+            found[pid, start] = namespace_of(pid)
+            parents[pid] = parent
         except OSError:
             continue
-    found = {}
-    for pid in parents:
-        ancestor = pid
-        while ancestor in parents and ancestor != top:
-            ancestor = parents[ancestor]
-        if ancestor == top:
-            found[pid] = spaces[pid]
-    return found
+
+    def is_below(pid):
+        while pid in parents and pid != top:
+            pid = parents[pid]
+        return pid == top
+
+    return {process: space for process, space in found.items() if is_below(process[0])}
+
+
+def origin_of(pid: int | str) -> tuple[int, int]:
+    """(its parent, ticks of its start); OSError if the process has ended."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1]), int(fields[19])
 
 
 def namespace_of(pid: int | str) -> int:
@@ -51,12 +58,12 @@ def namespace_of(pid: int | str) -> int:
     return os.stat(f"/proc/{pid}/ns/pid").st_ino
 
 
-def still_there(processes: dict[int, int]) -> list[int]:
+def still_there(processes: Iterable[tuple[int, int]]) -> list[int]:
     """Of what `descendants` found those that have not ended."""
     found = []
-    for pid, namespace in processes.items():
+    for pid, start in processes:
         with contextlib.suppress(OSError):
-            found += [pid] if namespace_of(pid) == namespace else []
+            found += [pid] if origin_of(pid)[1] == start else []
     return found
 
 

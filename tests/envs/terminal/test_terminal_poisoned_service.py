@@ -3,7 +3,9 @@ specification): a trainer, the hub, services of terminal tasks, the gateway, and
 
 Two services, since shares and breakers are per service; that of the poisoned tasks has a healthy one too."""
 
+import collections
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -32,7 +34,7 @@ from tests.envs.leftovers import (
 )
 from tests.envs.terminal.folders import TOML, needs_root, own, shipped
 from tests.envs.terminal.test_terminal_poison import BOMB, HEALTHY, POISONS, RUN, SCORED
-from tests.rl.fleet import Engine, gateway, hub_config, service_config, until
+from tests.rl.fleet import SOON, Engine, gateway, hub_config, service_config, until
 from tests.rl.test_orchestrator import sessions
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow, needs_root]
@@ -120,25 +122,28 @@ class Course:
         return self.asked[said]
 
     def check_rewards(self, found):
-        """That each attempt is worth what its policy did; the tasks that were solved, and not."""
-        solved, undone = set(), set()
+        """That each attempt is worth what its policy did; the tasks that were solved, and not. Of each poison one works
+        at least: a script that is ended for its time may have come past its bomb."""
+        solved, undone, said = set(), set(), collections.defaultdict(list)
         for group in found:
             task = self.task(group)
             for member in group.members:
                 does = learnt(member).startswith("I do it.")
                 may = task in self.healthy or task == "none"
                 assert member.reward.value == float(does and may), (task, member.reward)
-                said = [one["content"] for one in member.messages if one["role"] == "tool"]
-                assert BITES.get(task, "") in "\n".join([*said, member.reward.error]), task
+                tools = (one["content"] for one in member.messages if one["role"] == "tool")
+                said[task] += *tools, member.reward.error
                 if may:
                     (solved if does else undone).add(task)
                     assert member.reward.error == ""
+        for task, words in said.items():
+            assert BITES.get(task, "") in "\n".join(words), task
         return solved, undone
 
 
 def service(top, names, *, name, hub, **options):
     tasks = [load_task(pathlib.Path(top, own)) for own in names]
-    options = dict(seconds=500.0 if name == "healthy" else DEADLINE) | options
+    options = dict(seconds=500.0 if name == "healthy" else DEADLINE, heartbeat=3.0) | options
     return TerminalService(service_config(hub, name, **options), tasks, (), TOKENIZER, ATTEMPT)
 
 
@@ -154,7 +159,10 @@ class Trainer:
     def __init__(self, stack, course):
         self.engine = Attempts(course.commands)
         self.gate = stack.enter_context(gateway(stack.enter_context(self.engine.running())))
-        hub = Orchestrator(hub_config(self.gate, GROUP, BATCH, STALENESS, max_running=MOST))
+        # As in rl_agentic.py:tiny: bombs leave the processors that all programs of this test share to nobody else.
+        registry = dataclasses.replace(SOON["registry"], lost_after=60.0)
+        options = {"max_running": MOST, "registry": registry}
+        hub = Orchestrator(hub_config(self.gate, GROUP, BATCH, STALENESS, **options))
         self.hub = stack.enter_context(hub.running())
         self.client, self.step, self.groups = HubClient(self.hub, patience=10.0), 0, []
 
@@ -259,7 +267,8 @@ def test_healthy_groups_come_as_ever_beside_poisoned_ones_and_nothing_is_left(tm
             )
         print({name: [told["failures"], told["accepted"]] for name, told in tasks.items()})
     # Of few processors each sandbox has an equal share. A healthy attempt that waited for a poisoned one would take as long.
-    assert statistics.median(beside) < min(LIMIT, 6 * statistics.median(quiet))
+    share = max(4, MOST / os.cpu_count())
+    assert statistics.median(beside) < min(LIMIT, share * statistics.median(quiet))
     assert beside[-1] < 10 * quiet[-1]
     assert poisoned[-1] < DEADLINE
 
