@@ -21,8 +21,8 @@ from tests.journeys.command import launched
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PRODUCTS = TaskConfig("products", size=4, digits=2, held_out_fraction=0.0)
 BY_HEART, CALLS = 7, 3  # of ten chats
-STEPS, FIRST, BEST = 16, 3, 4
-MARGIN = 0.25
+STEPS, FIRST, LAST = 40, 3, 4
+MARGIN = 0.3
 # Small, and without all that takes no part.
 MODEL = {
     "model.attention": "dense",
@@ -55,9 +55,10 @@ RL = MODEL | {
     "credit.drop_flat": False,
     "evaluation.tasks": 0,
     "agreement.attempts": 0,
-    "schedule.peak": 7e-4,
-    "schedule.end": 7e-5,
-    "schedule.warmup_steps": 3,
+    # Thrice that rate forgets to call as often as it learns to: bits decide, which hang on who asks the engine when.
+    "schedule.peak": 2.5e-4,
+    "schedule.end": 2.5e-5,
+    "schedule.warmup_steps": 5,
     "schedule.total_steps": STEPS,
     "tasks": [dataclasses.asdict(Share(PRODUCTS))],
 }
@@ -85,14 +86,12 @@ def reply(reasoning, **said):
 
 
 def gains(rows):
-    """By how much the share of right answers, and of attempts that went on after a call, rose: from the first steps to
-    the best ones in a row, as a policy of four products that learns from samples a step old may lose them again."""
+    """By how much the share of right answers, and of attempts that went on after a call, rose."""
     found = []
     for name in ("reward_part/right", "rollout/used_tools"):
         steps, values = column(rows, name)
         assert steps == [*range(1, STEPS + 1)]
-        means = np.convolve(values, np.full(BEST, 1 / BEST), "valid")
-        found.append(float(means.max() - np.mean(values[:FIRST])))
+        found.append(float(np.mean(values[-LAST:]) - np.mean(values[:FIRST])))
     return found
 
 
@@ -143,4 +142,4 @@ def test_rewards_of_others_or_of_the_other_sign_fail_the_same_check(
         program=("tests.journeys.tool_use", control),
     )
     right, used = gains(rows)
-    assert max(right, used) < MARGIN / 3, (right, used)
+    assert right < MARGIN / 3 and used < MARGIN / 2, (right, used)
