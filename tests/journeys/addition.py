@@ -11,12 +11,13 @@ from experiments import rl_reasoning
 
 
 def of_others():
-    """Each reward is one of the last 512, drawn by chance."""
-    draw, values = np.random.default_rng(0), []
+    """Each reward is one of the 512 before it, drawn by chance; the first one has none."""
+    draw, values = np.random.default_rng(0), [0.0]
 
     def another(value):
+        found = values[draw.integers(max(0, len(values) - 512), len(values))]
         values.append(value)
-        return values[draw.integers(max(0, len(values) - 512), len(values))]
+        return found
 
     return another
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PRODUCTS = TaskConfig("products", size=4, digits=2, held_out_fraction=0.0)
 BY_HEART, CALLS = 7, 3  # of ten chats
 STEPS, FIRST, LAST = 40, 3, 4
-MARGIN = 0.3
+MARGIN = 0.35
 # Small, and without all that takes no part.
 MODEL = {
     "model.attention": "dense",
@@ -130,9 +130,10 @@ def test_so_they_are_by_a_trainer_that_learns_while_others_sample(taught, plain_
     assert len({life.pid for life in read_activity(tmp_path)}) == 5
 
 
-@pytest.mark.parametrize("control", ["others", "reversed"])
+# Rewards of others are noise, along which the policy walks either way.
+@pytest.mark.parametrize(("control", "most"), [("others", MARGIN / 2), ("reversed", 0.05)])
 def test_rewards_of_others_or_of_the_other_sign_fail_the_same_check(
-    control, taught, plain_env, tmp_path
+    control, most, taught, plain_env, tmp_path
 ):
     rows = launched(
         plain_env,
@@ -142,4 +143,4 @@ def test_rewards_of_others_or_of_the_other_sign_fail_the_same_check(
         program=("tests.journeys.tool_use", control),
     )
     right, used = gains(rows)
-    assert right < MARGIN / 3 and used < MARGIN / 2, (right, used)
+    assert right < most and used < most, (right, used)

@@ -159,7 +159,7 @@ class Trainer:
     def __init__(self, stack, course):
         self.engine = Attempts(course.commands)
         self.gate = stack.enter_context(gateway(stack.enter_context(self.engine.running())))
-        # As in rl_agentic.py:tiny: bombs leave the processors that all programs of this test share to nobody else.
+        # As in rl_agentic.py:tiny: while bombs have the processors, heartbeats are late.
         registry = dataclasses.replace(SOON["registry"], lost_after=60.0)
         options = {"max_running": MOST, "registry": registry}
         hub = Orchestrator(hub_config(self.gate, GROUP, BATCH, STALENESS, **options))
