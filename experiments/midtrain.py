@@ -126,7 +126,7 @@ def glm5(stage: str) -> ExperimentConfig:
     base, (length, tokens, _) = pretrain.glm5(), STAGES[stage]
     # Rows are cut over `context`, or a batch would have a row for every chip. What fits of each: experiments/README.md.
     mesh, microbatches = {
-        "32k": (MeshConfig(fsdp=16, expert=64), 2),
+        "32k": (MeshConfig(fsdp=8, expert=64, context=2), 4),
         "128k": (MeshConfig(fsdp=2, expert=64, context=8), 4),
         "200k": (MeshConfig(fsdp=1, expert=64, context=16), 4),
     }[stage]

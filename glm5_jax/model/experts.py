@@ -61,9 +61,11 @@ def sorted_swiglu(
     if isinstance(own[0], Int4):
 
         def multiply(rows, scale, w):
-            weights = w.packed, w.scale, group_sizes
             return w4a8_grouped_matmul(
-                rows, scale, *weights, out_dtype=x.dtype, implementation=kernels
+                *(rows, scale, w.packed, w.scale, group_sizes),
+                expected_rows=expected_rows,
+                out_dtype=x.dtype,
+                implementation=kernels,
             )
 
         return _w4a8_swiglu(x, *own, multiply, cut)

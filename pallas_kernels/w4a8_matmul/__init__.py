@@ -8,10 +8,12 @@ from pallas_kernels import dispatch
 
 
 class Static(NamedTuple):
-    """What is known when tracing; group: rows of weights that share a scale."""
+    """What is known when tracing; group: rows of weights that share a scale; expected_rows: how many rows are likely to
+    be filled."""
 
     choice: dispatch.Choice
     group: int
+    expected_rows: int
     out_dtype: jnp.dtype
 
 
@@ -25,20 +27,30 @@ def w4a8_matmul(x, x_scale, w, w_scale, *, out_dtype=jnp.bfloat16, implementatio
 
     ValueError if the shapes do not fit. implementation: see `dispatch.choose`.
     """
-    return _run(x, x_scale, w, w_scale, None, out_dtype, implementation)
+    return _run(x, x_scale, w, w_scale, None, x.shape[0], out_dtype, implementation)
 
 
 def w4a8_grouped_matmul(
-    x, x_scale, w, w_scale, group_sizes, *, out_dtype=jnp.bfloat16, implementation="auto"
+    x,
+    x_scale,
+    w,
+    w_scale,
+    group_sizes,
+    *,
+    expected_rows: int | None = None,
+    out_dtype=jnp.bfloat16,
+    implementation="auto",
 ):
     """`w4a8_matmul` of rows sorted by expert, int32[e] of them for each, with its own weights.
 
     w int8[e k/2 n], w_scale float32[e k/group n]. Rows beyond the sum of group_sizes come out as zero.
+    expected_rows (default m) is how many rows are likely to be filled; it sets block sizes and no result.
     """
-    return _run(x, x_scale, w, w_scale, group_sizes, out_dtype, implementation)
+    expected_rows = expected_rows or x.shape[0]
+    return _run(x, x_scale, w, w_scale, group_sizes, expected_rows, out_dtype, implementation)
 
 
-def _run(x, x_scale, w, w_scale, group_sizes, out_dtype, implementation):
+def _run(x, x_scale, w, w_scale, group_sizes, expected_rows, out_dtype, implementation):
     lead = () if group_sizes is None else group_sizes.shape
     m, k = x.shape
     num_groups, n = w_scale.shape[-2:]
@@ -55,5 +67,5 @@ def _run(x, x_scale, w, w_scale, group_sizes, out_dtype, implementation):
             "quantize_w4)"
         )
     choice = dispatch.choose("w4a8_matmul", implementation, x, w, w_scale)
-    static = Static(choice, k // num_groups, jnp.dtype(out_dtype))
+    static = Static(choice, k // num_groups, expected_rows, jnp.dtype(out_dtype))
     return choice.function("forward")(static, x, x_scale, w, w_scale, group_sizes)

@@ -43,7 +43,9 @@ def dense(inputs, sizes, implementation):
 
 def grouped(inputs, sizes, implementation):
     """[m n]."""
-    return w4a8_grouped_matmul(**inputs, implementation=implementation)
+    return w4a8_grouped_matmul(
+        **inputs, expected_rows=sizes["filled"], implementation=implementation
+    )
 
 
 def cost(sizes):

@@ -97,7 +97,7 @@ def _multiply(static, interpret):
 
 
 def _plan(x, w_scale, static) -> Plan:
-    (m, k), (experts, groups, n) = x.shape, w_scale.shape
+    m, k, (experts, groups, n) = static.expected_rows, x.shape[1], w_scale.shape
     group = k // groups
     if experts == 1:  # tensor cores take no odd number of eights of int8 above 24
         rows = -(-m // 8) * 8 if m <= 24 else -(-m // 16) * 16

@@ -54,15 +54,16 @@ def forward(static, x, x_scale, w, w_scale, group_sizes, *, interpret=False):
     if group_sizes is None:
         w, w_scale = w[None], w_scale[None]
         group_sizes = jnp.full(1, x.shape[0], jnp.int32)
-    return _multiply(static.group, static.out_dtype, interpret)(x, x_scale, w, w_scale, group_sizes)
+    multiply = _multiply(static.group, static.expected_rows, static.out_dtype, interpret)
+    return multiply(x, x_scale, w, w_scale, group_sizes)
 
 
-def _multiply(group, out_dtype, interpret):
+def _multiply(group, expected_rows, out_dtype, interpret):
     # In sequence, as a batch cannot be a dimension of a list of visits.
     @jax.custom_batching.sequential_vmap
     def multiply(x, x_scale, w, w_scale, group_sizes):
         (m, k), (e, groups, n) = x.shape, w_scale.shape
-        mean = pl.next_power_of_2(-(-m // e))
+        mean = pl.next_power_of_2(-(-expected_rows // e))
         rows = min(max(mean, MIN_ROWS), MAX_ROWS)
         columns = _columns(k, groups, n)
         work = visits(group_sizes, m, rows)
@@ -85,8 +86,9 @@ def _multiply(group, out_dtype, interpret):
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
-            # Of all rows: nobody says how many of them are likely to be filled.
-            cost_estimate=estimate(cost.product(m, m, k, n, e, group, out_dtype.itemsize)),
+            cost_estimate=estimate(
+                cost.product(expected_rows, m, k, n, e, group, out_dtype.itemsize)
+            ),
             interpret=interpret,
             name="w4a8_matmul",
         )(work.group, work.source, work.tile, work.begin, work.end, x, x_scale, w, w_scale)

@@ -371,7 +371,12 @@ def test_w4a8_matmul():
     each = array(e, k // 2, n, dtype=I8), array(e, k // group, n), array(e, dtype=I32)
     flops, moved, _ = kernels(w4a8_grouped_matmul, rows, scales, *each)["w4a8_matmul"]
     assert flops == 2 * m * k * n
-    assert moved == m * k + size(m) + e * (k // 2 * n + size(k // group, n)) + 2 * m * n
+    held = e * (k // 2 * n + size(k // group, n))
+    assert moved == m * k + size(m) + held + 2 * m * n
+    run = functools.partial(w4a8_grouped_matmul, expected_rows=(filled := 20))
+    flops, moved, _ = kernels(run, rows, scales, *each)["w4a8_matmul"]
+    assert flops == 2 * filled * k * n
+    assert moved == filled * k + size(filled) + held + 2 * m * n
 
 
 def test_write_rows():

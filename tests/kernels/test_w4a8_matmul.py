@@ -106,6 +106,15 @@ def test_rows_sorted_by_expert(implementation, name):
     np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
 
 
+@over_all_and("expected_rows", (1, 4000), slow=(1, 4000))
+def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows):
+    args = *problem(), jnp.asarray(SIZES["uneven"])
+    run = functools.partial(w4a8_grouped_matmul, out_dtype=jnp.float32)
+    run = functools.partial(run, expected_rows=expected_rows, implementation=implementation)
+    got = jax.jit(run)(*args)
+    np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
+
+
 @over_all_but_slow_on_hopper
 def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
     x, x_scale, w, w_scale = dense()

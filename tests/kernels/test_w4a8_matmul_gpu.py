@@ -46,7 +46,7 @@ def test_what_is_refused():
 def test_products_have_widths_that_exist(m):
     """Of int8, 8, 16 and 24 columns and multiples of 16."""
     shape = jax.ShapeDtypeStruct
-    static = Static(None, 128, jnp.dtype("bfloat16"))
+    static = Static(None, 128, m, jnp.dtype("bfloat16"))
     plan = gpu._plan(shape((m, 256), jnp.int8), shape((1, 2, 256), jnp.float32), static)
     assert plan.rows in (8, 24) or plan.rows % 16 == 0
 

@@ -96,7 +96,8 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
 
 
 @pytest.mark.slow
-def test_products_are_counted_by_part_and_are_those_of_the_mathematics():
+@pytest.mark.parametrize("quantised", [False, True])
+def test_products_are_counted_by_part_and_are_those_of_the_mathematics(quantised):
     """Four layers of GLM-5's own sizes: what the program does beside is little, whatever chip it is for."""
     cfg = dataclasses.replace(presets.glm5(), num_hidden_layers=4)
     options = EngineConfig(max_length=32_768, max_batch=2, chunk=2048)
@@ -104,12 +105,13 @@ def test_products_are_counted_by_part_and_are_those_of_the_mathematics():
     for platform, chip in CHIPS.items():
         mesh = abstract_mesh({"expert": 8}, chip)
         for name, lower in LOWER.items():
-            program = lower(cfg, mesh, platform, options)
+            program = lower(cfg, mesh, platform, options, quantised)
             own = found.setdefault(name, program)
             assert program.parts == own.parts, "GPUs do the same work"
             parts = program.parts
             assert min(parts[part] for part in ("indexer", "attention", "experts", "mlp")) > 0
-            assert parts["mtp"] == parts["rest"] == 0
+            turned = 2 * program.rows * program.length // mesh.size * cfg.hidden_size**2
+            assert parts["mtp"] == 0 and parts["rest"] == quantised * turned
     for name, program in found.items():
         done = sum(program.parts.values())
         assert done == pytest.approx(program.model_flops, rel=0.03), name
