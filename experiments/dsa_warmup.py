@@ -57,7 +57,7 @@ def glm5() -> ExperimentConfig:
     base, mesh = midtrain.glm5("200k"), MeshConfig(fsdp=2, expert=8, context=64)
     tokens = 16 * base.data.sequence_length
     return warm(
-        dataclasses.replace(base, step=dataclasses.replace(base.step, microbatches=1)),
+        base,
         "dsa_warmup:glm5",
         mesh=mesh,
         batch=BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens),

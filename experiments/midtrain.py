@@ -125,15 +125,15 @@ def glm5(stage: str) -> ExperimentConfig:
     """The batch is not printed: pre-training's last one, or what is nearest in whole rows."""
     base, (length, tokens, _) = pretrain.glm5(), STAGES[stage]
     # Rows are cut over `context`, or a batch would have a row for every chip. What fits of each: experiments/README.md.
-    mesh, microbatches = {
-        "32k": (MeshConfig(fsdp=8, expert=64, context=2), 4),
-        "128k": (MeshConfig(fsdp=2, expert=64, context=8), 4),
-        "200k": (MeshConfig(fsdp=1, expert=64, context=16), 4),
+    mesh = {
+        "32k": MeshConfig(fsdp=8, expert=64, context=2),
+        "128k": MeshConfig(fsdp=2, expert=64, context=8),
+        "200k": MeshConfig(fsdp=1, expert=64, context=16),
     }[stage]
-    batch = length * mesh.fsdp * mesh.expert * microbatches
+    batch = length * mesh.fsdp * mesh.expert * 4
     step = dataclasses.replace(
         base.step,
-        microbatches=microbatches,
+        rows_per_device=1,
         token_chunk=1056 if stage == "200k" else 1024,  # divides the tokens of a device
         # Both have switched after 15T tokens (GLM-4.5 2.4), which a new run does not count.
         mtp_weight=SwitchConfig(0.1, 0.1),

@@ -55,7 +55,7 @@ def small() -> ExperimentConfig:
         batch=constant(32 * 4096),
         optimizer=OptimizerConfig(frozen=IDLE),
         schedule=ScheduleConfig(warmup_steps=200, total_steps=20_000),
-        step=StepConfig(microbatches=4),
+        step=StepConfig(rows_per_device=8),
         train=TrainConfig(log_interval=10, eval_interval=500, sample_interval=500),
         sample=SampleConfig(prompts=("Once upon a time",)),
     )
@@ -72,6 +72,7 @@ def glm5() -> ExperimentConfig:
         optimizer=OptimizerConfig(frozen=IDLE),
         step=StepConfig(
             token_chunk=1024,  # 3.2 GB for what a device may receive at most
+            rows_per_device=4,  # of up to 16, when a batch has 64M tokens
             vocab_block=40_960,  # 0.5 GB of the embedding and of the head at a time
         ),
         train=TrainConfig(

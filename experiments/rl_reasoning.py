@@ -245,7 +245,7 @@ def tools() -> ReasoningConfig:
         name="rl_reasoning:tools",
         schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
         # At once, its rows would hold 3 to 6 GB, and take half as long again.
-        step=dataclasses.replace(base.step, microbatches=8),
+        step=dataclasses.replace(base.step, rows_per_device=8),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=64, max_turns=3),
         credit=CreditConfig(drop_flat=True),
         length=512,

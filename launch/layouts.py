@@ -60,6 +60,8 @@ def _layouts() -> Iterator[Layout]:
         ("h200", h200, ("mesh.fsdp=64", "mesh.expert=16", "step.expert_slices=2")),
     ):
         yield layout(f"4K {chip}", "pretrain.py:glm5", pod, *words)
+        # The largest batch of the ramp, whose program is another.
+        yield layout(f"4K 64M {chip}", "pretrain.py:glm5", pod, "batch.start=67108864", *words)
     for chip, pod in (("v5p", v5p), ("h200", h200)):
         for stage in ("32k", "128k", "200k"):
             yield layout(f"{stage.upper()} {chip}", f"midtrain.py:glm5,{stage}", pod)

@@ -14,7 +14,7 @@ On a pod start the same command on every host, with a workdir that all of them s
 --distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST. launch/local.py, on_ray.py, slurm.py and gke.py
 do that, and start again what dies. The processes of a run may become fewer, or more, from one start to the next, where the mesh says
 -1 for one of its axes: batches and what they hold stay the same (`DataConfig.streams`); of fewer devices each has
-more rows, so --experiment.step.microbatches, which may change too, keeps the memory.
+more rows, of which step.rows_per_device are there at once.
 """
 
 import dataclasses

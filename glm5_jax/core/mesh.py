@@ -247,11 +247,10 @@ def _across_slices(mesh) -> tuple[str, ...]:
     return tuple(axis for n, axis in enumerate(AXES) if np.diff(slices, axis=n).any())
 
 
-def check_batch(b: int, t: int, mesh, shard_sequence: bool = True) -> None:
-    """ValueError if a batch [b t] cannot be split over the mesh."""
-    region = Region.of(mesh)
+def check_batch(b: int, t: int, region: Region) -> None:
+    """ValueError if a batch [b t] cannot be split over the devices of a region."""
     for name, size, axes_ in (("batch size", b, BATCH_AXES), ("sequence length", t, SEQUENCE_AXES)):
-        if axes_ is SEQUENCE_AXES and not shard_sequence:
+        if axes_ is SEQUENCE_AXES and not region.shard_sequence:
             continue
         if size % region.size(axes_):
             raise ValueError(

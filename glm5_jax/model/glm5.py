@@ -463,7 +463,7 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan) 
     if mesh is None:
         return local(Region(), *args)
     region = Region.of(mesh, shard_sequence=cache is None)
-    check_batch(b, t, mesh, region.shard_sequence)
+    check_batch(b, t, region)
     rows = batch_spec(region)
     shardings = param_shardings(cfg, mesh, params, plan.replicated)
     params_spec = jax.tree.map(lambda s: s.spec, shardings)

@@ -19,7 +19,6 @@ import numpy as np
 
 from glm5_jax.core import hosts
 from glm5_jax.core.activity import FOLDER, Activity
-from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
@@ -117,14 +116,6 @@ class Asynchronous(Stage):
         self._hub = hub if jax.process_count() == 1 else _OfPod(hub)
         self._pusher = pusher
         super().__init__(config, workdir, step_maker, before)
-
-    def _check(self) -> None:
-        config = self.config
-        shards = self._region.size(BATCH_AXES) * config.step.microbatches
-        if config.rows % shards:
-            raise ValueError(
-                f"rows is {config.rows}; it must be a multiple of {shards}, batch shards times microbatches"
-            )
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from glm5_jax.core.mesh import BATCH_AXES, Region
 from glm5_jax.data.record import STREAMS
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
@@ -132,6 +133,13 @@ class RlConfig(StageConfig):
     @property
     def first_rows(self) -> int:
         return self.rows
+
+    def check_rows(self, region: Region) -> None:
+        if self.rows % (shards := region.size(BATCH_AXES)):
+            raise ValueError(
+                f"rows is {self.rows}; it must be a multiple of {shards}, devices that have rows of their own"
+            )
+        super().check_rows(region)
 
     @property
     def streams(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.checkpoint import models, store
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import check_batch
+from glm5_jax.core.mesh import Region, check_batch
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
@@ -164,7 +164,7 @@ class OutcomeModel:
             raise ValueError(f"std is {std}; scores that are all alike tell nothing, train longer")
         cfg.check_length(length)
         if mesh is not None:
-            check_batch(rows, length, mesh)
+            check_batch(rows, length, Region.of(mesh))
         self.mean, self.std = mean, std
         self._params, self._tokenizer = params, tokenizer
         self._variant, self._length, self._rows = variant, length, rows

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import check_batch
+from glm5_jax.core.mesh import Region, check_batch
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.preferences import Preference, read_preferences
@@ -103,14 +103,17 @@ class OutcomeConfig(StageConfig):
             raise ValueError(
                 f"held_out_fraction is {self.held_out_fraction}; it must be between 0 and 1"
             )
-        if self.step.microbatches != 1:
+        if self.step.rows_per_device is not None:
             raise ValueError(
-                f"step.microbatches is {self.step.microbatches}; a pair may stand in two rows, so use 1"
+                f"step.rows_per_device is {self.step.rows_per_device}; a pair may stand in two rows, so use None"
             )
 
     @property
     def row_length(self) -> int:
         return self.length
+
+    def check_rows(self, region: Region) -> None:
+        check_batch(self.rows, self.length, region)
 
     @property
     def chat_variant(self) -> str:
@@ -321,8 +324,6 @@ class OutcomeTraining(Stage):
                 f"{config.name} trains in one process and this pod has {jax.process_count()}; start it in one, on "
                 "all devices of a host"
             )
-        if self._mesh is not None:
-            check_batch(config.rows, config.length, self._mesh)
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, pairs=self.config.pairs, **options)

@@ -14,7 +14,6 @@ import numpy as np
 
 from glm5_jax.checkpoint import models, store
 from glm5_jax.core.coroutines import wait_for
-from glm5_jax.core.mesh import BATCH_AXES
 from glm5_jax.data.conversation import Conversation, records
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
@@ -84,11 +83,6 @@ class Reinforcement(Stage):
             raise ValueError(
                 f"the engine of {config.name} runs in one process and this pod has {jax.process_count()}; start it "
                 "in one, on all devices of a host"
-            )
-        shards = self._region.size(BATCH_AXES) * config.step.microbatches
-        if config.rows % shards:
-            raise ValueError(
-                f"rows is {config.rows}; it must be a multiple of {shards}, batch shards times microbatches"
             )
         if (longest := config.engine.max_length or config.length) > config.length:
             raise ValueError(

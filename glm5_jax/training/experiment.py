@@ -13,11 +13,12 @@ from typing import TypeVar
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
+from glm5_jax.core.mesh import BATCH_AXES, Region, check_batch
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig, batch_sizes
 from glm5_jax.training.step import StepConfig
 
 
@@ -96,6 +97,10 @@ class StageConfig:
         """Rows of the first batch, at least; ValueError of a stage whose step is not `make_step`'s."""
         raise ValueError(f"{self.name} learns by a step of its own, which is not lowered")
 
+    def check_rows(self, region: Region) -> None:
+        """ValueError for batches that cannot be cut over the devices of a region."""
+        check_batch(self.first_rows, self.row_length, region)
+
     @property
     def streams(self) -> tuple[str, ...]:
         """Of a record, that the learner reads."""
@@ -139,6 +144,31 @@ class ExperimentConfig(StageConfig):
     def first_rows(self) -> int:
         return self.batch.start // self.row_length
 
+    def check_rows(self, region: Region) -> None:
+        length, shards = self.row_length, region.size(BATCH_AXES)
+        for name in ("start", "end", "multiple"):
+            tokens = getattr(self.batch, name)
+            if tokens % (length * shards) or tokens < length * shards:
+                raise ValueError(
+                    f"batch.{name} is {tokens} tokens; it must be a multiple of {length * shards} "
+                    f"(sequence length {length} * {shards} devices that have rows of their own)"
+                )
+            if self.data.streams and tokens // length % self.data.streams:
+                raise ValueError(
+                    f"batch.{name} is {tokens // length} rows, which cannot be dealt out to data.streams "
+                    f"{self.data.streams}; use a divisor of the rows"
+                )
+        super().check_rows(region)
+        chunk = self.step.token_chunk
+        for tokens in batch_sizes(self.batch) if chunk else ():
+            count = self.step.microbatches(tokens // length, shards)
+            own = tokens // (shards * region.context * count)
+            if own > chunk and own % chunk:
+                raise ValueError(
+                    f"step.token_chunk {chunk} does not divide the {own} tokens that a device has of "
+                    f"a batch of {tokens}; choose a divisor, or at least {own}"
+                )
+
     @property
     def chat_variant(self) -> str | None:
         return self.data.chat_variant
@@ -159,7 +189,7 @@ _FREE = (
     "sample.",
     "data.num_threads",
     "data.prefetch_documents",
-    "step.microbatches",
+    "step.rows_per_device",
     "step.loss_chunk",
     "step.query_block",
     "step.gather_block",

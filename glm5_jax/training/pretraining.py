@@ -6,14 +6,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from glm5_jax.core.mesh import BATCH_AXES, check_batch
 from glm5_jax.data.loader import Batch, Loader
 from glm5_jax.model.generate import generate
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report
 from glm5_jax.training.experiment import ExperimentConfig
-from glm5_jax.training.schedule import batch_sizes, batch_tokens
+from glm5_jax.training.schedule import batch_tokens
 from glm5_jax.training.stages import SAMPLES, Evaluator, Stage
 from glm5_jax.training.step import Step, make_step
 
@@ -72,32 +71,7 @@ class Pretraining(Stage):
         return f"{batch_tokens(self.config.batch, 0):,} tokens per step"
 
     def _check(self) -> None:
-        config, length = self.config, self.config.data.sequence_length
-        shards = self._region.size(BATCH_AXES)
-        whole = length * shards * config.step.microbatches
-        for name in ("start", "end", "multiple"):
-            tokens = getattr(config.batch, name)
-            if tokens % whole or tokens < whole:
-                raise ValueError(
-                    f"batch.{name} is {tokens} tokens; it must be a multiple of {whole} (sequence "
-                    f"length {length} * {shards} batch shards * {config.step.microbatches} "
-                    "microbatches)"
-                )
-            if config.data.streams and tokens // length % config.data.streams:
-                raise ValueError(
-                    f"batch.{name} is {tokens // length} rows, which cannot be dealt out to data.streams "
-                    f"{config.data.streams}; use a divisor of the rows"
-                )
-        if self._mesh is not None:
-            check_batch(config.batch.start // length, length, self._mesh)
-        chunk = config.step.token_chunk
-        for tokens in batch_sizes(config.batch) if chunk else ():
-            rows = tokens // (shards * self._region.context * config.step.microbatches)
-            if rows > chunk and rows % chunk:
-                raise ValueError(
-                    f"step.token_chunk {chunk} does not divide the {rows} tokens that a device has of "
-                    f"a batch of {tokens}; choose a divisor, or at least {rows}"
-                )
+        config = self.config
         for prompt, ids in self._prompts():
             needed = len(ids) + config.sample.tokens
             if needed > config.model.max_position_embeddings:

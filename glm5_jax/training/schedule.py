@@ -20,7 +20,7 @@ class ScheduleConfig:
     peak: float = 2e-4
     end: float = 4e-5
     warmup_steps: int = 2000  # not printed; 0.5% of pre-training's steps
-    total_steps: int = 409_633  # num_steps of the default batch ramp and 27e12 tokens
+    total_steps: int = 413_095  # num_steps of the default batch ramp and 27e12 tokens
 
     def __post_init__(self):
         if self.total_steps < 1:
@@ -84,14 +84,14 @@ def switched(config: SwitchConfig, tokens_seen) -> jax.Array:
 class BatchRampConfig:
     """Tokens per batch, rising linearly with the tokens seen (GLM-4.5 2.4: 16M to 64M over 500B).
 
-    Batches are multiples of `multiple` tokens (whole rows on every device): each size compiles a
-    step of its own, so the default makes 13 of them. M is read as 2^20, whole rows of 4096 tokens.
+    Batches are multiples of `multiple` tokens (whole rows on every device), which is not disclosed: each size compiles
+    a step of its own, so the default makes 4 of them. M is read as 2^20, whole rows of 4096 tokens.
     """
 
     start: int = 16 << 20
     end: int = 64 << 20
     ramp_tokens: float = 500e9  # 0: `end` from the first batch on
-    multiple: int = 4 << 20
+    multiple: int = 16 << 20
 
 
 def batch_tokens(config: BatchRampConfig, tokens_seen: int) -> int:

@@ -95,6 +95,7 @@ class Stage:
                 "a workdir, one of its checkpoints/STEP or an HF folder (or --experiment.goes_on=false for random ones)"
             )
         config.model.check_length(config.row_length)
+        config.check_rows(self._region)
         self._check()
         if self.tokenizer.vocab_size > config.model.vocab_size:
             raise ValueError(

@@ -55,7 +55,9 @@ class StepConfig:
     # What an indexer of IndexShare learns from: the attention of its "own" layer, or the mean of all
     # layers that it has "served" (IndexCache, arXiv 2603.12201).
     index_target: str = "own"
-    microbatches: int = 1  # gradient accumulation
+    # Of a batch that a device has at once, at most, so that memory does not grow with the batch; more come in several
+    # microbatches, whose gradients are added up. None: all at once.
+    rows_per_device: int | None = None
     # Weights that stay whole from microbatch to microbatch, their gradients being reduced once per step: none
     # if "sharded", routed "experts", or all if "local" (training/accumulation.py).
     accumulate: str = "sharded"
@@ -78,9 +80,9 @@ class StepConfig:
     )
 
     def __post_init__(self):
-        for name in ("microbatches", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("rows_per_device", "loss_chunk"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be positive")
         for name in ("mtp_steps", "balance_weight", "z_weight", "index_weight"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -93,6 +95,13 @@ class StepConfig:
     def mtp_runs(self, cfg) -> int:
         """How often a model's MTP layer runs in a step."""
         return self.mtp_steps if cfg.num_nextn_predict_layers else 0
+
+    def microbatches(self, rows: int, devices: int = 1) -> int:
+        """In how many equal parts a batch of so many rows is taken: the fewest that leave a device (or the several that
+        share a row) no more than rows_per_device at once."""
+        own = rows // devices
+        at_once = own if self.rows_per_device is None else self.rows_per_device
+        return next(n for n in range(1, own + 1) if own % n == 0 and own // n <= at_once)
 
     def plan(self) -> Plan:
         return Plan(
@@ -185,11 +194,10 @@ def gradient_function(
         return objective, parts, unflatten(grads | jax.tree.map(jnp.zeros_like, still))
 
     def moving(flat, still, batch, rates):
-        rows, count = batch["token_ids"].shape[0], config.microbatches
-        if rows % count:
-            raise ValueError(f"microbatches {count} does not divide the batch of {rows} rows")
-        if mesh is not None:
-            check_batch(rows // count, batch["token_ids"].shape[1], mesh)
+        rows, length = batch["token_ids"].shape
+        region = local.keywords["region"]
+        check_batch(rows, length, region)
+        count = config.microbatches(rows, region.size(BATCH_AXES))
         if config.balance_rows:
             learnt = {
                 "mtp_steps": mtp_steps,
@@ -221,7 +229,7 @@ def gradient_function(
                 split,
                 cfg=cfg,
                 plan=config.plan(),
-                region=local.keywords["region"],
+                region=region,
                 mode=config.accumulate,
             )
 

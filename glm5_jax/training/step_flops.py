@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from glm5_jax.core.flops import Work, work_by_scope
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, check_batch
+from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
 from glm5_jax.data.record import STREAMS
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.flops import train_flops
@@ -74,6 +74,7 @@ def trace_step(config: StageConfig, mesh) -> TracedStep:
     they do not fit."""
     rows, length = config.first_rows, config.row_length
     config.model.check_length(length)
+    config.check_rows(Region() if mesh is None else Region.of(mesh))
     schedule = make_schedule(config.schedule)
     step = make_step(config.model, config.step, config.optimizer, schedule, mesh, config.token_loss)
     if mesh is None:  # a run binds its state to the device
@@ -81,7 +82,6 @@ def trace_step(config: StageConfig, mesh) -> TracedStep:
         state = jax.tree.map(lambda x: x.update(sharding=bound), step.abstract)
         step = step._replace(abstract=state)
     else:
-        check_batch(rows, length, mesh)
         where = NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES))
     dtypes = {k: STREAMS[k] for k in config.streams}
     dtypes |= dict.fromkeys(("segment_ids", "positions"), np.int32)

@@ -33,7 +33,6 @@ def fewer(config):
         "rollout.group": 1 if isinstance(config, distill.DistillConfig) else 2,
         "rollout.max_tokens": 8,
         "rows": 8,
-        "step.microbatches": 1,
         "engine.max_batch": 8,
         "engine.chunk": 256,
         "evaluation.tasks": 2,

@@ -68,14 +68,18 @@ def test_what_is_kept_of_a_microbatch(capsys):
         "--experiment.mesh.fsdp=2",
     ]
     kept = {}
-    for change in ("accumulate=local", "microbatches=2", "remat=offload"):
+    for change in ("accumulate=local", "rows_per_device=4", "remat=offload"):
         flags.append(f"--experiment.step.{change}")
         assert pod.main([*SMALL_POD, *flags, "--json"]) == 0
         kept[change] = json.loads(capsys.readouterr().out)["kept"]
     model = run.parse(SMALL_POD).config.model
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     inputs = layers * 1024 * model.hidden_size * 4
-    assert kept == {"accumulate=local": inputs, "microbatches=2": inputs // 2, "remat=offload": 0}
+    assert kept == {
+        "accumulate=local": inputs,
+        "rows_per_device=4": inputs // 2,
+        "remat=offload": 0,
+    }
 
 
 def test_a_run_trains_with_the_program_that_is_told_beforehand(tmp_path, capsys):
@@ -122,7 +126,10 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
             ["--experiment.mesh.expert=-1"],
             "mesh axis expert is left open (-1), and there are no devices to fill it; set mesh.expert",
         ),
-        (["--experiment.mesh.fsdp=3"], "batch size 8 does not divide over the mesh axes"),
+        (
+            ["--experiment.mesh.fsdp=3"],
+            "batch.start is 1024 tokens; it must be a multiple of 768 (sequence length 128 * 6 devices",
+        ),
         (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
         (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
         (["--topology=cpu", "--hlo=/nowhere/text"], "--hlo=/nowhere/text cannot be written"),

@@ -68,7 +68,10 @@ def refused(capsys, workdir, *argv) -> str:
         ([TINY, "--experiment.step.remat=banana"], "remat is 'banana'; use one of none, full"),
         ([TINY, "--experiment.step.loss_chunk=0"], "loss_chunk is 0; it must be positive"),
         ([TINY, "--experiment.step.reduce_dtype=foo"], "reduce_dtype is 'foo'; use one of"),
-        ([TINY, "--experiment.step.microbatches=0"], "microbatches is 0; it must be positive"),
+        (
+            [TINY, "--experiment.step.rows_per_device=0"],
+            "rows_per_device is 0; it must be positive",
+        ),
         (
             [TINY, "--experiment.step.token_chunk=100"],
             "step.token_chunk 100 does not divide the 128 tokens that a device has",

@@ -82,7 +82,7 @@ def assert_shards(path, leaf, mesh):
 @pytest.mark.slow
 def test_how_it_is_carried_out_leaves_the_gradients_as_they_are():
     """Gradient accumulation, tokens that travel in chunks, layers that keep their matmul results."""
-    step = dataclasses.replace(cases.STEP, microbatches=2, token_chunk=8, remat="dots")
+    step = dataclasses.replace(cases.STEP, rows_per_device=1, token_chunk=8, remat="dots")
     compare(cases.config("sparse"), step, make_mesh(fsdp=2, expert=2, tensor=2))
 
 
@@ -100,7 +100,7 @@ def test_tokens_that_cross_to_a_slice_once_leave_the_gradients_as_they_are(axes,
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
 def test_rows_that_are_dealt_by_their_cost_leave_the_gradients_as_they_are(attention):
     """Of these, tests/training/test_balance.py shows that some move."""
-    step = dataclasses.replace(cases.STEP, balance_rows=True, microbatches=2)
+    step = dataclasses.replace(cases.STEP, balance_rows=True, rows_per_device=2)
     compare(cases.config(attention), step, make_mesh(fsdp=2, context=2, tensor=2))
 
 

@@ -42,7 +42,7 @@ def test_a_layer_s_input_in_the_host_s_memory_gives_the_same_gradients(attention
 )
 def test_microbatches_add_up_to_the_batch_of_one_device(mode, axes):
     step = step_of(
-        microbatches=2,
+        rows_per_device=1,
         accumulate=mode,
         remat="offload",
         reduce_dtype="float32",
@@ -55,30 +55,30 @@ def test_microbatches_add_up_to_the_batch_of_one_device(mode, axes):
 @pytest.mark.parametrize("mode", ["experts", "local"])
 def test_frozen_weights_are_whole_too(mode):
     frozen = [path for path in flatten(glm5.letters(cases.config("sparse"))) if "experts" in path]
-    step = step_of(microbatches=2, accumulate=mode)
+    step = step_of(rows_per_device=1, accumulate=mode)
     compare(cases.config("sparse"), step, make_mesh(AXES), frozen)
 
 
 @pytest.mark.slow
 def test_whole_weights_of_experts_stand_for_int4():
-    step = step_of(microbatches=2, accumulate="local")
+    step = step_of(rows_per_device=1, accumulate="local")
     compare(cases.config("sparse", int4_group=2), step, make_mesh(AXES))
 
 
-def sent(mode, microbatches):
+def sent(mode, rows_per_device):
     """{(collective, mesh axes): bytes} of a step's gradients."""
     cfg = cases.config("dense", num_hidden_layers=2, index_topk=None, indexer_types=None)
     step, mesh = cases.step_of(cfg), make_mesh(AXES)
-    step = dataclasses.replace(step, microbatches=microbatches, accumulate=mode)
+    step = dataclasses.replace(step, rows_per_device=rows_per_device, accumulate=mode)
     return traffic(
         gradient_function(cfg, step, mesh), glm5.abstract(cfg), cases.batch(), cases.RATES
     )
 
 
 def test_how_often_weights_and_gradients_travel():
-    one, many = sent("sharded", 1), sent("sharded", 2)
+    one, many = sent("sharded", 2), sent("sharded", 1)
     for kind in ("all_gather", "reduce_scatter"):
         assert many[kind, ("fsdp",)] == 2 * one[kind, ("fsdp",)], "for each microbatch anew"
-        local = sent("local", 1)[kind, ("fsdp",)]
-        assert local == sent("local", 2)[kind, ("fsdp",)], "once per step"
+        local = sent("local", 2)[kind, ("fsdp",)]
+        assert local == sent("local", 1)[kind, ("fsdp",)], "once per step"
         assert local < one[kind, ("fsdp",)]

@@ -166,7 +166,7 @@ def test_what_whole_weights_cost_and_save():
     """Four microbatches: bytes of memory, and bytes that weights take through the network."""
     mesh, kept, sent_bytes = mesh_of(TPU, AXES), {}, {}
     for mode in ("sharded", "experts", "local"):
-        program = compiled(TPU, remat="full", microbatches=4, accumulate=mode)
+        program = compiled(TPU, remat="full", rows_per_device=1, accumulate=mode)
         kept[mode], _ = memory(f"accumulate {mode}", program)
         over = [c for c in collectives(program.as_text()) if axes_of(c, mesh) == ("fsdp",)]
         sent_bytes[mode] = sum(c.moved * (c.times or 1) for c in over)
@@ -219,11 +219,11 @@ def test_an_owner_alone_iterates_on_a_block_of_the_744b_model():
 
 
 @functools.cache
-def sent(mode, microbatches, **axes):
+def sent(mode, rows_per_device, **axes):
     """{(collective, mesh axes): bytes} that a chip gets in the gradients of a step of the 744B model."""
     config = pretraining()
     mesh = abstract_mesh({**dataclasses.asdict(config.mesh), **axes})
-    step = dataclasses.replace(config.step, microbatches=microbatches, accumulate=mode)
+    step = dataclasses.replace(config.step, rows_per_device=rows_per_device, accumulate=mode)
     run = gradient_function(config.model, step, mesh)
     batch = batch_of(config.first_rows, config.row_length)
     return traffic(run, glm5.abstract(config.model), batch, cases.RATES)
@@ -251,7 +251,7 @@ def test_devices_of_a_row_send_each_other_latents_and_index_keys_alone():
 @pytest.mark.slow
 def test_experts_cross_the_network_once_per_step_if_they_stay_whole():
     """256 experts over 256 chips, each cut in four: fetched by each of four microbatches, or once."""
-    always, once = (sent(mode, 4, fsdp=4, expert=256) for mode in ("sharded", "experts"))
+    always, once = (sent(mode, 1, fsdp=4, expert=256) for mode in ("sharded", "experts"))
     model = presets.glm5()
     layers = model.num_hidden_layers - model.first_k_dense_replace
     expert = 3 * model.hidden_size * model.moe_intermediate_size * 2  # in bfloat16

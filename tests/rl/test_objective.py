@@ -103,18 +103,18 @@ def laid_out(rows, length):
 
 
 @functools.cache
-def program(cfg, microbatches, policy, mesh):
-    step = dataclasses.replace(STEP, microbatches=microbatches)
+def program(cfg, rows_per_device, policy, mesh):
+    step = dataclasses.replace(STEP, rows_per_device=rows_per_device)
     return jax.jit(gradient_function(cfg, step, mesh, token_loss=PolicyLoss(policy)))
 
 
-def of(batch, microbatches=1, policy=POLICY, mesh=None, weights=None, cfg=CFG):
+def of(batch, rows_per_device=None, policy=POLICY, mesh=None, weights=None, cfg=CFG):
     """(objective, LossParts, gradients by path) in float64."""
     weights = params(cfg) if weights is None else weights
     with jax.enable_x64(True):
         if mesh is not None:
             weights = jax.device_put(weights, glm5.param_shardings(cfg, mesh))
-        found = program(cfg, microbatches, policy, mesh)(weights, batch, RATES)
+        found = program(cfg, rows_per_device, policy, mesh)(weights, batch, RATES)
         objective, parts, grads = jax.device_get(found)
     return objective, parts, flatten(grads)
 
@@ -203,7 +203,7 @@ def test_padding_changes_nothing():
 
 @pytest.mark.parametrize(("cfg", "count"), [(CFG, 2), (CFG, 4), (SPARSE, 2)], ids=named)
 def test_micro_batches_change_nothing(cfg, count):
-    same(of(laid_out(ALONE, 32), count, cfg=cfg), alone(cfg))
+    same(of(laid_out(ALONE, 32), len(ALONE) // count, cfg=cfg), alone(cfg))
 
 
 AXES = {"fsdp": 2, "expert": 2, "context": 2}

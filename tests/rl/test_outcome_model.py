@@ -345,8 +345,8 @@ def test_who_asks_is_told_what_went_wrong(trained):
         ({"pairs": 0}, "pairs is 0; it must be positive"),
         ({"held_out_fraction": 1.0}, "held_out_fraction is 1.0; it must be between 0 and 1"),
         (
-            {"step": dataclasses.replace(CONFIG.step, microbatches=2)},
-            "microbatches is 2; a pair may stand in two rows",
+            {"step": dataclasses.replace(CONFIG.step, rows_per_device=2)},
+            "rows_per_device is 2; a pair may stand in two rows",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_what_is_trained_must_not_change_and_is_named(tmp_path, parts, named):
         {"sample": {"tokens": 3}},
         {"name": "other"},
         {"data": {"num_threads": 0, "prefetch_documents": 1}},
-        {"step": {"microbatches": 2, "remat": "none", "loss_chunk": 8, "reduce_dtype": "float32"}},
+        {"step": {"rows_per_device": 2, "remat": "none", "reduce_dtype": "float32"}},
     ],
 )
 def test_what_only_costs_time_or_memory_may_change(tmp_path, parts):

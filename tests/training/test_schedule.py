@@ -1,5 +1,6 @@
 """Learning rate, batch ramp and the values that switch after 15T tokens."""
 
+import dataclasses
 import math
 
 import jax
@@ -74,9 +75,11 @@ def test_values_that_cannot_work_are_named(changes, match):
 def test_batches_grow_from_16m_to_64m_tokens_over_500b():
     ramp = BatchRampConfig()
     assert batch_tokens(ramp, 0) == 16 * 2**20
-    assert batch_tokens(ramp, 250_000_000_000) == 40 * 2**20
-    assert batch_tokens(ramp, 249_000_000_000) == 36 * 2**20
-    assert batch_tokens(ramp, 499_999_999_999) == 60 * 2**20
+    assert batch_tokens(ramp, 250_000_000_000) == 32 * 2**20
+    assert batch_tokens(ramp, 499_999_999_999) == 48 * 2**20
+    fine = dataclasses.replace(ramp, multiple=4 * 2**20)
+    assert batch_tokens(fine, 250_000_000_000) == 40 * 2**20
+    assert batch_tokens(fine, 249_000_000_000) == 36 * 2**20
     assert batch_tokens(ramp, 500_000_000_000) == batch_tokens(ramp, 10**13) == 64 * 2**20
 
 

@@ -25,9 +25,9 @@ BIASES = ("moe_layers/router/bias", "mtp/block/router/bias")
 
 
 @functools.cache
-def build(microbatches: int = 1, frozen=()):
+def build(rows_per_device: int | None = None, frozen=()):
     switches = {"index_weight": 0.0, **SWITCHES}
-    config = dataclasses.replace(cases.STEP, microbatches=microbatches, **switches)
+    config = dataclasses.replace(cases.STEP, rows_per_device=rows_per_device, **switches)
     optimizer = OptimizerConfig(ns_dtype="float32", frozen=frozen)
     return make_step(cases.config("dense"), config, optimizer, RATES)
 
@@ -143,8 +143,17 @@ def test_the_weight_of_multi_token_prediction_switches_with_the_tokens_seen(thre
         assert loss["mtp"] > 1
 
 
+def test_a_larger_batch_comes_in_more_microbatches():
+    """Of 1,024 devices, along pre-training's ramp, and of as many as are left."""
+    step = StepConfig(rows_per_device=4)
+    assert [step.microbatches(rows, 1024) for rows in (4096, 8192, 12288, 16384)] == [1, 2, 3, 4]
+    assert step.microbatches(16384, 512) == 8
+    assert step.microbatches(5 * 1024, 1024) == 5 and step.microbatches(6 * 1024, 1024) == 2
+    assert StepConfig().microbatches(16384, 4) == 1
+
+
 def test_microbatches_add_up_to_the_batch(three):
-    states, metrics = steps(build(microbatches=2), [cases.batch()])
+    states, metrics = steps(build(rows_per_device=4), [cases.batch()])
     for path, x in flat(states[1]).items():
         np.testing.assert_allclose(x, flat(three[0][1])[path], atol=1e-5, err_msg=path)
     for name, value in metrics[0]["loss"].items():
@@ -156,7 +165,7 @@ def test_microbatches_add_up_to_the_batch(three):
     [
         ("remat", "banana"),
         ("loss_chunk", 0),
-        ("microbatches", 0),
+        ("rows_per_device", 0),
         ("token_chunk", 0),
         ("expert_slices", 0),
         ("query_block", -1),
