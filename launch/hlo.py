@@ -21,6 +21,7 @@ KINDS = (
 
 _LISTED = re.compile(r"replica_groups=\{\{(.*?)\}\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_GROUPS = re.compile(r"replica_groups=(\S+?)(?:,\s|,?$)", re.M)
 _PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 
 # What goes between slices of TPUs libtpu writes as what their hosts send and receive: the collective's kind, and of
@@ -198,7 +199,12 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     listed, iota = _LISTED.search(text), _IOTA.search(text)
     if listed:
         return _numbers(listed[1])
-    return _iota_groups(*iota.groups()) if iota else ()
+    if iota:
+        return _iota_groups(*iota.groups())
+    said = _GROUPS.search(text)
+    if said and said[1] != "{}":
+        raise ValueError(f"replica_groups={said[1]} is in a form that is not known here")
+    return ()
 
 
 def numbers(listed: str | None) -> list[int]:

@@ -130,7 +130,7 @@ def write(file: pathlib.Path, known: Mapping[str, dict]) -> None:
     lines = [
         json.dumps({"layout": own.name} | known[own.name]) for own in LAYOUTS if own.name in known
     ]
-    new = file.with_name(f"{file.name}.new")
+    new = file.with_name(f"{file.name}.{os.getpid()}")  # another process may write too
     new.write_text("".join(f"{line}\n" for line in lines))
     os.replace(new, file)
 
@@ -165,6 +165,12 @@ def _sent(report: Mapping) -> list[str]:
     return [f"{sizes[True] / 1e9:,.4g} / {sizes[False] / 1e9:,.4g}"]
 
 
+def _whole_sums(report: Mapping) -> str:
+    """Gradients that are summed on every device, where each needs its part alone."""
+    said = (line.removeprefix("all-reduce of ") for line in report["overweight"])
+    return "; ".join(said) or "none"
+
+
 def _settings(layout: Layout) -> str:
     words = (word.removeprefix("--experiment.").removeprefix("--") for word in layout.fields)
     return ", ".join(f"`{word}`" for word in words if not word.startswith("mesh."))
@@ -188,6 +194,7 @@ def _training(own: Layout, report: Mapping) -> list[str]:
         f"{report['model_flops'] / 1e15:.2f} / {taken / 1e15:.2f}",
         f"{parts.get('newton_schulz', 0) / taken:.2%}",
         *_sent(report),
+        _whole_sums(report),
         *_bound(report),
         f"{report['utilisation']:.0%}",
         *_compiled(report),
@@ -211,7 +218,7 @@ def _serving(own: Layout, report: Mapping) -> list[str]:
 
 TRAINING = (
     *("layout", "experiment", "pod", "mesh", "fields", "rows x tokens", "GB in", "GB between"),
-    *("memory", "PFLOP needed / taken", "Newton-Schulz", "GB sent: rows / rest"),
+    *("memory", "PFLOP needed / taken", "Newton-Schulz", "GB sent: rows / rest", "summed whole"),
     *("least seconds a step", "utilisation", "compiled"),
 )
 SERVING = (
@@ -227,17 +234,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def tables(known: Mapping[str, dict]) -> str:
-    """Both, of the layouts that fit."""
-    training, serving = [], []
+    """Both, of the layouts that fit, and the names of the others."""
+    training, serving, others = [], [], []
     for own in LAYOUTS:
         for report in known.get(own.name, {}).get("reports", ()):
             if not report["fits"]:
-                continue
-            if report["program"] == "train step":
+                others.append(f"{own.name} ({report['program']}) does not fit.")
+            elif report["program"] == "train step":
                 training.append(_training(own, report))
             else:
                 serving.append(_serving(own, report))
-    return f"{table(TRAINING, training)}\n\n{table(SERVING, serving)}"
+    return "\n\n".join([table(TRAINING, training), table(SERVING, serving), *others])
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from glm5_jax.core.mesh import AXES, make_mesh, resolve
-from launch.xla_flags import FLAGS
+from launch.xla_flags import FLAGS, GPU_SHARE
 from pallas_kernels.chips import CHIPS, Chip
 
 FOLDER = pathlib.Path(__file__).parent
@@ -64,6 +64,12 @@ class Pod:
         return CHIPS[self.chip].device
 
     @property
+    def usable(self) -> int | None:
+        """Bytes of a device's memory that JAX may take, under `launch.run`."""
+        share = 1 if self.platform == "tpu" else GPU_SHARE
+        return int(share * self.device.memory) if self.device.memory else None
+
+    @property
     def options(self) -> dict[str, str | bool]:
         """What launchers set for training on it, as `compiler_options` of JAX: XLA:GPU takes no "true" there."""
         found = FLAGS[self.chip]
@@ -100,6 +106,10 @@ def parse(text: str) -> Pod:
         if len(shape) != 2:
             raise ValueError(
                 f"target {text!r}: give hosts x GPUs as in {chip}:128x8, or partitions x hosts x GPUs"
+            )
+        if shape[1] > (most := CHIPS[chip].per_host):
+            raise ValueError(
+                f"target {text!r}: a host has up to {most} {chip}, not {shape[1]}; give more hosts, as in {chip}:128x{most}"
             )
     elif len(shape) != TORUS[chip]:
         example = "8x8x16" if TORUS[chip] == 3 else "16x16"

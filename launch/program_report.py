@@ -61,7 +61,7 @@ class Report:
     have in pages; token_costs: of programs that serve, the least that tokens cost on chips of this kind. What follows is
     known of a compiled program alone. options: of XLA, that launchers set for the chip. temporaries: what lives in between,
     kept activations among them; of what the host's memory holds, on_host. not_reused: results that take no argument's place.
-    code: the program itself. available: of the chip. seconds: the least that each resource needs, busy all the time: a bound,
+    code: the program itself. available: of the chip; usable: what of that JAX may take (None: all). seconds: the least that each resource needs, busy all the time: a bound,
     not a speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what takes most
     room, if it does not fit.
     """
@@ -89,6 +89,7 @@ class Report:
     not_reused: int = 0
     code: int = 0
     available: int | None = None
+    usable: int | None = None
     traffic: tuple[Traffic, ...] = ()
     overweight: tuple[str, ...] = ()
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -106,7 +107,7 @@ class Report:
         """None: not known, as nothing was compiled."""
         if self.available is None or self.temporaries is None:
             return None
-        return self.used <= self.available
+        return self.used <= (self.usable or self.available)
 
 
 def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
@@ -136,6 +137,15 @@ def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
             Traffic(kind, axes, len(own), often, near, far, max(one.num_bytes for one in own))
         )
     return tuple(sorted(rows, key=lambda row: -(row.near + row.far)))
+
+
+def filled(one: Collective, mesh, expert_slices: int) -> Collective:
+    """With the rows that exist. Where tokens cross to each slice once and are dealt out inside (`model.dispatch`), operand
+    and result of the second way have room for what all slices may send, of which the experts of one take a share."""
+    inside = mesh.shape["expert"] // expert_slices
+    if expert_slices == 1 or one.kind != "ragged-all-to-all" or len(one.groups[0]) != inside:
+        return one
+    return one._replace(moved=one.moved // expert_slices)
 
 
 def leaving(one: Collective, islands: Sequence) -> int:
@@ -213,6 +223,7 @@ def report_of(
     began = time.monotonic()
     known["options"] = pod.options if pod else {}
     known["available"] = int(pod.device.memory) if pod and pod.device.memory else None
+    known["usable"] = pod.usable if pod else None
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = program.lowered.compile(
@@ -223,6 +234,7 @@ def report_of(
             if needed is None:
                 raise
             size, known["available"] = needed
+            known["usable"] = None
             known["temporaries"] = size - sum(known["held"].values())
             largest = largest_allocations(str(error)) or _largest(folder)
             return Report(**known, largest=tuple(largest)), None
@@ -233,7 +245,7 @@ def report_of(
         if Report(**known).fits is False:
             known["largest"] = tuple(_largest(folder))
     if mesh is not None:
-        found = collectives(text, mesh)
+        found = [filled(one, mesh, program.expert_slices) for one in collectives(text, mesh)]
         known |= {"traffic": traffic(found, mesh), "overweight": overweight(found)}
         known["replicated"] |= {
             f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)
@@ -321,6 +333,8 @@ def _lines(report: Report):
     if report.fits is not None:
         share = report.used / report.available
         yield f"    {'together':<24}{report.used / GB:8.3f}  {share:.0%} of {report.available / GB:.2f}"
+        if report.usable not in (None, report.available):
+            yield f"    {'(JAX may take)':<24}{report.usable / GB:8.3f}"
     total = sum(report.parts.values())
     yield (
         f"  TFLOP        {_tera(report.model_flops)} that the mathematics needs of a device in a step"
@@ -343,6 +357,8 @@ def _lines(report: Report):
         )
     for line in report.overweight:
         yield f"  not scattered: {line}"
+    if not report.replicated and report.mesh:
+        yield "  whole on every device: no array above 1 GiB"
     for label, arrays in (
         ("whole on every device", report.replicated),
         ("whole while it is used", report.used_whole),

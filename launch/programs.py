@@ -25,7 +25,7 @@ class Program(NamedTuple):
     needs of one device in a step; parts: what the program's products take there, by part ({}: not known); used: by path,
     bytes that a device holds of a weight while it computes with it; least: what its products and memory do at least, by
     dtype; kept: bytes that a forward keeps for its backward (None: not known); cached: tokens that a row may have in pages;
-    token_costs: for the names of chips, the least that tokens cost there.
+    token_costs: for the names of chips, the least that tokens cost there; expert_slices: as of `StepConfig`.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Program(NamedTuple):
     kept: int | None = None
     cached: int | None = None
     token_costs: Callable[[tuple[str, ...]], tuple[TokenCost, ...]] | None = None
+    expert_slices: int = 1
 
 
 def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
@@ -72,6 +73,7 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
         # The state is read once and written once.
         (Cost(sum(parts.values()) or needed, 2 * state_bytes),),
         None if mesh is None else kept_bytes(made.traced.jaxpr.jaxpr),
+        expert_slices=config.step.expert_slices,
     )
 
 

@@ -35,6 +35,7 @@ from ml_collections import config_flags
 from glm5_jax.core.editable import check_path, editable, freeze
 from glm5_jax.core.placement import AGAIN
 from glm5_jax.core.stopping import StopSignal
+from launch import xla_flags
 
 EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
 
@@ -44,6 +45,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
         return 0
+    xla_flags.claim(os.environ)
     try:
         with StopSignal(ends=True):
             command = parse(argv)

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from absl import flags
 
-from glm5_jax.core.mesh import resolve
+from glm5_jax.core.mesh import Region, resolve
 from glm5_jax.core.placement import Placement, Role, ordered
 from glm5_jax.core.roles import Event, RoleError, Roles
 from glm5_jax.core.stopping import StopSignal, answered_by
-from glm5_jax.training.experiment import MeshConfig
+from glm5_jax.training.experiment import MeshConfig, StageConfig
 from launch import run
 from pallas_kernels.chips import CHIPS
 
@@ -89,14 +89,17 @@ def read(
 
 
 def _check_mesh(config, hosts: int, devices: int, chip: str | None) -> None:
-    """ValueError for a mesh of other than the devices of all hosts, if these have some."""
+    """ValueError for a mesh of other than the devices of all hosts, if these have some, and for rows that these cannot
+    share."""
     each = CHIPS[chip].num_devices if chip else 1
     stages = [config, *(getattr(config, field.name) for field in dataclasses.fields(config))]
     for stage in stages if devices else ():
         mesh = getattr(stage, "mesh", None)
         if isinstance(mesh, MeshConfig):
             try:
-                resolve(dataclasses.asdict(mesh), hosts * devices * each)
+                sizes = resolve(dataclasses.asdict(mesh), hosts * devices * each)
+                if isinstance(stage, StageConfig):
+                    stage.check_rows(Region(*sizes))
             except ValueError as error:
                 twice = f", {each} devices of JAX each" if each > 1 else ""
                 raise ValueError(

@@ -162,6 +162,13 @@ def test_the_halves_of_an_asynchronous_collective_count_once(begun, ended, kind,
     assert (found.kind, found.num_bytes, found.times) == (kind, num_bytes, 1)
 
 
+def test_groups_in_another_form_are_not_taken_for_all_devices():
+    line = "%s = f32[64]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=2]{b}, to_apply=%add"
+    text = STARTED.format(begun=line, ended="%d = f32[64]{0} copy(%s)")
+    with pytest.raises(ValueError, match="replica_groups=mesh.* is in a form that is not known"):
+        collectives(text)
+
+
 def test_groups_along_an_axis():
     mesh = make_mesh(fsdp=2, expert=4)
     assert groups_along(mesh, "expert") == ((0, 1, 2, 3), (4, 5, 6, 7))

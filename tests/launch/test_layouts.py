@@ -30,6 +30,7 @@ REPORT = {
         {"kind": "all-gather", "near": 4e9, "far": 0},
         {"kind": "reduce-scatter", "near": 0.5e9, "far": 0},
     ],
+    "overweight": ["all-reduce of 476 MB, 4 times"],
     "seconds": {"products": 4.0, "memory": 1.0},
     "utilisation": 0.75,
     "compiling_seconds": 61.0,
@@ -67,17 +68,21 @@ def test_a_row_of_the_table():
     assert (found["GB in"], found["GB between"], found["memory"]) == ("3.0", "7.0", "50% of 20")
     assert found["PFLOP needed / taken"] == "3.00 / 4.00" and found["Newton-Schulz"] == "1.00%"
     assert found["GB sent: rows / rest"] == "3 / 4.5"
+    assert found["summed whole"] == "476 MB, 4 times"
     assert found["least seconds a step"] == "**products 4**, memory 1"
+    assert layouts.tables(told(LAYOUTS[0], overweight=[])).count("| none |") == 1
     assert found["utilisation"] == "75%" and found["compiled"] == "61 s, 2.0 GiB"
     assert not any(LAYOUTS[0].name in line for line in rest)
 
 
-def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_none():
+def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_is_named():
     first, second = LAYOUTS[:2]
     serving = told(first, program="decode", cached=202_752) | told(second, fits=False)
     training, _, rest = layouts.tables(serving).partition("\n\n")
     assert len(training.splitlines()) == 2, "no row"
-    assert "on up to 202,752" in rest and second.name not in rest
+    served, _, others = rest.partition("\n\n")
+    assert "on up to 202,752" in served and second.name not in served
+    assert others == f"{second.name} (train step) does not fit."
 
 
 def test_results_are_kept_layout_by_layout_in_their_order(tmp_path):

@@ -234,8 +234,8 @@ def test_every_text_survives_yaml(value):
         (slurm, TRAINING, "--devices is not given; say how many accelerators each host has"),
         (
             slurm,
-            [*TRAINING, "--devices=9"],
-            "asks for 9 devices of a node, --devices_per_node is 8; give it more hosts",
+            [*TRAINING, "--devices=16"],
+            "asks for 16 devices of a node, --devices_per_node is 8; give it more hosts",
         ),
         (slurm, [*TRAINING, "--devices=8", "--color=1"], "Unknown command line flag 'color'"),
         (slurm, [*TRAINING, "--devices=8", "--chip=abacus"], "--chip=abacus: value should be one"),
@@ -281,7 +281,8 @@ def test_every_text_survives_yaml(value):
         ),
         (
             gke,
-            [*TRAINING, *POD, "--devices=4", "--hosts=3", "--slices=2"],
+            [*TRAINING, *POD, "--devices=4", "--hosts=3", "--slices=2"]
+            + [f"--experiment.batch.{name}={3 << 24}" for name in ("start", "end", "multiple")],
             "role train: 2 slices cannot have equal parts of 3 hosts",
         ),
         (
@@ -306,8 +307,19 @@ def test_every_text_survives_yaml(value):
         ),
         (
             slurm,
+            [f"--experiment={ROOT}/experiments/pretrain.py:glm5", "--devices=8", "--hosts=96"]
+            + ["--experiment.mesh.fsdp=-1"],
+            "96 hosts of 8 accelerators: batch.start is 16777216 tokens; it must be a multiple of 3145728",
+        ),
+        (
+            slurm,
             [f"--experiment={ROOT}/experiments/lifecycle.py:tiny", "--devices=4", "--chip=tpu7x"]
             + ["--experiment.sft.mesh.fsdp=4"],
+            "1 hosts of 4 accelerators, 2 devices of JAX each: batch.start is 2048 tokens; it must be",
+        ),
+        (
+            slurm,
+            [*TRAINING, "--devices=4", "--chip=tpu7x", "--experiment.mesh.fsdp=4"],
             "1 hosts of 4 accelerators, 2 devices of JAX each: mesh fsdp=4 does not divide the 8",
         ),
     ],

@@ -103,6 +103,8 @@ def test_one_slice_or_partition_need_not_be_said():
         ("v6e:4x4x4", "a slice of v6e has 2 dimensions; give one such as v6e:16x16"),
         ("h200:1024", "give hosts x GPUs as in h200:128x8"),
         ("h200:1x1x1x8", "give hosts x GPUs"),
+        ("h200:1x1024", "a host has up to 8 h200, not 1024; give more hosts, as in h200:128x8"),
+        ("h100:64x16", "a host has up to 8 h100, not 16"),
         ("2*h200:128x8", "GPUs have no slices; their partitions are the first number of h200:2x"),
         ("v6e:0x16", "'v6e:0x16' has a size of 0"),
         ("0*v6e:16x16", "has a size of 0"),
@@ -293,6 +295,18 @@ def test_what_a_user_says_counts_more_than_what_a_chip_should_have():
     assert xla_flags.environment("h200", {"XLA_FLAGS": "--a=1"})["XLA_FLAGS"].endswith(" --a=1")
     assert list(xla_flags.environment("v5p", {})) == ["LIBTPU_INIT_ARGS"]
     assert xla_flags.environment(None, {"XLA_FLAGS": "--a=1"}) == {}
+
+
+def test_of_a_gpu_jax_takes_what_is_told_unless_a_user_says_otherwise():
+    share = pods.parse("h200:1x8").usable / CHIPS["h200"].memory
+    assert 0.9 < share < 0.95 and pods.parse("v5p:2x2x2").usable == int(CHIPS["v5p"].memory)
+    for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}):
+        found = dict(given)
+        xla_flags.claim(found)
+        assert found == (given or {"XLA_CLIENT_MEM_FRACTION": str(xla_flags.GPU_SHARE)})
+    code = "import os, sys; from launch import run; run.main(['run']); print(os.environ['XLA_CLIENT_MEM_FRACTION'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) == pytest.approx(share)
 
 
 def test_jax_starts_with_the_options_for_gpus_and_the_last_of_two_counts():

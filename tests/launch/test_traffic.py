@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.core.mesh import make_mesh
 from launch.hlo import Collective, axes_of, collectives
 from launch.pods import parse
-from launch.program_report import Traffic, bounds, leaving, traffic
+from launch.program_report import Traffic, bounds, filled, leaving, traffic
 from pallas_kernels.cost import Cost
 from tests.launch.test_pods import devices_of
 
@@ -86,6 +86,22 @@ def test_seconds_of_each_resource():
     far = [Traffic("all-gather", ("fsdp",), 1, 1, 0, 25 * 10**9, 1)] * 2
     found = bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
     assert found == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
+
+
+def test_of_rows_dealt_out_inside_a_slice_those_are_counted_that_exist():
+    """Both their buffers have room for what all slices may send."""
+    mesh = make_mesh(expert=8)
+    halves, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), tuple((i, i + 4) for i in range(4))
+    inside = over("ragged-all-to-all", 6 * MB, halves)
+    assert filled(inside, mesh, 2).moved == 3 * MB
+    for other in (
+        over("ragged-all-to-all", 6 * MB, pairs),
+        over("ragged-all-to-all", 6 * MB, (tuple(range(8)),)),
+        over("all-gather", 6 * MB, halves),
+        over("collective-permute", 6 * MB, pairs=((0, 1), (1, 0))),
+    ):
+        assert filled(other, mesh, 2) == other
+    assert filled(inside, mesh, 1) == inside
 
 
 # -- several slices ------------------------------------------------------------------------------------------------
