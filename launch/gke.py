@@ -11,6 +11,7 @@ several hosts takes the whole set down, which starts again up to --restarts time
 it takes where it was pre-empted, before which it saves. The set has ended with its main roles. IMAGE has this repository as its
 working directory, and an environment; the volume of the claim NAME, which all pods may write, is mounted at DIR. Accelerators of a
 known kind have the options of XLA for them (launch/xla_flags.py) in place of IMAGE's; --xla_flags='--NAME=VALUE ...' counts more.
+Pods that have a node of eight H200 for themselves are on its fast network, as GKE's documentation names it (gvnic-1, rdma-0 to 7).
 With --slices=2 the hosts are those of two slices of that topology, each a job; when one is lost for good, delete the set and apply
 one of fewer --slices and --hosts for the same DIR (launch/run.py says what else). An error of the user is one line and exit code 2.
 
@@ -28,6 +29,7 @@ from absl import flags
 from glm5_jax.core.placement import AGAIN, Role, filled
 from launch import topology, xla_flags
 from launch.pods import TORUS
+from pallas_kernels.chips import CHIPS as KNOWN
 
 _MEETING_PORT = 8476  # of the processes of a replica; jax's own for clusters of TPUs
 # What GKE calls the chips whose options are known: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and gpus.
@@ -46,6 +48,27 @@ _INTERRUPTED = {
     "action": "RestartJobSetAndIgnoreMaxRestarts",
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
+# The fast network of nodes with eight H200, for pods that have a node for themselves: what GKE's documentation has such a
+# pod say, with its names of networks (cloud.google.com/ai-hypercomputer/docs/create/gke-ai-hypercompute-custom).
+_RDMA = "nvidia-h200-141gb"
+_NETWORKS = ("default", "gvnic-1", *(f"rdma-{n}" for n in range(8)))
+_INTERFACES = {
+    "networking.gke.io/default-interface": "eth0",
+    "networking.gke.io/interfaces": json.dumps(
+        [{"interfaceName": f"eth{n}", "network": name} for n, name in enumerate(_NETWORKS)]
+    ),
+}
+_RDMA_VOLUMES = [
+    {"name": "nvidia", "hostPath": {"path": "/home/kubernetes/bin/nvidia"}},
+    {"name": "gib", "hostPath": {"path": "/home/kubernetes/bin/gib"}},
+    {"name": "shm", "emptyDir": {"medium": "Memory"}},
+]
+_RDMA_MOUNTS = [
+    {"name": "nvidia", "mountPath": "/usr/local/nvidia"},
+    {"name": "gib", "mountPath": "/usr/local/gib"},
+    {"name": "shm", "mountPath": "/dev/shm"},
+]
+_RDMA_START = ["bash", "-c", 'source /usr/local/gib/scripts/set_nccl_env.sh; exec "$@"', "bash"]
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS = {
     "true",
@@ -181,7 +204,10 @@ def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) ->
         "terminationGracePeriodSeconds": math.ceil(role.grace),
         "nodeSelector": _node_selector(role, values),
         "containers": [_container(run, role, words, values)],
-        "volumes": [{"name": "workdir", "persistentVolumeClaim": {"claimName": values.claim}}],
+        "volumes": [
+            {"name": "workdir", "persistentVolumeClaim": {"claimName": values.claim}},
+            *(_RDMA_VOLUMES if _has_rdma(role, values) else []),
+        ],
     }
     spec = {
         "parallelism": role.hosts // role.slices,
@@ -189,9 +215,16 @@ def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) ->
         "completionMode": "Indexed",
         "backoffLimit": 0 if together else role.restarts.limit,
         "podFailurePolicy": {"rules": _stopped(role)} if together else None,
-        "template": {"spec": pod},
+        "template": {
+            "metadata": {"annotations": _INTERFACES} if _has_rdma(role, values) else None,
+            "spec": pod,
+        },
     }
     return {"metadata": {"annotations": exclusive} if role.devices else None, "spec": spec}
+
+
+def _has_rdma(role: Role, values: flags.FlagValues) -> bool:
+    return values.accelerator == _RDMA and role.devices == KNOWN[CHIPS[_RDMA]].per_host
 
 
 def _stopped(role: Role) -> list[dict[str, Any]]:
@@ -238,7 +271,7 @@ def _container(run: topology.Topology, role: Role, words, values) -> dict[str, A
     return {
         "name": role.name,
         "image": values.image,
-        "command": command,
+        "command": [*_RDMA_START, *command] if _has_rdma(role, values) else command,
         "env": [
             {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": index}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
@@ -246,7 +279,10 @@ def _container(run: topology.Topology, role: Role, words, values) -> dict[str, A
         ],
         "ports": [{"containerPort": role.port}] if role.serves else None,
         "resources": {"requests": resources, "limits": {kind: role.devices or None}},
-        "volumeMounts": [{"name": "workdir", "mountPath": str(run.workdir)}],
+        "volumeMounts": [
+            {"name": "workdir", "mountPath": str(run.workdir)},
+            *(_RDMA_MOUNTS if _has_rdma(role, values) else []),
+        ],
         **_probes(role),
     }
 
@@ -259,6 +295,8 @@ def _own(role: Role, values: flags.FlagValues) -> dict[str, str]:
     name = "LIBTPU_INIT_ARGS" if _is_tpu(values) else "XLA_FLAGS"
     if said := f"{values.xla_flags} {env.get(name, '')}".strip():
         env[name] = said
+    if _has_rdma(role, values):
+        env = {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} | env
     return env | xla_flags.environment(CHIPS.get(values.accelerator), env)
 
 

@@ -62,7 +62,13 @@ POD = mapping(
         "terminationGracePeriodSeconds": NUMBER,
         "containers": listed(CONTAINER),
         "volumes": listed(
-            mapping({"name": LABEL, "persistentVolumeClaim": mapping({"claimName": TEXT})})
+            {
+                "oneOf": [
+                    mapping({"name": LABEL, "persistentVolumeClaim": mapping({"claimName": TEXT})}),
+                    mapping({"name": LABEL, "hostPath": mapping({"path": TEXT})}),
+                    mapping({"name": LABEL, "emptyDir": mapping({"medium": {"const": "Memory"}})}),
+                ]
+            }
         ),
     },
     nodeSelector=TEXTS,
@@ -97,7 +103,7 @@ JOB = mapping(
         "completions": NUMBER,
         "completionMode": {"const": "Indexed"},
         "backoffLimit": NUMBER,
-        "template": mapping({"spec": POD}),
+        "template": mapping({"spec": POD}, metadata=mapping({"annotations": TEXTS})),
     },
     podFailurePolicy=mapping({"rules": listed(FAILED_PODS, maxItems=20)}),
 )

@@ -39,6 +39,8 @@ GOLDENS = {
     "training.sbatch": [slurm, *TRAINING, "--hosts=16", "--devices=8", "--workdir=/run"]
     + ["--chip=h200"],
     "system.yaml": [gke, f"{SYSTEM}:pod", *POD],
+    "h200.yaml": [gke, *TRAINING, *POD[:2], POD[3], "--accelerator=nvidia-h200-141gb"]
+    + ["--hosts=16", "--devices=8"],
     "training.yaml": [gke, *TRAINING, *POD, "--hosts=16", "--devices=4", "--tpu_topology=4x4x4"],
     "slices.yaml": [gke, *TRAINING, *POD, "--hosts=32", "--slices=2", "--devices=4"]
     + ["--tpu_topology=4x4x4"],
@@ -139,6 +141,22 @@ def container_of(role: Role, *flags: str) -> dict:
 def test_what_kubernetes_would_replace_in_a_command_is_left_alone():
     container = container_of(Role("a", ["sh", "-c", "echo $(date) $(ROLE_INDEX)"]))
     assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
+
+
+def test_who_has_a_node_of_h200_alone_is_on_its_fast_network():
+    """And what starts there still gets signals, as its shell becomes it."""
+    mounts = {}
+    for accelerator, devices in (
+        ("nvidia-h200-141gb", 8),
+        ("nvidia-h200-141gb", 4),
+        ("nvidia-h100-80gb", 8),
+        ("nvidia-h200-141gb", 0),
+    ):
+        found = container_of(Role("a", ["x"], devices=devices), f"--accelerator={accelerator}")
+        mounts[accelerator, devices] = [one["name"] for one in found["volumeMounts"]]
+        assert ("bash" == found["command"][0]) == ("gib" in mounts[accelerator, devices])
+    assert mounts.pop(("nvidia-h200-141gb", 8)) == ["workdir", "nvidia", "gib", "shm"]
+    assert [*mounts.values()] == [["workdir"]] * 3
 
 
 # -- options of XLA ------------------------------------------------------------------------------------------
