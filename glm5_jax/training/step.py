@@ -61,7 +61,8 @@ class StepConfig:
     # Weights that stay whole from microbatch to microbatch, their gradients being reduced once per step: none
     # if "sharded", routed "experts", or all if "local" (training/accumulation.py).
     accumulate: str = "sharded"
-    loss_chunk: int = 1024  # rows of logits at a time
+    # Rows of logits at a time, where XLA makes them; the kernels that pods have for it take tiles of their own.
+    loss_chunk: int = 1024
     query_block: int = 128
     gather_block: int = 32
     token_chunk: int | None = None  # tokens per device that travel to the experts at a time

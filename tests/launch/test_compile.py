@@ -82,18 +82,24 @@ def test_what_is_kept_of_a_microbatch(capsys):
     }
 
 
-def test_a_run_trains_with_the_program_that_is_told_beforehand(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("experiment", "fields"),
+    [
+        (
+            "rl_reasoning.py:addition",
+            {"rows": 8, "rollout.prompts": 2, "rollout.group": 4}
+            | {"evaluation.tasks": 0, "agreement.attempts": 0},
+        ),
+        ("pretrain.py:tiny", {"mesh.fsdp": 8, "sample.prompts": "()", "train.eval_interval": 0}),
+    ],
+)
+def test_a_run_trains_with_the_program_that_is_told_beforehand(
+    experiment, fields, tmp_path, capsys
+):
     """On the devices of this machine."""
-    small = [
-        "compile",
-        "--experiment=experiments/rl_reasoning.py:addition",
-        "--experiment.train.steps=1",
-        "--experiment.rows=8",
-        "--experiment.rollout.prompts=2",
-        "--experiment.rollout.group=4",
-        "--experiment.evaluation.tasks=0",
-        "--experiment.agreement.attempts=0",
-    ]
+    fields = {"train.steps": 1} | fields
+    small = ["compile", f"--experiment=experiments/{experiment}"]
+    small += [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main([*small, "--topology=cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     run.parse(small).config.stage(tmp_path).run()

@@ -41,8 +41,10 @@ def summed_in_full(found, limit: float = 64 * MB):
     ("target", "attention"),
     [
         ("v5p:2x2x2", "sparse"),
+        ("v5e:2x4", "sparse"),
         ("v6e:2x4", "dense"),
         ("tpu7x:2x2x1", "sparse"),
+        ("h100:1x8", "sparse"),
         ("h200:1x8", "dense"),
     ],
 )
@@ -153,8 +155,11 @@ def test_the_whole_step_fits_a_v5p(make):
     config = make()
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(config.mesh))
     program = pod.lower_step(config, mesh)
-    report, _ = report_of(config.name, "v5p:8x8x16", program, mesh, pod_of("v5p:8x8x16"), 0.0)
+    report, text = report_of(config.name, "v5p:8x8x16", program, mesh, pod_of("v5p:8x8x16"), 0.0)
     print(described(report))
     assert report.not_reused < 0.01 * sum(report.held.values()), "state is not reused"
     assert report.used < 0.95 * report.available
-    assert not report.overweight and not report.replicated
+    assert not report.replicated
+    # Parts of the vocabulary and some weights of long contexts are summed on every device: little of what is sent.
+    whole = sum(one.moved * (one.times or 1) for one in summed_in_full(collectives(text, mesh)))
+    assert whole < 0.01 * sum(row.near + row.far for row in report.traffic)
