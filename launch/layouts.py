@@ -66,7 +66,6 @@ def _layouts() -> Iterator[Layout]:
         for stage in ("32k", "128k", "200k"):
             yield layout(f"{stage.upper()} {chip}", f"midtrain.py:glm5,{stage}", pod)
         yield layout(f"warm-up {chip}", "dsa_warmup.py:glm5", pod)
-    for chip, pod in (("v5p", v5p), ("tpu7x", tpu7x), ("h200", h200)):
         yield layout(f"DSA {chip}", "dsa_sparse.py:glm5", pod)
         yield layout(f"SFT {chip}", "sft.py:glm5,mixed", pod)
     yield layout("RL v5p", "rl_reasoning.py:glm5", v5p)
