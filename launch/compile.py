@@ -125,6 +125,10 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         rest = values(argv, known_only=True)
+        if values.hash and values.hlo:
+            raise ValueError(
+                "--hash compiles nothing that --hlo could write; leave out one of them"
+            )
         if values.hlo and (pathlib.Path(values.hlo).is_dir() or not _can_be_written(values.hlo)):
             raise ValueError(
                 f"--hlo={values.hlo} cannot be written; give a file in a folder that is there"

@@ -140,6 +140,7 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
         (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
         (["--topology=cpu", "--hlo=/nowhere/text"], "--hlo=/nowhere/text cannot be written"),
         (["--topology=cpu", "--hlo=/"], "--hlo=/ cannot be written"),
+        (["--hash", "--hlo=text"], "--hash compiles nothing that --hlo could write; leave out one"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(changes, message, capsys):

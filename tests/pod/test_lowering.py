@@ -123,6 +123,15 @@ def test_bytes_per_device(make):
     assert params + optimizer + batch < 6 * GIB
 
 
+def test_the_largest_batch_of_the_ramp_keeps_no_more_than_the_first():
+    """Four times as many rows, in four microbatches."""
+    config, mesh, step = lowered(pretraining)
+    ramp = dataclasses.replace(config.batch, start=config.batch.end)
+    last = pod.lower_step(dataclasses.replace(config, batch=ramp), mesh)
+    assert last.rows == 4 * step.rows
+    assert 0 < last.kept <= step.kept
+
+
 @LAYOUTS
 def test_nothing_above_a_gibibyte_is_replicated(make):
     config, mesh, step = lowered(make)
