@@ -21,6 +21,10 @@ KINDS = (
 
 _LISTED = re.compile(r"replica_groups=\{\{(.*?)\}\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(
+    r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}"
+)
+_AXIS = re.compile(r"'(\w+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _GROUPS = re.compile(r"replica_groups=(\S+?)(?:,\s|,?$)", re.M)
 _PAIRS = re.compile(r"source_target_pairs=\{\{(.*?)\}\}")
 
@@ -201,6 +205,8 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
         return _numbers(listed[1])
     if iota:
         return _iota_groups(*iota.groups())
+    if named := _NAMED.search(text):
+        return _named_groups(*named.groups())
     said = _GROUPS.search(text)
     if said and said[1] != "{}":
         raise ValueError(f"replica_groups={said[1]} is in a form that is not known here")
@@ -221,6 +227,31 @@ def iota(dims: list[int], order: list[int]) -> np.ndarray:
 def _iota_groups(*parts: str | None) -> tuple[tuple[int, ...], ...]:
     shape, dims, order = map(numbers, parts)
     return tuple(map(tuple, iota(dims, order).reshape(shape).tolist()))
+
+
+@functools.lru_cache(maxsize=256)
+def _named_groups(axes: str, dims: str | None, order: str | None, chosen: str):
+    """Of XLA's form by the axes of a mesh: 'a'=2,'b'=4 are all; device_ids, if they are not in order, are those of `iota`;
+    chosen are 'a', or 'b':(2)2 for the part of b that has 2 before it."""
+    sizes = {name: int(size) for name, size, _, _ in _AXIS.findall(axes)}
+    parts: dict[str, set[tuple[int, int]]] = {}
+    for name, _, before, size in _AXIS.findall(chosen):
+        part = (int(before), int(before) * int(size)) if size else (1, sizes[name])
+        parts.setdefault(name, set()).add(part)
+    shape, together = [], []
+    for name, size in sizes.items():
+        own = parts.get(name, set())
+        cuts = sorted({1, size, *(cut for part in own for cut in part)})
+        for begin, end in zip(cuts, cuts[1:]):
+            if any(first <= begin and end <= last for first, last in own):
+                together.append(len(shape))
+            shape.append(end // begin)
+    ids = iota(numbers(dims), numbers(order)) if dims else np.arange(math.prod(shape))
+    apart = [dim for dim in range(len(shape)) if dim not in together]
+    size = math.prod(shape[dim] for dim in together)
+    return tuple(
+        map(tuple, ids.reshape(shape).transpose(apart + together).reshape(-1, size).tolist())
+    )
 
 
 def groups_along(mesh, *axes: str) -> tuple[tuple[int, ...], ...]:

@@ -163,10 +163,36 @@ def test_the_halves_of_an_asynchronous_collective_count_once(begun, ended, kind,
 
 
 def test_groups_in_another_form_are_not_taken_for_all_devices():
-    line = "%s = f32[64]{0} all-reduce(%p), replica_groups=mesh['a'=2,'b'=2]{b}, to_apply=%add"
+    with pytest.raises(ValueError, match="replica_groups=ring.* is in a form that is not known"):
+        collectives(summed("ring['a'=2,'b'=2]{b}"))
+
+
+def summed(groups: str) -> str:
+    """A program with one sum over these groups."""
+    line = f"%s = f32[64]{{0}} all-reduce(%p), replica_groups={groups}, use_global_device_ids=true, to_apply=%add"
     text = STARTED.format(begun=line, ended="%d = f32[64]{0} copy(%s)")
-    with pytest.raises(ValueError, match="replica_groups=mesh.* is in a form that is not known"):
-        collectives(text)
+    return text.replace("reduce-scatter(%p)", "slice(%p)")
+
+
+@pytest.mark.parametrize(
+    ("said", "groups"),
+    [
+        ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=1,'b'=2,'c'=4] {'b','c'}", (tuple(range(8)),)),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=4] {'a','b':(2)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        # As libtpu writes it: numbers of devices are those of [2, 2, 2] with its first two dimensions exchanged.
+        (
+            "mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(1,0,2)) {'b'}",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
+        ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+    ],
+)
+def test_groups_by_the_axes_of_a_mesh(said, groups):
+    [found] = collectives(summed(said))
+    assert tuple(sorted(tuple(sorted(group)) for group in found.groups)) == groups
 
 
 def test_groups_along_an_axis():
