@@ -5,7 +5,7 @@
 A layout is an experiment, a pod and the fields that it takes there (`LAYOUTS`); each is compiled by `launch.compile` in a
 process of its own (744B: up to a quarter of an hour and 10 GiB; GPUs: minutes), those whose names match the regular expression
 PATTERN. What --results holds already is not compiled anew, but with --again, or with --stale if its programs, which are lowered to
-see that (half a minute each), are other ones by now; each layout's reports are there as soon as they are known. Printed, in
+see that (half a minute each), or the compiler's options are other ones by now; each layout's reports are there as soon as they are known. Printed, in
 Markdown: a table of all layouts that train and one of those that serve, of what --results holds. The exit code is 0 if all that was
 compiled fits, 3 if something does not, 2 for a mistake.
 """
@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from absl import flags
 
 from glm5_jax.core.console import ProgressBar
+from launch import pods
 from launch.compile import NOT_FITTING
 
 RESULTS = pathlib.Path("experiments/layouts.jsonl")
@@ -110,11 +111,16 @@ def _output(layout: Layout, flag: str) -> list[str]:
 
 
 def is_known(layout: Layout, known: Mapping[str, dict], stale: bool) -> bool:
-    """Whether its reports are there, by the same command and, if stale is asked for, of the same programs."""
+    """Whether its reports are there, by the same command and, if stale is asked for, of the same programs and options."""
     row = known.get(layout.name, {})
     if row.get("command") != shlex.join(layout.command):
         return False
-    return not stale or hashes(layout) == [report["hash"] for report in row["reports"]]
+    if not stale:
+        return True
+    options = pods.parse(layout.topology).options
+    if any(report["options"] != options for report in row["reports"]):
+        return False
+    return hashes(layout) == [report["hash"] for report in row["reports"]]
 
 
 def read(file: pathlib.Path) -> dict[str, dict]:

@@ -14,6 +14,7 @@ from tests.contracts.source_tree import ROOT
 REPORT = {
     "program": "train step",
     "hash": "0123456789abcdef",
+    "options": pods.parse(LAYOUTS[0].topology).options,
     "mesh": {"data": 1, "fsdp": 2, "expert": 4},
     "batch": {"rows": 4096, "length": 8},
     "held": {"params": 2_000_000_000, "optimizer": 1_000_000_000},
@@ -105,7 +106,7 @@ def test_what_is_known_is_not_compiled_again(tmp_path, capsys):
 
 @pytest.mark.parametrize("now", ["0123456789abcdef", "fedcba9876543210"])
 def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monkeypatch):
-    """Where that is asked for: what is lowered for a row is compared, without that no row is."""
+    """Where that is asked for: what is lowered for a row is compared, and what its compiler is told; else no row is."""
     file, own, asked = tmp_path / "layouts.jsonl", LAYOUTS[0], []
     layouts.write(file, told(own))
 
@@ -120,6 +121,10 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
     changed = now != REPORT["hash"]
     assert asked == ["--hash"] + ["--json"] * changed
     assert layouts.read(file) == told(own, hash=now)
+    monkeypatch.setitem(pods.FLAGS, pods.parse(own.topology).chip, {"xla_another": "true"})
+    asked.clear()
+    assert layouts.main([*command, "--stale"]) == 0
+    assert asked == ["--json"], "the compiler is told something else by now"
 
 
 @pytest.mark.parametrize(
