@@ -70,9 +70,11 @@ _HOPPER = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "71303168",
     "xla_gpu_all_gather_combine_threshold_bytes": "536870912",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "134217728",
-    # Not of reduce-scatters and all-reduces, which the recipe has too: of a loop over microbatches around the layers' loops
-    # XLA was not done with that in a quarter of an hour.
     "xla_gpu_enable_pipelined_all_gather": "true",
+    # The recipe has them, and XLA by default: with a loop over microbatches around the layers' loops it was not done with
+    # that in a quarter of an hour.
+    "xla_gpu_enable_pipelined_reduce_scatter": "false",
+    "xla_gpu_enable_pipelined_all_reduce": "false",
     "xla_gpu_enable_while_loop_double_buffering": "true",
     "xla_gpu_enable_all_gather_combine_by_dim": "false",
     "xla_gpu_enable_reduce_scatter_combine_by_dim": "false",
