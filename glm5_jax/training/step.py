@@ -55,8 +55,7 @@ class StepConfig:
     # What an indexer of IndexShare learns from: the attention of its "own" layer, or the mean of all
     # layers that it has "served" (IndexCache, arXiv 2603.12201).
     index_target: str = "own"
-    # Of a batch that a device has at once, at most, so that memory does not grow with the batch; more come in several
-    # microbatches, whose gradients are added up. None: all at once.
+    # At once, at most: a device takes more of a batch in microbatches, whose gradients are added up. None: all at once.
     rows_per_device: int | None = None
     # Weights that stay whole from microbatch to microbatch, their gradients being reduced once per step: none
     # if "sharded", routed "experts", or all if "local" (training/accumulation.py).
