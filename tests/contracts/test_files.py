@@ -13,7 +13,7 @@ FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "v2",
 MAX_LINES = 500
 ASSETS = "glm5_jax/data/assets"
 
-# One machine's folders (/home/kubernetes is on each node of GKE) and one network's package hosts; and promises in place of code.
+# One machine's folders (/home/kubernetes/bin is on each node of GKE) and one network's package hosts; and promises in place of code.
 MACHINE_PATH = re.compile(r"(?<![\w.<~-])/(?:root|home(?!/kubernetes/)|work|mnt|opt|Users)/\w")
 REGISTRY = re.compile(r"pypi[.]org|python[h]osted|index[-]url|find[-]links|trusted[-]host")
 UNFINISHED = re.compile(r"\b(?:TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b|\bfor[ ]now\b")
