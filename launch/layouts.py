@@ -5,9 +5,9 @@
 A layout is an experiment, a pod and the fields that it takes there (`LAYOUTS`); each is compiled by `launch.compile` in a
 process of its own (744B: up to a quarter of an hour and 10 GiB; GPUs: minutes), those whose names match the regular expression
 PATTERN. What --results holds already is not compiled anew, but with --again, or with --stale if its programs, which are lowered to
-see that (half a minute each), or the compiler's options are other ones by now; each layout's reports are there as soon as they are known. Printed, in
-Markdown: a table of all layouts that train and one of those that serve, of what --results holds. The exit code is 0 if all that was
-compiled fits, 3 if something does not, 2 for a mistake.
+see that (half a minute each), or the compiler's options are other ones by now; each layout's reports are there as soon as they
+are known. Printed, in Markdown, of what --results holds: a table of all layouts that train, one of those that serve, and the names
+of those that do not fit. The exit code is 0 if all that was compiled fits, 3 if something does not, 2 for a mistake.
 """
 
 import dataclasses

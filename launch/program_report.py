@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost
 from glm5_jax.training.step import program_hash
@@ -61,9 +62,9 @@ class Report:
     have in pages; token_costs: of programs that serve, the least that tokens cost on chips of this kind. What follows is
     known of a compiled program alone. options: of XLA, that launchers set for the chip. temporaries: what lives in between,
     kept activations among them; of what the host's memory holds, on_host. not_reused: results that take no argument's place.
-    code: the program itself. available: of the chip; usable: what of that JAX may take (None: all). seconds: the least that each resource needs, busy all the time: a bound,
-    not a speed. utilisation: of the chip's peak by model_flops, if a step took no longer than that. largest: what takes most
-    room, if it does not fit.
+    code: the program itself. available: of the chip; usable: what of that JAX may take (None: all). seconds: the least that
+    each resource needs, busy all the time: a bound, not a speed. utilisation: of the chip's peak by model_flops, if a step
+    took no longer than that. largest: what takes most room, if it does not fit.
     """
 
     experiment: str
@@ -142,8 +143,12 @@ def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
 def filled(one: Collective, mesh, expert_slices: int) -> Collective:
     """With the rows that exist. Where tokens cross to each slice once and are dealt out inside (`model.dispatch`), operand
     and result of the second way have room for what all slices may send, of which the experts of one take a share."""
-    inside = mesh.shape["expert"] // expert_slices
-    if expert_slices == 1 or one.kind != "ragged-all-to-all" or len(one.groups[0]) != inside:
+    if expert_slices == 1 or one.kind != "ragged-all-to-all":
+        return one
+    places = np.unravel_index(np.array(one.groups[0]), tuple(mesh.shape.values()))
+    expert = places[list(mesh.shape).index("expert")]
+    # By where they are and not by how many: there may be as many slices as devices in one.
+    if np.unique(expert // (mesh.shape["expert"] // expert_slices)).size > 1:
         return one
     return one._replace(moved=one.moved // expert_slices)
 

@@ -102,6 +102,11 @@ def test_of_rows_dealt_out_inside_a_slice_those_are_counted_that_exist():
     ):
         assert filled(other, mesh, 2) == other
     assert filled(inside, mesh, 1) == inside
+    square = make_mesh(fsdp=2, expert=4)
+    within, across = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2).moved == 3 * MB
+    other = over("ragged-all-to-all", 6 * MB, across)
+    assert filled(other, square, 2) == other
 
 
 # -- several slices ------------------------------------------------------------------------------------------------
