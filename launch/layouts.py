@@ -57,7 +57,7 @@ def _layouts() -> Iterator[Layout]:
     for chip, pod, words in (
         ("v5p", v5p, ()),
         ("tpu7x", tpu7x, ()),
-        ("v6e", v6e, ("step.remat=offload", "step.token_chunk=256")),
+        ("v6e", v6e, ("step.remat=offload", "step.token_chunk=256", "step.rows_per_device=2")),
         ("h200", h200, ("mesh.fsdp=64", "mesh.expert=16", "step.expert_slices=2")),
     ):
         yield layout(f"4K {chip}", "pretrain.py:glm5", pod, *words)

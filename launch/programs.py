@@ -98,21 +98,21 @@ def replicated(tree) -> dict[str, int]:
 def gathered(
     cfg, mesh, vocab_block: int | None = None, params=None, whole: Sequence[str] = ()
 ) -> dict[str, int]:
-    """{path: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
+    """{name: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
     `StepConfig`. params: shapes (default: all in the compute dtype), of which a quantised one is several arrays. whole:
     patterns of those of which it holds all layers, and the whole vocabulary, for all of a step."""
-    letters = flatten(glm5.letters(cfg))
     out = {}
     for path, w in flatten(glm5.abstract(cfg, cfg.dtype) if params is None else params).items():
-        keep, always = stationary(letters[path]), found(whole, path)
+        name, letters = glm5.declared(cfg, path)
+        keep, always = stationary(letters), found(whole, name)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
-        for letter, dim in zip(letters[path].split(), w.shape):
+        for letter, dim in zip(letters.split(), w.shape):
             if letter == "v" and not always:
                 size = size // dim * min(dim, vocab_block or dim)
             own = math.prod(mesh.shape[a] for a in keep.get(letter, ()))
             layers = 1 if always else dim
             size //= layers if letter == "l" else own if dim % own == 0 else 1
-        out[path] = size
+        out[name] = size
     return out
 
 

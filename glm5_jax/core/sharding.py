@@ -10,7 +10,6 @@ down projection ("e f") fsdp takes f, and of "d f" context goes to d, before f t
 
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.tree import found, is_compound, map_with_path
+from glm5_jax.core.tree import is_compound
 
 RULES = (
     ("e", "expert"),
@@ -94,20 +93,10 @@ def cut_of(w, letters: str, shape, axis_sizes, whole: bool = False):
     return w.each(lambda own, _: own, letters, shape), w.each(spec, letters, shape)
 
 
-def specs_of(letters, shapes, axis_sizes, whole: Sequence[str] = ()):
-    """Tree of PartitionSpecs for a tree of letters and a tree of things with `.shape`; whole: patterns of those that
-    `cut_of` leaves so."""
-
-    def spec(path, own, x):
-        return cut_of(x, own, x.shape, axis_sizes, found(whole, path))[1]
-
-    return map_with_path(spec, letters, shapes)
-
-
-def shardings_of(letters, shapes, mesh, whole: Sequence[str] = ()):
-    """Tree of NamedShardings, as `specs_of`."""
-    specs = specs_of(letters, shapes, mesh.shape, whole)
-    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+def sharding_of(w, letters: str, mesh, whole: bool = False):
+    """NamedSharding of a whole weight w, or its shape, as `cut_of`; of a `Compound` one for each of its arrays."""
+    spec = cut_of(w, letters, w.shape, mesh.shape, whole)[1]
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), spec, is_leaf=lambda s: isinstance(s, P))
 
 
 def stationary(letters: str) -> dict[str, tuple[str, ...]]:

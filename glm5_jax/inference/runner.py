@@ -60,8 +60,8 @@ class Carried(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """What an engine's forward depends on: weights in the form that they are computed with, layer by layer without a
-    mesh, and the config that goes with them."""
+    """What an engine's forward depends on: weights in the form that they are computed with, layer by layer, and the config
+    that goes with them."""
 
     params: dict
     cfg: ModelConfig
@@ -124,7 +124,7 @@ class Runner:
         for paths in _in_parts(flat, jnp.dtype(self._cfg.dtype).itemsize):
             try:
                 own = unflatten({path: self._kept(path, made(flat.pop(path))) for path in paths})
-                own = jax.block_until_ready(self._in_layers(computed(own, self._cfg)))
+                own = jax.block_until_ready(self._computed(own))
             except Exception as error:
                 if not parts:
                     raise
@@ -137,8 +137,12 @@ class Runner:
                 old.pop(path, None)
         self._params = _joined(parts)
 
-    def _in_layers(self, params):
-        return params if self._mesh is not None else _unstack(params, self._cfg)
+    def _computed(self, params):
+        where = None
+        if self._mesh is not None:
+            shapes = jax.eval_shape(functools.partial(computed, cfg=self._cfg), params)
+            where = glm5.param_shardings(self._cfg, self._mesh, shapes, self._plan.replicated)
+        return jax.jit(computed, static_argnames="cfg", out_shardings=where)(params, cfg=self._cfg)
 
     def _kept(self, path: str, leaf):
         """A leaf as the one that it replaces is: quantised, and where."""
@@ -357,19 +361,16 @@ def _joined(parts: list):
     return [_joined(list(own)) for own in zip(*parts)] if isinstance(parts[0], list) else parts[0]
 
 
-_unstack = jax.jit(glm5.unstack, static_argnames="cfg")
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
 def computed(params, cfg: ModelConfig):
-    """Weights as an engine keeps them: in the compute dtype, but for the router's, which is computed wide, experts as
-    int4 where cfg says so."""
+    """Weights, or some of them, as an engine keeps them: each layer's apart, in the compute dtype, but for the router's, which
+    is computed wide, experts as int4 where cfg says so."""
     dtype = jnp.dtype(cfg.dtype)
-    return map_with_path(
+    params = map_with_path(
         # Always wide: a router that comes in another dtype than the last one would be other programs'.
         lambda path, w: w.astype(wide(w.dtype) if "router/" in path else dtype),
         settled(params, cfg),
     )
+    return glm5.unstack(params, cfg)
 
 
 def _sizes(bucket, most: int) -> list[int]:

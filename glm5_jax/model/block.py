@@ -105,6 +105,18 @@ jax.tree_util.register_dataclass(
 )
 
 
+def no_selection(shape, dtype, context: Context) -> Selection:
+    """What the layers start from where some own no indexer: zeros, which the first layer replaces."""
+    cfg, topk, index = context.cfg, None, None
+    i, j = cfg.index_n_heads, cfg.index_head_dim
+    if context.selects:
+        topk = jnp.zeros((*shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
+    if context.keeps_index:
+        keys = jnp.zeros((shape[0], context.num_keys, j), dtype)
+        index = Index(jnp.zeros((*shape, i, j), dtype), jnp.zeros((*shape, i), wide(dtype)), keys)
+    return Selection(topk, index)
+
+
 class LayerStats(NamedTuple):
     """Of one layer on one device: load float32[e] (None if dense), balance (sum over rows), logit, and the
     weighted loss of its indexer (None if they do not learn). Of a watched forward alone: the selection that the

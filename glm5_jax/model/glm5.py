@@ -6,6 +6,7 @@ shard; the training loss runs it inside its own manual region.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,17 +29,17 @@ from glm5_jax.core.params import (
 )
 from glm5_jax.core.tree import flatten, found, map_with_path
 from glm5_jax.model import quant
-from glm5_jax.model.block import Block, Context, LayerStats, Switch, block, block_once
+from glm5_jax.model.block import Block, Context, LayerStats, Switch, block, block_once, no_selection
 from glm5_jax.model.cache import Cache, PagedCache, Paging, write
-from glm5_jax.model.indexer import Index, Selection, index_shares
+from glm5_jax.model.indexer import Selection, index_shares
 from glm5_jax.model.mtp import Mtp, mtp_step
 from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 from glm5_jax.model.turned import read_out
 from glm5_jax.model.vocabulary import embed, read_logits
-from pallas_kernels.numerics import wide
 
 STACKS = ("dense_layers", "moe_layers")
+_LAYER = re.compile(r"(?<=_layers)/\d+/")  # in paths of unstacked trees
 PARTIAL = ("indexer", "gdn")  # their stacks count only the layers that own them
 # What stays cut while it is used: a device that held all of it would add it to the sum once more.
 DIVIDED = {
@@ -73,16 +74,8 @@ class Glm5(nnx.Module):
         _declare(self, cfg, given_values(params), param_dtype or cfg.dtype)
 
     def __call__(self, tokens, *, positions=None, segment_ids=None, plan: Plan = Plan()):
-        out = forward(
-            params_of(self),
-            tokens,
-            self.cfg,
-            positions=positions,
-            segment_ids=segment_ids,
-            mesh=self.mesh,
-            plan=plan,
-        )
-        return out.logits
+        given = {"positions": positions, "segment_ids": segment_ids, "mesh": self.mesh}
+        return forward(params_of(self), tokens, self.cfg, plan=plan, **given).logits
 
 
 class _Declared(nnx.Module):
@@ -129,9 +122,18 @@ def letters(cfg: ModelConfig) -> dict[str, Any]:
     return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
 
 
+@functools.lru_cache(maxsize=8192)
+def declared(cfg: ModelConfig, path: str) -> tuple[str, str]:
+    """(name, axis letters) of a weight at a path, which may be of an `unstack`ed tree: its name is that of the stack, which its
+    letters leave out."""
+    name = _LAYER.sub("/", path)
+    own = flatten(letters(cfg))[name]
+    return name, own if name == path else own.removeprefix("l ")
+
+
 def param_shardings(cfg: ModelConfig, mesh, params=None, replicated: Sequence[str] = ()):
     """Tree of NamedShardings of the parameters on a mesh; params: such a tree, or its shapes, if some of them are
-    quantised. replicated: as of `Plan`. ValueError if it cannot cut the model."""
+    quantised, or layers are apart (`unstack`). replicated: as of `Plan`. ValueError if it cannot cut the model."""
     params = abstract(cfg) if params is None else params
     for axis, names in DIVIDED.items():
         for name in names:
@@ -140,7 +142,12 @@ def param_shardings(cfg: ModelConfig, mesh, params=None, replicated: Sequence[st
                     f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
                     "divisor"
                 )
-    shardings = sharding.shardings_of(letters(cfg), params, mesh, replicated)
+
+    def sharding_of(path, w):
+        name, own = declared(cfg, path)
+        return sharding.sharding_of(w, own, mesh, found(replicated, name))
+
+    shardings = map_with_path(sharding_of, params)
     quant.check_shards(cfg, params, shardings)
     return shardings
 
@@ -159,7 +166,8 @@ def init_params(cfg: ModelConfig, key, dtype="float32", mesh=None):
 def unstack(params, cfg: ModelConfig):
     """The same tree, or any part of it, with each layer stack as a list of layers; `forward` accepts both forms.
 
-    A step that slices its weights out of a stack copies them; decoding on CPU is then half as fast.
+    A step that slices its weights out of a stack copies them; decoding on CPU is then half as fast, and XLA:TPU has copies of
+    18 layers' experts at once.
     """
     out = dict(params)
     for name, layers in stacks(cfg):
@@ -269,7 +277,7 @@ def trunk(
     shares = index_shares(cfg, index_served)
     selection = Selection(None, None)
     if len(cfg.full_layers) < cfg.num_hidden_layers:
-        selection = _no_selection(tokens.shape, x.dtype, context)
+        selection = no_selection(tokens.shape, x.dtype, context)
     for name, layers in stacks(cfg):
         stack = params[name]
         if cache is not None or isinstance(stack, list):
@@ -291,18 +299,6 @@ def trunk(
     parts = [[p for p in column if p is not None] for column in zip(*stats)]
     parts = [jax.tree.map(lambda *a: jnp.concatenate(a), *p) if p else None for p in parts]
     return Trunk(read_out(x, norm, cfg.rms_norm_eps), cache, LayerStats(*parts), context)
-
-
-def _no_selection(shape, dtype, context) -> Selection:
-    """What the layers start from where some own no indexer: zeros, which the first layer replaces."""
-    cfg, topk, index = context.cfg, None, None
-    i, j = cfg.index_n_heads, cfg.index_head_dim
-    if context.selects:
-        topk = jnp.zeros((*shape, min(cfg.index_topk, context.num_keys)), jnp.int32)
-    if context.keeps_index:
-        keys = jnp.zeros((shape[0], context.num_keys, j), dtype)
-        index = Index(jnp.zeros((*shape, i, j), dtype), jnp.zeros((*shape, i), wide(dtype)), keys)
-    return Selection(topk, index)
 
 
 def _scan(name, stack, layers, x, selection, shares, weights, context):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
@@ -88,6 +89,10 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
     text = program.lowered.as_text()
     assert "mhlo.num_partitions = 8" in text
     assert "ragged_all_to_all" in text, "rows do not travel between the experts' devices"
+    sliced = re.findall(r"stablehlo\.(?:dynamic_)?slice %arg\d+ .*: \(tensor<(.*?)>", text)
+    assert {shape[-3:] for shape in sliced} <= {"i32"}, (
+        "a layer's weights are copied out of a stack"
+    )
     assert "i8" in text and {*program.arguments} == {"weights", "cache", "inputs"}
     assert max(pod.replicated(program.arguments["weights"]).values()) < 10_000
     assert (program.rows, program.length) == {"prefill": (4, 16), "decode": (8, 1)}[name]
