@@ -66,7 +66,8 @@ def test_a_small_step_compiles_and_rows_travel_raggedly(target, attention):
     assert report.fits and not report.overweight and not report.replicated
     [rows] = [row for row in report.traffic if row.kind == "ragged-all-to-all"]
     assert rows.axes == ("expert",) and not rows.far and rows.count == len(exchanges)
-    assert rows.runs > rows.count, "layers are not multiplied out"
+    # Of two layers and three MTP steps, which may be recomputed twice; XLA:GPU unrolls loops as short as these.
+    assert 5 * 6 <= rows.runs <= 2 * 6 + 3 * 8, "layers are not multiplied out"
     assert {"products", "memory", "links"} == report.seconds.keys()
     assert 0 < report.kept < report.temporaries + report.held["batch"]
 
