@@ -161,8 +161,9 @@ def main(argv: list[str]) -> int:
     except (ValueError, flags.Error) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    seconds, fits = (time.monotonic() - began) / len(programs), True
-    for program in programs:
+    seconds, fits, several = (time.monotonic() - began) / len(programs), True, len(programs) > 1
+    while programs:
+        program, text = programs.pop(0), None  # nothing of the last one is in memory beside it
         topology = values.topology or SHAPES
         report, text = report_of(name, topology, program, mesh, pod, seconds)
         fits &= report.fits is not False
@@ -173,7 +174,7 @@ def main(argv: list[str]) -> int:
             print(described(report), flush=True)
         if values.hlo and text:
             file = pathlib.Path(values.hlo)
-            if len(programs) > 1:
+            if several:
                 file = file.with_stem(f"{file.stem}-{program.name}")
             file.write_text(text)
     return 0 if fits else NOT_FITTING
