@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax import presets
+from glm5_jax.core.sharding import sharding_of
 from glm5_jax.model import glm5
 from glm5_jax.training.step import Rates, StepConfig, gradient_function
 
@@ -97,3 +98,8 @@ def reference(cfg):
     return jax.device_get(
         jax.jit(gradient_function(cfg, step_of(cfg)))(params(cfg), batch(), RATES)
     )
+
+
+def shardings_of(letters, shapes, mesh):
+    """Tree of NamedShardings of weights declared with these letters."""
+    return jax.tree.map(lambda own, x: sharding_of(x, own, mesh), letters, shapes)

@@ -15,10 +15,10 @@ from jax.sharding import AxisType
 from glm5_jax import presets
 from glm5_jax.core import tree
 from glm5_jax.core.mesh import AXES, make_mesh
-from glm5_jax.core.sharding import sharding_of
 from glm5_jax.model import glm5
 from glm5_jax.training import muon
 from glm5_jax.training.optimizer import OptimizerConfig, make_optimizer, state_shardings
+from tests.mesh import cases
 
 LEAVES = (  # one of every layout: batch, rows and columns sharded, together and alone
     r"moe_layers/attn/(q_a|q_b|k_b|o)$|dense_layers/attn/o|dense_layers/mlp/down"
@@ -70,7 +70,7 @@ def on_mesh(axes, carried="owned"):
 
         return exchange(count, *args)
 
-    shardings = jax.tree.map(lambda x, own: sharding_of(x, own, mesh), SHAPES, LETTERS)
+    shardings = cases.shardings_of(LETTERS, SHAPES, mesh)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(muon, name, recorded)
         function = orthogonalize(mesh, carried)
@@ -157,7 +157,7 @@ def test_the_whole_optimizer_on_a_mesh():
     )
     letters, shapes = choose(glm5.letters(cfg), pattern), choose(glm5.abstract(cfg), pattern)
     config, mesh = OptimizerConfig(ns_dtype="float32"), make_mesh(fsdp=2, expert=4)
-    placed = jax.tree.map(lambda x, own: sharding_of(x, own, mesh), shapes, letters)
+    placed = cases.shardings_of(letters, shapes, mesh)
 
     def run(mesh, place):
         tx = make_optimizer(config, letters, mesh)
@@ -206,7 +206,7 @@ def test_the_largest_weights_lower_on_1024_devices():
     args = jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
         shapes,
-        jax.tree.map(lambda x, own: sharding_of(x, own, mesh), shapes, letters),
+        cases.shardings_of(letters, shapes, mesh),
     )
     traced = jax.jit(lambda updates: tx.update(updates, optax.EmptyState())[0]).trace(args)
     text = traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from glm5_jax import presets
 from glm5_jax.core.flops import count_flops
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, abstract_mesh
-from glm5_jax.core.sharding import sharding_of
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.record import STREAMS
 from glm5_jax.model import glm5
@@ -183,7 +182,7 @@ def muon_update(model, mesh, blocks):
         return unflatten({p: v for p, v in flatten(values).items() if groups[p] == "muon"})
 
     letters, shapes = chosen(glm5.letters(model)), chosen(glm5.abstract(model))
-    where = jax.tree.map(lambda x, own: sharding_of(x, own, mesh), shapes, letters)
+    where = cases.shardings_of(letters, shapes, mesh)
     transform = muon.orthogonalize(letters, mesh=mesh, blocks=blocks)
     args = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s), shapes, where
