@@ -134,7 +134,7 @@ def glm5(stage: str) -> ExperimentConfig:
     step = dataclasses.replace(
         base.step,
         rows_per_device=1,
-        token_chunk=1056 if stage == "200k" else 1024,  # divides the tokens of a device
+        token_chunk=1056 if stage == "200k" else 1024,  # 12 whole parts of a device's tokens
         # Both have switched after 15T tokens (GLM-4.5 2.4), which a new run does not count.
         mtp_weight=SwitchConfig(0.1, 0.1),
         bias_update_rate=SwitchConfig(0.0, 0.0),

@@ -48,9 +48,9 @@ from glm5_jax.checkpoint import models
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.editable import editable, freeze
 from glm5_jax.core.mesh import abstract_mesh, make_mesh
+from glm5_jax.core.program_hash import program_hash
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.training.experiment import StageConfig
-from glm5_jax.training.step import program_hash
 from launch import pods
 from launch.program_report import SHAPES, described, report_of
 from launch.programs import Program, lower_step

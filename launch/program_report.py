@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from glm5_jax.core.program_hash import program_hash
 from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost
-from glm5_jax.training.step import program_hash
 from launch.buffers import (
     dumped,
     large_buffers,

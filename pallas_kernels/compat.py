@@ -5,6 +5,7 @@ import threading
 
 import jax
 from jax._src import compiler
+from jax._src.lib import tpu
 from jax._src.lib.mlir import ir as ir
 from jax._src.lib.mlir.dialects import (
     arith as arith,
@@ -14,6 +15,7 @@ from jax._src.lib.mlir.dialects import (
     vector as vector,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
+from jax.interpreters import mlir
 
 
 def emulator(name: str, **params):
@@ -96,6 +98,14 @@ def load(ref, index, layout):
 def transposed(ref):
     """The transposed view of a two-dimensional Mosaic GPU ref."""
     return plgpu.transpose_ref(ref, (1, 0)) if JAX_VERSION < (0, 11) else ref.T
+
+
+def without_places(module: bytes) -> str:
+    """The text of a kernel's module in MLIR's bytecode, without the lines of source that its operations come from."""
+    with mlir.make_ir_context() as context:
+        tpu.register_dialect(context)
+        context.allow_unregistered_dialects = True
+        return ir.Module.parse(module).operation.get_asm(enable_debug_info=False)
 
 
 def read_no_program_of_a_mesh() -> None:

@@ -29,8 +29,8 @@ def routed_experts(
     """sum_a combine_weights * expert(x) for tokens x [m d], expert_ids int32[m a] -> [m d].
 
     w holds this device's slice of the expert stacks. A token that is none has ids beyond the last expert: it is
-    not sent, and what comes back for it is finite. token_chunk tokens (default: all) travel at a
-    time; it must divide m. kernels: see `pallas_kernels.dispatch.choose`. slices: of the axis `expert`, one after
+    not sent, and what comes back for it is finite. token_chunk tokens at most (default: all) travel at a
+    time, in parts of one size. kernels: see `pallas_kernels.dispatch.choose`. slices: of the axis `expert`, one after
     another; must divide it.
     """
 
@@ -44,10 +44,16 @@ def routed_experts(
     levels = two_levels("expert", region.expert, slices)
     if token_chunk is None or token_chunk >= rows:
         return compute(parts)
-    if rows % token_chunk:
-        raise ValueError(f"token_chunk {token_chunk} does not divide the {rows} tokens of a device")
-    parts = jax.tree.map(lambda p: p.reshape(-1, token_chunk, *p.shape[1:]), parts)
-    return lax.map(jax.checkpoint(compute), parts).reshape(x.shape)
+    count = -(-rows // token_chunk)
+    if rows % count:
+        none = w["gate"].shape[0] * region.expert  # behind the last expert
+        fill, values = (0, -rows % count), (0, none, 0)
+        parts = [
+            jnp.pad(part, (fill, (0, 0)), constant_values=value)
+            for part, value in zip(parts, values)
+        ]
+    parts = jax.tree.map(lambda p: p.reshape(count, -1, *p.shape[1:]), tuple(parts))
+    return lax.map(jax.checkpoint(compute), parts).reshape(-1, x.shape[1])[:rows]
 
 
 def _by_slice(w, x, expert_ids, combine_weights, across: Peers, inside: Peers, kernels, cut):

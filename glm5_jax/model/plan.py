@@ -16,7 +16,7 @@ class Plan:
     """Block sizes and memory policy of a forward.
 
     query_block: queries per block of dense attention and of scoring. gather_block: queries per block
-    of sparse attention. token_chunk: tokens of a device that travel to the experts at a time (None:
+    of sparse attention. token_chunk: tokens of a device that travel to the experts at a time, at most (None:
     all). vocab_block: tokens of the vocabulary whose rows of the embedding, or columns of the head, a device
     brings together at a time (None: all; `model.vocabulary`). expert_slices: of the mesh axis `expert`, far
     from each other, to each of which a token travels once (`routed_experts`). remat: what a layer keeps for its

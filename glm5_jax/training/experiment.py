@@ -18,7 +18,7 @@ from glm5_jax.data.mixture import DataConfig
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig, batch_sizes
+from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 from glm5_jax.training.step import StepConfig
 
 
@@ -159,15 +159,6 @@ class ExperimentConfig(StageConfig):
                     f"{self.data.streams}; use a divisor of the rows"
                 )
         super().check_rows(region)
-        chunk = self.step.token_chunk
-        for tokens in batch_sizes(self.batch) if chunk else ():
-            count = self.step.microbatches(tokens // length, shards)
-            own = tokens // (shards * region.context * count)
-            if own > chunk and own % chunk:
-                raise ValueError(
-                    f"step.token_chunk {chunk} does not divide the {own} tokens that a device has of "
-                    f"a batch of {tokens}; choose a divisor, or at least {own}"
-                )
 
     @property
     def chat_variant(self) -> str | None:

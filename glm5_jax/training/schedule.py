@@ -103,14 +103,6 @@ def batch_tokens(config: BatchRampConfig, tokens_seen: int) -> int:
     return config.start + int(raised) // config.multiple * config.multiple
 
 
-def batch_sizes(config: BatchRampConfig) -> range:
-    """Every number of tokens that a batch has along the ramp."""
-    _check(config)
-    return range(
-        config.start if config.ramp_tokens else config.end, config.end + 1, config.multiple
-    )
-
-
 def num_steps(config: BatchRampConfig, tokens: int) -> int:
     """Steps until at least so many tokens are seen: the total_steps of a run of so many.
 

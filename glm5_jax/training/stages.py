@@ -16,6 +16,7 @@ from glm5_jax.core import hosts
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
 from glm5_jax.core.metrics_log import MetricsLog, column, read
+from glm5_jax.core.program_hash import program_hash
 from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.loader import Batch
 from glm5_jax.model import glm5
@@ -26,7 +27,7 @@ from glm5_jax.training import flops, loop, report
 from glm5_jax.training.experiment import StageConfig, check_resume, write_config
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from glm5_jax.training.schedule import make_schedule
-from glm5_jax.training.step import Step, make_step, program_hash
+from glm5_jax.training.step import Step, make_step
 from glm5_jax.training.step_flops import model_flops
 
 SAMPLES = "samples"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -427,12 +426,6 @@ def make_step(
         jax.jit(score_function(cfg, config, mesh, token_loss.temperature if token_loss else 1.0)),
         bool(set(jax.tree.leaves(groups)) - {"indexer", "frozen"}),
     )
-
-
-def program_hash(lowered: jax.stages.Lowered) -> str:
-    """Of a program as it is given to the compiler: what a pod's compiler was given beforehand (launch.compile) is the
-    same where this is."""
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
 def advanced(state, batch, params, moments, finite) -> dict:

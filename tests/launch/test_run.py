@@ -72,10 +72,6 @@ def refused(capsys, workdir, *argv) -> str:
             [TINY, "--experiment.step.rows_per_device=0"],
             "rows_per_device is 0; it must be positive",
         ),
-        (
-            [TINY, "--experiment.step.token_chunk=100"],
-            "step.token_chunk 100 does not divide the 128 tokens that a device has",
-        ),
         ([TINY, "--experiment.optimizer.frozen=('(',)"], "frozen pattern '(' is no regular"),
         ([TINY, "--experiment.sample.tokens=2000"], "needs 2002 positions, the model has 1024"),
         ([TINY, "--experiment.sample.prompts=('',)"], "a prompt must not be empty"),
