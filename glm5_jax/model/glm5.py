@@ -273,7 +273,7 @@ def trunk(
     context, cache = begin(positions, segments, cache, cfg, plan, region)
     context = dataclasses.replace(context, index_weight=index_weight, watched=watched)
     x = embed(params, weights, tokens, plan.vocab_block)
-    layer_caches, stats = [], []
+    layer_caches, stats, before = [], [], None
     shares = index_shares(cfg, index_served)
     selection = Selection(None, None)
     if len(cfg.full_layers) < cfg.num_hidden_layers:
@@ -285,7 +285,10 @@ def trunk(
             run = block if cache is None else block_once
             for layer, w in zip(layers, stack):
                 own = cache and cache.layers[layer]
-                w, kind = weights(name, w, sliced=True), cfg.layer_kinds[layer]
+                if cache is not None and region.live(AXES) and before is not None:
+                    # Gathered while the layer before is computed, not earlier: XLA gathers as many as memory holds.
+                    w, _ = lax.optimization_barrier((w, before))
+                w, kind, before = weights(name, w, sliced=True), cfg.layer_kinds[layer], x
                 x, selection, own, s = run(w, x, selection, own, context, True, shares[layer], kind)
                 layer_caches.append(own)
                 stats.append(jax.tree.map(lambda a: a[None], s))

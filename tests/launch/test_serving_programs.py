@@ -93,6 +93,8 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
     assert {shape[-3:] for shape in sliced} <= {"i32"}, (
         "a layer's weights are copied out of a stack"
     )
+    waiting = text.count("stablehlo.optimization_barrier %arg")
+    assert waiting == CFG.num_hidden_layers - 1, "layers' weights wait for no activations"
     assert "i8" in text and {*program.arguments} == {"weights", "cache", "inputs"}
     assert max(pod.replicated(program.arguments["weights"]).values()) < 10_000
     assert (program.rows, program.length) == {"prefill": (4, 16), "decode": (8, 1)}[name]
