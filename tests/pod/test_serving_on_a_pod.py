@@ -83,3 +83,18 @@ def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised
         assert "ragged-all-to-all" in {row.kind for row in report.traffic}
         assert {"products", "memory", "links"} == report.seconds.keys()
         assert report.parts["experts"] > 0 and "chip-seconds for a million" in described(report)
+
+
+@pytest.mark.aot
+def test_weights_are_gathered_a_layer_ahead_and_no_more():
+    """Three times as many layers take no more in between."""
+    target = "v6e:2x4"
+    mesh, taken = mesh_of(target, {"fsdp": 8}), {}
+    for layers in (4, 12):
+        sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "hidden_size": 4096}
+        cfg = dataclasses.replace(presets.small(), **sizes)
+        options = EngineConfig(max_length=1024, max_batch=2)
+        program = lower_decode(cfg, mesh, pod_of(target).platform, options)
+        report, _ = report_of("small", target, program, mesh, pod_of(target), 0.0)
+        taken[layers] = report.temporaries
+    assert taken[12] < 1.2 * taken[4]
