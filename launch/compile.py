@@ -134,6 +134,10 @@ def main(argv: list[str]) -> int:
             raise ValueError(
                 f"--hlo={values.hlo} cannot be written; give a file in a folder that is there"
             )
+        if values.hlo and not values.topology:
+            raise ValueError(
+                f"--hlo={values.hlo} is for what is compiled; give a --topology, of a pod or cpu"
+            )
         if MODEL in rest:
             raise ValueError(f"{MODEL} is followed by a blank; write {MODEL}=NAME")
         own = [arg for arg in rest if arg.startswith((f"{MODEL}=", f"{MODEL}."))]

@@ -1,6 +1,6 @@
 """Writes the roles of an experiment as a JobSet for Kubernetes, with GKE's names of nodes.
 
-    python -m launch.gke --experiment=FILE.py:VARIANT --workdir=/DIR --image=IMAGE --claim=NAME --accelerator=tpu-v5p-slice \
+    python -m launch.gke --experiment=FILE.py:VARIANT --workdir=/DIR --image=IMAGE --claim=NAME --accelerator=tpu-v5p-slice \\
         --hosts=16 --devices=4 --tpu_topology=4x4x4 >run.yaml
     kubectl apply -f run.yaml
 
@@ -142,11 +142,6 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
         if not values[name].value:
             raise ValueError(f"--{name} is not given; use --{name}={example}")
     chip = CHIPS.get(values.accelerator)
-    if chip is None and not (values.accelerator or "nvidia-").startswith("nvidia-"):
-        names = ", ".join(CHIPS)
-        raise ValueError(
-            f"--accelerator={values.accelerator} is not known; there are {names}, and other nvidia-NAMEs of GKE"
-        )
     for word in values.xla_flags.split():
         if not word.startswith("--"):
             raise ValueError(f"--xla_flags has {word!r}; each option begins with --")
@@ -185,6 +180,15 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
                 f"role {role.name} has {hosts} hosts of {role.devices} chips{each}, and the topology {role.tpu_topology} "
                 f"has {chips}"
             )
+
+
+def _check_accelerator(name: str) -> None:
+    """ValueError for none of GKE's names, and for what one of them begins with."""
+    cut = [known for known in CHIPS if known.startswith(name)]
+    if name not in CHIPS and (cut or not name.startswith("nvidia-")):
+        names = ", ".join(cut or CHIPS)
+        others = "" if cut else ", and other nvidia-NAMEs of GKE"
+        raise ValueError(f"--accelerator={name} is not known; there are {names}{others}")
 
 
 def _is_tpu(values: flags.FlagValues) -> bool:
@@ -355,6 +359,8 @@ def main(argv: list[str]) -> int:
 
     def answer() -> int:
         values(argv, known_only=True)
+        if values.accelerator:
+            _check_accelerator(values.accelerator)
         if values["tpu_topology"].present and not _is_tpu(values):
             raise ValueError(
                 f"--tpu_topology is for TPUs, and --accelerator is {values.accelerator}; leave it out"

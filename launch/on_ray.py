@@ -2,7 +2,7 @@
 
     python -m launch.on_ray --experiment=FILE.py:VARIANT --address=auto [--hosts=2] [--devices=8] [--workdir=DIR]
 
-As launch/local.py, on whatever machines of the cluster have room; Ray, which is an extra (pip install 'glm5_jax[ray]'), finds
+As launch/local.py, on whatever machines of the cluster have room; Ray, which is an extra (pip install '.[ray]'), finds
 them and keeps the processes' accelerators apart. Without --address it is a cluster of this machine alone, for this run. All machines see
 the folder that this is started in, and DIR. A role whose machine is lost is started on another; those that were told its
 address are started again.
@@ -53,7 +53,9 @@ class RayPlacement:
         try:
             import ray
         except ImportError:
-            raise ValueError("Ray is not installed; pip install 'glm5_jax[ray]'") from None
+            raise ValueError(
+                "Ray is not installed; pip install '.[ray]' in this repository"
+            ) from None
         folders = [os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
         path = {"PYTHONPATH": os.pathsep.join(folders)}  # actors import this file
         more = {} if address else {"include_dashboard": False}

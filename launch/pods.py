@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from glm5_jax.core.mesh import AXES, make_mesh, resolve
+from glm5_jax.core.mesh import make_mesh, nesting, resolve
 from launch.xla_flags import FLAGS, GPU_SHARE
 from pallas_kernels.chips import CHIPS, Chip
 
@@ -165,14 +165,14 @@ def mesh(pod: Pod, axes: dict[str, int], expert_slices: int = 1) -> Mesh:
     """
     sizes = resolve(axes, pod.num_devices)
     if pod.platform == "cuda":
-        check_hosts(pod, sizes)
+        check_hosts(pod, sizes, expert_slices)
     return make_mesh(axes, devices=devices(pod), expert_slices=expert_slices)
 
 
-def check_hosts(pod: Pod, sizes: Sequence[int]) -> None:
+def check_hosts(pod: Pod, sizes: Sequence[int], expert_slices: int = 1) -> None:
     """ValueError if an axis of GPUs would lie partly in a host, or a partition, and reach over its end."""
     inside = 1
-    for axis, size in reversed(tuple(zip(AXES, sizes))):
+    for axis, size in reversed(nesting(sizes, expert_slices)):
         inside *= size
         for unit, what in (
             (pod.shape[1], "GPUs of a host"),

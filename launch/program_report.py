@@ -140,16 +140,17 @@ def traffic(found: Sequence[Collective], mesh) -> tuple[Traffic, ...]:
     return tuple(sorted(rows, key=lambda row: -(row.near + row.far)))
 
 
-def filled(one: Collective, mesh, expert_slices: int) -> Collective:
+def filled(one: Collective, mesh, expert_slices: int, crossing: float) -> Collective:
     """With the rows that exist. Where tokens cross to each slice once and are dealt out inside (`model.dispatch`), operand
-    and result of the second way have room for what all slices may send, of which the experts of one take a share."""
+    and result of the first way have room for all tokens, of which a slice is sent the share `crossing`, and those of the
+    second for what all slices may send, of which the experts of one take a share."""
     if expert_slices == 1 or one.kind != "ragged-all-to-all":
         return one
     places = np.unravel_index(np.array(one.groups[0]), tuple(mesh.shape.values()))
     expert = places[list(mesh.shape).index("expert")]
     # By where they are and not by how many: there may be as many slices as devices in one.
     if np.unique(expert // (mesh.shape["expert"] // expert_slices)).size > 1:
-        return one
+        return one._replace(moved=round(one.moved * crossing))
     return one._replace(moved=one.moved // expert_slices)
 
 
@@ -250,7 +251,10 @@ def report_of(
         if Report(**known).fits is False:
             known["largest"] = tuple(_largest(folder))
     if mesh is not None:
-        found = [filled(one, mesh, program.expert_slices) for one in collectives(text, mesh)]
+        found = [
+            filled(one, mesh, program.expert_slices, program.crossing)
+            for one in collectives(text, mesh)
+        ]
         known |= {"traffic": traffic(found, mesh), "overweight": overweight(found)}
         known["replicated"] |= {
             f"{one.where} {one.what}": one.num_bytes for one in whole_arrays(text, mesh, GIB)

@@ -12,6 +12,7 @@ from glm5_jax.core.sharding import stationary
 from glm5_jax.core.tree import flatten, found
 from glm5_jax.inference.serving_cost import TokenCost
 from glm5_jax.model import glm5
+from glm5_jax.model.dispatch import crossing_share
 from glm5_jax.training.accumulation import WHOLE
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.step_flops import model_flops, step_flops, trace_step
@@ -25,7 +26,8 @@ class Program(NamedTuple):
     needs of one device in a step; parts: what the program's products take there, by part ({}: not known); used: by path,
     bytes that a device holds of a weight while it computes with it; least: what its products and memory do at least, by
     dtype; kept: bytes that a forward keeps for its backward (None: not known); cached: tokens that a row may have in pages;
-    token_costs: for the names of chips, the least that tokens cost there; expert_slices: as of `StepConfig`.
+    token_costs: for the names of chips, the least that tokens cost there; expert_slices: as of `StepConfig`;
+    crossing: share of the tokens that go to a given one of them.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Program(NamedTuple):
     cached: int | None = None
     token_costs: Callable[[tuple[str, ...]], tuple[TokenCost, ...]] | None = None
     expert_slices: int = 1
+    crossing: float = 1.0
 
 
 def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
@@ -74,6 +77,11 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
         (Cost(sum(parts.values()) or needed, 2 * state_bytes),),
         None if mesh is None else kept_bytes(made.traced.jaxpr.jaxpr),
         expert_slices=config.step.expert_slices,
+        crossing=crossing_share(
+            config.model.n_routed_experts,
+            config.model.num_experts_per_tok,
+            config.step.expert_slices,
+        ),
     )
 
 

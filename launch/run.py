@@ -184,7 +184,8 @@ def load(spec: str) -> tuple[ModuleType, object]:
     file, _, variant = spec.partition(":")
     path = pathlib.Path(file)
     if not path.is_file() or path.suffix != ".py":
-        there = sorted(str(p) for p in pathlib.Path("experiments").glob("*.py"))
+        files = pathlib.Path("experiments").glob("*.py")
+        there = sorted(str(p) for p in files if "\ndef get_config(" in p.read_text())
         hint = f"; there are {', '.join(there)}" if there else "; give the path of a Python file"
         raise ValueError(f"{file} is no experiment's file{hint}")
     found = importlib.util.spec_from_file_location(path.stem, path)
@@ -259,7 +260,8 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
             here = training.finished or not words
             summary = training.run() if here else report.summarise(stage.folder)
             if not training.finished:
-                print(f"stopped after step {summary.step}; the same command goes on from there")
+                step = training.saved_step
+                print(f"stopped after step {step}; the same command goes on from there")
                 return AGAIN
             print(f"\n{summary}")
             last = stage is stages[-1]

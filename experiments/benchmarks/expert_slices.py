@@ -10,7 +10,6 @@ row; there and back, forward, recomputed and backward, are six ways in each laye
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glm5_jax import presets
+from glm5_jax.model.dispatch import crossing_share
 
 WAYS = 6
 
@@ -39,8 +39,8 @@ def one_level(experts: int, chosen: int, devices: int, slices: int) -> Rows:
 
 def two_levels(experts: int, chosen: int, devices: int, slices: int) -> Rows:
     """One to each slice that has an expert of the token; inside, a row for each expert."""
-    missed = math.comb(experts - experts // slices, chosen) / math.comb(experts, chosen)
-    return Rows((slices - 1) * (1 - missed), chosen * (1 - slices / devices))
+    across = (slices - 1) * crossing_share(experts, chosen, slices)
+    return Rows(across, chosen * (1 - slices / devices))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -56,10 +56,10 @@ def check_path(twin, path: str) -> None:
     for name in path.split("."):
         known = [f.name for f in dataclasses.fields(node)] if hasattr(node, "twin_of") else []
         if name not in known:
-            here = ".".join(done) or "the experiment"
+            here = f" in {'.'.join(done)}" if done else ""
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known
             offer = f"; did you mean {', '.join(close)}?" if close else ", which is a single value"
-            raise ValueError(f"no field {name!r} in {here}{offer}")
+            raise ValueError(f"no field {name!r}{here}{offer}")
         node = getattr(node, name)
         done.append(name)
     if hasattr(node, "twin_of"):

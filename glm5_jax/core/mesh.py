@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,8 @@ def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarra
 
     Later axes have the nearest neighbours, the GPUs of a host for example. Axes of TPUs follow the dimensions of their torus, of which
     an axis may take a part; of several slices `data` has as many as divide it, and `fsdp` the rest. expert_slices: so many
-    parts of `expert` are farthest apart instead, in slices or hosts of their own. ValueError names the axis that does not fit.
+    parts of `expert` are farthest apart instead, in slices or hosts of their own: of hosts, `context` is then across them too.
+    ValueError names the axis that does not fit.
     """
     expert = sizes[AXES.index("expert")]
     if expert_slices < 1 or expert % expert_slices:
@@ -61,9 +62,19 @@ def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarra
         )
     if getattr(devices[0], "platform", "") == "tpu":
         return _on_tori(devices, sizes, expert_slices)
-    data, fsdp, _, *rest = sizes
-    slices = np.asarray(devices).reshape(expert_slices, data, fsdp, expert // expert_slices, *rest)
-    return np.moveaxis(slices, 0, 2).reshape(sizes)
+    names, parts = zip(*nesting(sizes, expert_slices))
+    order = sorted(range(len(names)), key=lambda n: AXES.index(names[n]))
+    return np.asarray(devices).reshape(parts).transpose(order).reshape(sizes)
+
+
+def nesting(sizes: Sequence[int], expert_slices: int = 1) -> tuple[tuple[str, int], ...]:
+    """(axis, size) of GPUs as they are numbered, the nearest last. The devices of a slice of `expert` then come before
+    those of `context`: rows are dealt out among them."""
+    if expert_slices == 1:
+        return tuple(zip(AXES, sizes))
+    data, fsdp, expert, context, tensor = sizes
+    inside = ("context", context), ("expert", expert // expert_slices), ("tensor", tensor)
+    return ("expert", expert_slices), ("data", data), ("fsdp", fsdp), *inside
 
 
 def _on_tori(devices, sizes: tuple[int, ...], expert_slices: int) -> np.ndarray:

@@ -6,6 +6,8 @@ token crosses to each of them once, however many of its experts are there: it go
 position of the slice, which does for the slice what is done for the whole axis otherwise, and sends one sum back.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -91,6 +93,12 @@ def _by_slice(w, x, expert_ids, combine_weights, across: Peers, inside: Peers, k
 def slices_of(expert_ids, own: int, slices: int):
     """bool[m slices]: which slices of `own` experts each have some of int32[m a]."""
     return ((expert_ids // own)[..., None] == jnp.arange(slices)).any(1)
+
+
+def crossing_share(num_experts: int, chosen: int, slices: int) -> float:
+    """Of all tokens, those that have some of their experts in a given slice, if every choice is as likely."""
+    elsewhere = num_experts - num_experts // slices
+    return 1 - math.comb(elsewhere, chosen) / math.comb(num_experts, chosen)
 
 
 def _exchange_and_compute(

@@ -119,9 +119,14 @@ class Stage:
             self._source.close()
 
     @property
+    def saved_step(self) -> int:
+        """Of the workdir's newest checkpoint; 0: there is none."""
+        return store.latest_step(self.workdir) or 0
+
+    @property
     def finished(self) -> bool:
         """Whether the workdir's newest checkpoint is the last step."""
-        return (store.latest_step(self.workdir) or 0) >= self.config.steps
+        return self.saved_step >= self.config.steps
 
     def run(self) -> report.Summary:
         """Trains to the end, or to a signal (`StopSignal`), and writes the report.

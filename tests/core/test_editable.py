@@ -66,7 +66,7 @@ def test_none_can_be_given_as_text():
 @pytest.mark.parametrize(
     "path,message",
     [
-        ("num_hiden_layers", "no field 'num_hiden_layers' in the experiment; did you mean num_hid"),
+        ("num_hiden_layers", "no field 'num_hiden_layers'; did you mean num_hid"),
         ("rope_parameters.theta", "in rope_parameters; did you mean rope_theta"),
         ("hidden_size.x", "in hidden_size, which is a single value"),
         ("rope_parameters", "rope_parameters is a group of fields; set one of them: rope_theta"),

@@ -87,7 +87,7 @@ def test_slices_of_the_expert_axis_are_farthest_apart():
     plain, two = (placed(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
     np.testing.assert_array_equal(plain.reshape(-1), devices)
     np.testing.assert_array_equal(two // 8, np.broadcast_to([[0], [0], [1], [1]], (2, 4, 2)))
-    np.testing.assert_array_equal(two[0, :2].reshape(-1), [0, 1, 2, 3])
+    np.testing.assert_array_equal(two[0, :2], [[0, 2], [1, 3]])
     assert make_mesh(fsdp=2, expert=4, expert_slices=2).devices[0, 1, 0, 0, 0] == jax.devices()[2]
     with pytest.raises(ValueError, match="expert_slices 3 does not divide the mesh axis expert=4"):
         make_mesh(fsdp=2, expert=4, expert_slices=3)

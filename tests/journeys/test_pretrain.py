@@ -250,6 +250,7 @@ def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(t
         return process.returncode, time.monotonic() - began, output
 
     steps = ["--experiment.schedule.total_steps=100000", "--experiment.train.eval_interval=0"]
+    steps += ["--experiment.train.log_interval=1000"]  # the step saved is not the last one logged
     code, seconds, output = interrupted("a batch of")
     assert (code, store.latest_step(tmp_path)) == (AGAIN, None), output
     assert output.endswith("\nstopped, with nothing to save\n") and seconds < 5

@@ -140,6 +140,7 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
         (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
         (["--topology=cpu", "--hlo=/nowhere/text"], "--hlo=/nowhere/text cannot be written"),
         (["--topology=cpu", "--hlo=/"], "--hlo=/ cannot be written"),
+        (["--hlo=text"], "--hlo=text is for what is compiled; give a --topology"),
         (["--hash", "--hlo=text"], "--hash compiles nothing that --hlo could write; leave out one"),
     ],
 )

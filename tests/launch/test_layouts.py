@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from glm5_jax.core.mesh import resolve
+from glm5_jax.training.experiment import StageConfig
 from launch import layouts, pods, run
 from launch.layouts import LAYOUTS, RESULTS, Layout
 from tests.contracts.source_tree import ROOT
@@ -53,11 +54,12 @@ def test_the_mesh_takes_all_devices_of_the_pod(own):
     config = run.parse(["layouts", f"--experiment=experiments/{own.experiment}", *flags]).config
     pod = pods.parse(own.topology)
     sizes = resolve(dataclasses.asdict(config.mesh), pod.num_devices)
+    slices = config.step.expert_slices if isinstance(config, StageConfig) else 1
     if pod.platform == "cuda":
-        pods.check_hosts(pod, sizes)
+        pods.check_hosts(pod, sizes, slices)
     data, fsdp, *_ = sizes
     if pod.num_slices > 1:
-        assert data * fsdp * config.step.expert_slices % pod.num_slices == 0
+        assert data * fsdp * slices % pod.num_slices == 0
 
 
 def test_a_row_of_the_table():
@@ -131,7 +133,7 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
     ("flag", "why"),
     [
         ("--only=no such pod", "matches no layout; there are"),
-        ("--only=(", "unterminated"),
+        ("--only=(", "--only=( is no regular expression: missing ), unterminated"),
         ("--results=missing/file.jsonl", "is in no folder; make missing first"),
         ("more", "is no flag of this program"),
     ],

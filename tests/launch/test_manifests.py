@@ -255,7 +255,17 @@ def test_every_text_survives_yaml(value):
         (
             gke,
             [*TRAINING, *POD, "--devices=4", "--accelerator=h200"],
-            "--accelerator=h200 is not known; there",
+            "--accelerator=h200 is not known; there are tpu-v5-lite-podslice, ",
+        ),
+        (
+            gke,
+            [*TRAINING, *POD, "--devices=8", "--accelerator=nvidia-h200"],
+            "--accelerator=nvidia-h200 is not known; there are nvidia-h200-141gb\n",
+        ),
+        (
+            gke,
+            ["--experiment=experiments/pretrain.py:glm5", *POD, "--accelerator=tpu7x-standard"],
+            "--accelerator=tpu7x-standard is not known; there are tpu-v5-lite-podslice, ",
         ),
         (
             gke,

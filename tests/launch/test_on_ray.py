@@ -21,7 +21,10 @@ SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 def test_without_ray_the_user_is_told_what_to_install(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert on_ray.main(["on_ray", SYSTEM, f"--workdir={tmp_path}"]) == 2
-    assert capsys.readouterr().err == "error: Ray is not installed; pip install 'glm5_jax[ray]'\n"
+    assert (
+        capsys.readouterr().err
+        == "error: Ray is not installed; pip install '.[ray]' in this repository\n"
+    )
 
 
 class Launched:

@@ -54,7 +54,7 @@ def arranged(text: str, slices: int = 1, **axes: int) -> np.ndarray:
     pod = parse(text)
     sizes = resolve(axes, pod.num_devices)
     if pod.platform == "cuda":
-        pods.check_hosts(pod, sizes)
+        pods.check_hosts(pod, sizes, slices)
     found = placed(devices_of(pod), sizes, slices)
     assert sorted(device.id for device in found.flat) == list(range(pod.num_devices))
     return found.reshape([axes[axis] for axis in AXES if axes.get(axis, 1) > 1])
@@ -200,6 +200,13 @@ def test_the_gpus_of_a_host_are_next_to_each_other_on_the_innermost_axes():
         assert {device.id // 8 for device in block.flat} == {host}
 
 
+def test_a_slice_of_experts_is_a_host_s_gpus_and_context_is_across_hosts():
+    found = arranged("h200:8x8", slices=2, fsdp=2, expert=16, context=2)
+    host = np.vectorize(lambda device: device.id // 8)(found).reshape(2, 2, 8, 2)
+    np.testing.assert_array_equal(host[..., 0, :], np.arange(8).reshape(2, 2, 2).swapaxes(0, 1))
+    assert (host == host[:, :, :1]).all()
+
+
 def test_a_real_mesh_has_the_same_axes(monkeypatch):
     import jax
 
@@ -226,6 +233,11 @@ def test_a_real_mesh_has_the_same_axes(monkeypatch):
             "h200:2x3x8",
             {"fsdp": 3, "expert": 16},
             "mesh axis expert=16 does not fit the 24 GPUs of a partition of h200:2x3x8",
+        ),
+        (
+            "h200:3x8",
+            {"slices": 2, "expert": 6, "context": 4},
+            "mesh axis expert=3 does not fit the 8 GPUs of a host of h200:3x8: with the axes within, it takes 3",
         ),
     ],
 )

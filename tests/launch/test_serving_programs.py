@@ -260,7 +260,7 @@ def test_a_checkpoint_says_itself_what_it_is(tmp_path, capsys):
     [
         (["--model", "tiny"], "--model is followed by a blank; write --model=NAME"),
         (["--model=glm6"], "no model 'glm6'; use --model=glm5, glm5_2"),
-        (["--model.heads=3"], "--model.heads: no field 'heads' in the experiment"),
+        (["--model.heads=3"], "--model.heads: no field 'heads'; did you mean index_n_heads"),
         (["--model.num_attention_heads=0"], "--model."),
         (["--experiment.checkpoint=nowhere"], "both name a model; give one"),
         (["--experiment.engine.num_draft=2", "--model.num_nextn_predict_layers=0"], "no MTP layer"),

@@ -88,25 +88,26 @@ def test_seconds_of_each_resource():
     assert found == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
 
 
-def test_of_rows_dealt_out_inside_a_slice_those_are_counted_that_exist():
-    """Both their buffers have room for what all slices may send."""
+def test_of_rows_to_slices_and_inside_them_those_are_counted_that_exist():
+    """Buffers of the first way have room for all tokens, those of the second for what all slices may send."""
     mesh = make_mesh(expert=8)
     halves, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), tuple((i, i + 4) for i in range(4))
     inside = over("ragged-all-to-all", 6 * MB, halves)
-    assert filled(inside, mesh, 2).moved == 3 * MB
+    assert filled(inside, mesh, 2, 0.5).moved == 3 * MB
     for other in (
-        over("ragged-all-to-all", 6 * MB, pairs),
-        over("ragged-all-to-all", 6 * MB, (tuple(range(8)),)),
         over("all-gather", 6 * MB, halves),
         over("collective-permute", 6 * MB, pairs=((0, 1), (1, 0))),
     ):
-        assert filled(other, mesh, 2) == other
-    assert filled(inside, mesh, 1) == inside
+        assert filled(other, mesh, 2, 0.5) == other
+    assert filled(inside, mesh, 1, 0.5) == inside
+    crossing = over("ragged-all-to-all", 6 * MB, pairs)
+    assert filled(crossing, mesh, 2, 0.75)._replace(moved=6 * MB) == crossing
+    assert filled(crossing, mesh, 2, 0.75).moved == 4.5 * MB
     square = make_mesh(fsdp=2, expert=4)
     within, across = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2).moved == 3 * MB
-    other = over("ragged-all-to-all", 6 * MB, across)
-    assert filled(other, square, 2) == other
+    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2, 0.5).moved == 3 * MB
+    crossing = over("ragged-all-to-all", 6 * MB, across)
+    assert filled(crossing, square, 2, 0.75).moved == 4.5 * MB
 
 
 # -- several slices ------------------------------------------------------------------------------------------------
