@@ -250,11 +250,11 @@ def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(t
         return process.returncode, time.monotonic() - began, output
 
     steps = ["--experiment.schedule.total_steps=100000", "--experiment.train.eval_interval=0"]
-    steps += ["--experiment.train.log_interval=1000"]  # the step saved is not the last one logged
+    steps += ["--experiment.train.log_interval=5"]  # the step saved is not the last one logged
     code, seconds, output = interrupted("a batch of")
     assert (code, store.latest_step(tmp_path)) == (AGAIN, None), output
     assert output.endswith("\nstopped, with nothing to save\n") and seconds < 5
-    code, _, output = interrupted("step 1/")
+    code, _, output = interrupted("step 5/")
     assert code == AGAIN and "Traceback" not in output
     assert "\nstopping once this step is made and saved" in output
     assert f"stopped after step {store.latest_step(tmp_path)}; the same command goes on" in output
