@@ -84,15 +84,20 @@ def _layouts() -> Iterator[Layout]:
             yield layout(name, experiment, pod, *words.get(name, ()))
     yield layout("RL v5p", "rl_reasoning.py:glm5", v5p)
     eight_bits = "engine.index_cache=int8", "engine.latent_cache=fp8"
-    shorter = "engine.max_length=131072", "engine.num_pages=2048", "engine.chunk=2048"
+    shorter = "engine.max_length=131072", "engine.num_pages=2048"
+    # What a decode has of a device; where tokens arrive there is room for as many of every device.
+    fewer = "engine.token_chunk=160"
     for name, pod, *words in (
         ("v5p", "v5p:2x4x4", "mesh.expert=32"),
         ("tpu7x", "tpu7x:2x2x4", "mesh.expert=32"),
-        ("v6e", "v6e:8x16", "mesh.expert=128", *eight_bits, *shorter),
+        ("v6e", "v6e:8x16", "mesh.expert=128", *eight_bits, *shorter, "engine.chunk=2048", fewer),
         ("h200", "h200:1x2x8", "mesh.expert=16"),
         ("W4A8 v5p", "v5p:2x2x2", "mesh.expert=8", *eight_bits, "--quantised"),
         ("W4A8 tpu7x", "tpu7x:2x2x1", "mesh.expert=8", *eight_bits, "--quantised"),
-        ("W4A8 v6e", "v6e:4x8", "mesh.expert=32", *eight_bits, *shorter, "--quantised"),
+        (
+            *("W4A8 v6e", "v6e:4x8", "mesh.expert=32", *eight_bits, *shorter),
+            *("engine.chunk=1536", fewer, "--quantised"),
+        ),
         ("W4A8 h200", "h200:1x1x4", "mesh.expert=4", *eight_bits, "--quantised"),
     ):
         yield layout(f"serve {name}", "serve.py:glm5", pod, *words)
