@@ -64,11 +64,9 @@ def _layouts() -> Iterator[Layout]:
         # The largest batch of the ramp, whose program is another.
         yield layout(f"4K 64M {chip}", "pretrain.py:glm5", pod, "batch.start=67108864", *words)
     # Where products are few for the rows that experts are sent, a token crosses to each host of H200 once.
-    two_hosts = "mesh.expert=16", "step.expert_slices=2"
     words = {
-        "32K h200": ("mesh.fsdp=32", *two_hosts),
-        "DSA h200": ("mesh.fsdp=4", *two_hosts),
-        # Not on two hosts: fsdp=4 would cut an expert's int4 groups of 128.
+        "32K h200": ("mesh.fsdp=32", "mesh.expert=16", "step.expert_slices=2"),
+        "DSA h200": ("step.expert_slices=8",),
         "SFT h200": ("step.expert_slices=8",),
     }
     for chip, pod in (("v5p", v5p), ("h200", h200)):
