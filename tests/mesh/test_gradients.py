@@ -86,11 +86,16 @@ def test_how_it_is_carried_out_leaves_the_gradients_as_they_are():
     compare(cases.config("sparse"), step, make_mesh(fsdp=2, expert=2, tensor=2))
 
 
-LEVELS = [({"expert": 8}, 2), ({"expert": 8}, 4), ({"fsdp": 2, "expert": 4}, 2)]
+LEVELS = [
+    ({"expert": 8}, 2),
+    ({"expert": 8}, 4),
+    ({"fsdp": 2, "expert": 4}, 2),
+    ({"expert": 4, "context": 2}, 2),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axes", "slices"), LEVELS, ids=["2x4", "4x2", "2x2"])
+@pytest.mark.parametrize(("axes", "slices"), LEVELS, ids=["2x4", "4x2", "2x2", "2x2 with context"])
 def test_tokens_that_cross_to_a_slice_once_leave_the_gradients_as_they_are(axes, slices):
     step = dataclasses.replace(cases.STEP, expert_slices=slices)
     compare(cases.config("sparse"), step, make_mesh(axes, expert_slices=slices))
