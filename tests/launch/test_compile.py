@@ -1,5 +1,6 @@
 """The report on a pod's train step, and what the user is told if there is none."""
 
+import dataclasses
 import json
 
 import pytest
@@ -80,6 +81,13 @@ def test_what_is_kept_of_a_microbatch(capsys):
         "rows_per_device=4": inputs // 2,
         "remat=offload": 0,
     }
+
+
+def test_a_step_says_what_share_of_tokens_crosses_to_a_slice_of_experts():
+    """Two experts of sixteen, of which eight are elsewhere."""
+    config = run.parse([*SMALL_POD, "--experiment.step.expert_slices=2"]).config
+    mesh = pod.abstract_mesh(dataclasses.asdict(config.mesh))
+    assert pod.lower_step(config, mesh).crossing == pytest.approx(1 - 8 * 7 / (16 * 15))
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_of_rows_to_slices_and_inside_them_those_are_counted_that_exist():
     mesh = make_mesh(expert=8)
     halves, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), tuple((i, i + 4) for i in range(4))
     inside = over("ragged-all-to-all", 6 * MB, halves)
-    assert filled(inside, mesh, 2, 0.5).moved == 3 * MB
+    assert filled(inside, mesh, 2, 0.75).moved == 3 * MB
     for other in (
         over("all-gather", 6 * MB, halves),
         over("collective-permute", 6 * MB, pairs=((0, 1), (1, 0))),
@@ -105,7 +105,7 @@ def test_of_rows_to_slices_and_inside_them_those_are_counted_that_exist():
     assert filled(crossing, mesh, 2, 0.75).moved == 4.5 * MB
     square = make_mesh(fsdp=2, expert=4)
     within, across = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2, 0.5).moved == 3 * MB
+    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2, 0.75).moved == 3 * MB
     crossing = over("ragged-all-to-all", 6 * MB, across)
     assert filled(crossing, square, 2, 0.75).moved == 4.5 * MB
 
