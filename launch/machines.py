@@ -6,9 +6,10 @@
 Each line is a machine's, by ssh; run it any other way as well. The first machine is where the others meet, at --port. All see DIR, and
 have this repository, with an environment whose python3 runs it, in the folder that this is started in. A process trains with all
 accelerators of its machine, under the options of XLA for --chip=h200 (launch/xla_flags.py) if that is said, behind which those of the
-machine count more; when one dies, so do the others, within minutes, and the same lines go on from the last checkpoint:
-with fewer machines too (launch/run.py says what else). The script ends when all have, with an exit code of one that failed; what
-is to stop is told so on its machine. An error of the user is one line and exit code 2.
+machine count more; a mesh that does not fit the --devices=8 that each has, if that is said, is an error here. When one dies, so do
+the others, within minutes, and the same lines go on from the last checkpoint: with fewer machines too (launch/run.py says what
+else). The script ends when all have, with an exit code of one that failed; what is to stop is told so on its machine. An error of the
+user is one line and exit code 2.
 """
 
 import os
@@ -75,7 +76,7 @@ def _check(values: flags.FlagValues) -> None:
         raise ValueError(
             f"--machines={','.join(machines)} names one twice; each machine has one process"
         )
-    for name in ("hosts", "devices", "tpu_topology", "slices"):
+    for name in ("hosts", "tpu_topology", "slices"):
         if values[name].present:
             raise ValueError(f"--{name} is not for lists of machines; leave it out")
 
@@ -88,7 +89,8 @@ def main(argv: list[str]) -> int:
         values(argv, known_only=True)
         _check(values)
         values.hosts = len(values.machines)
-        run = topology.read(argv, values, 0)
+        # Of machines whose --devices are not said a process counts its own.
+        run = topology.read(argv, values, 0, values.chip)
         print(script(run, values, os.getcwd()), end="")
         return 0
 

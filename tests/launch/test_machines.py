@@ -10,6 +10,7 @@ from launch import machines, xla_flags
 from tests.contracts.source_tree import ROOT
 
 TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
+GLM5 = f"--experiment={ROOT}/experiments/pretrain.py:glm5"
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 SSH = '#!/bin/sh\nprintf "%s\\n" "$#" "$1" "$2" >"$OUT/$1"\n'
 
@@ -91,6 +92,11 @@ def test_the_script_fails_if_one_machine_does(tmp_path, capsys):
         ([TINY, "--machines=a,b,a"], "names one twice"),
         ([TINY, "--machines=a,b,me@A"], "names one twice"),
         ([TINY, "--machines=a", "--hosts=2"], "--hosts is not for lists of machines"),
+        ([GLM5, "--machines=a,b", "--devices=8"], "2 hosts of 8 accelerators: mesh"),
+        (
+            [GLM5, "--machines=a,b", "--devices=4", "--chip=tpu7x"],
+            "2 hosts of 4 accelerators, 2 devices of JAX each: mesh",
+        ),
         ([TINY, "--machines=a", "--port=0"], "--port=0"),
         ([TINY, "--machines=a", "--colour=1"], "Unknown command line flag 'colour'"),
         ([SYSTEM, "--machines=a,b"], "small-system-tiny is not one program that trains"),
