@@ -47,6 +47,7 @@ from ml_collections import config_flags
 from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.config import ModelConfig
+from glm5_jax.core.console import waiting
 from glm5_jax.core.editable import editable, freeze
 from glm5_jax.core.mesh import abstract_mesh, make_mesh
 from glm5_jax.core.program_hash import program_hash
@@ -159,7 +160,8 @@ def main(argv: list[str]) -> int:
         mesh, pod = mesh_of(values.topology, dataclasses.asdict(config.mesh), slices)
         platform = pod.platform if pod else "cpu" if values.topology else "tpu"
         began = time.monotonic()
-        programs = programs_of(config, model, mesh, platform)
+        with waiting(f"lowering {name}"):
+            programs = programs_of(config, model, mesh, platform)
         if values.hash:
             print(*(program_hash(program.lowered) for program in programs), sep="\n")
             return 0
@@ -171,7 +173,8 @@ def main(argv: list[str]) -> int:
         program, text = programs.pop(0), None  # nothing of the last one is in memory beside it
         _trim()
         topology = values.topology or SHAPES
-        report, text = report_of(name, topology, program, mesh, pod, seconds)
+        with waiting(f"compiling the {program.name} of {name} for {topology}"):
+            report, text = report_of(name, topology, program, mesh, pod, seconds)
         fits &= report.fits is not False
         if values.json:
             told = dataclasses.asdict(report) | {"fits": report.fits}

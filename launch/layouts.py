@@ -123,6 +123,8 @@ def _output(layout: Layout, flag: str) -> list[str]:
             said.seek(0)
             last = said.read().strip().splitlines()[-1:]
             why = " ".join(last).removeprefix("error: ") or done.returncode
+            if done.returncode < 0:
+                why = f"killed by signal {-done.returncode}, for want of memory if nobody did it"
             raise ValueError(f"{shlex.join(layout.command)}: {why}")
     return done.stdout.splitlines()
 

@@ -1,14 +1,26 @@
 """How far a run is: a progress bar on a terminal, plain lines everywhere else."""
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 _LINE_SECONDS = 15.0  # between two plain lines of progress
+_WAIT_SECONDS = 60.0  # between two plain lines about something that does not say how far it is
 
 
 class ProgressBar:
@@ -67,6 +79,35 @@ class ProgressBar:
         """A line of output without any markup, above the bar if that is on the same terminal."""
         above = self._bar and self._out.is_terminal
         (self._console if above else self._out).print(Text(text), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def waiting(text: str, stream=None) -> Iterator[None]:
+    """Says on standard error (stream: there) how long it takes, while within it is what cannot say how far it is.
+
+    What is over within a minute goes without a plain line.
+    """
+    console = Console(file=stream or sys.stderr, highlight=False)
+    if console.is_terminal:
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            bar.add_task(text, total=None)
+            yield
+        return
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell():
+        while not ended.wait(_WAIT_SECONDS):
+            line = f"{text}  {_clock(time.monotonic() - began)}"
+            console.print(Text(line), soft_wrap=True)
+
+    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _clock(seconds: float) -> str:

@@ -1,11 +1,12 @@
 """Progress: plain lines into files, a bar on a terminal."""
 
 import io
+import time
 
 import pytest
 
 from glm5_jax.core import console
-from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.console import ProgressBar, waiting
 
 
 class Terminal(io.StringIO):
@@ -86,3 +87,30 @@ def test_a_terminal_shows_a_bar(monkeypatch):
 def test_times_are_readable():
     assert console._clock(59.9) == "0:59"
     assert console._clock(3661) == "1:01:01"
+
+
+def test_what_takes_long_says_so_now_and_then_and_nothing_once_it_is_over(monkeypatch):
+    monkeypatch.setattr(console, "_WAIT_SECONDS", 0.01)
+    out = io.StringIO()
+    with waiting("compiling [x]", stream=out):
+        time.sleep(0.2)
+    told = out.getvalue()
+    lines = told.splitlines()
+    assert len(lines) > 1 and set(lines) == {"compiling [x]  0:00"}
+    time.sleep(0.05)
+    assert out.getvalue() == told
+
+
+def test_what_is_soon_over_says_nothing_in_a_file():
+    out = io.StringIO()
+    with waiting("compiling", stream=out):
+        pass
+    assert out.getvalue() == ""
+
+
+def test_what_takes_long_shows_its_seconds_on_a_terminal():
+    out = Terminal()
+    with pytest.raises(KeyError), waiting("compiling [x]", stream=out):
+        raise KeyError
+    assert "compiling [x]" in out.getvalue() and "0:00:00" in out.getvalue()
+    assert out.getvalue().rstrip().endswith("\x1b[2K")  # taken away again

@@ -130,6 +130,28 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
 
 
 @pytest.mark.parametrize(
+    ("compiler", "why"),
+    [
+        ("echo 'error: no such mesh' >&2; exit 2", "no such mesh\n"),
+        ("echo 'compiling  9:00' >&2; kill -9 $$", "killed by signal 9, for want of memory if"),
+    ],
+)
+def test_why_a_compilation_failed_is_told_and_rows_stay(
+    compiler, why, tmp_path, capsys, monkeypatch
+):
+    file, own = tmp_path / "layouts.jsonl", LAYOUTS[0]
+    layouts.write(file, told(own))
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{compiler}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(layouts.sys, "executable", str(tmp_path / "python"))
+    command = ["layouts", f"--only=^{own.name}$", f"--results={file}", "--again"]
+    assert layouts.main(command) == 2
+    error = capsys.readouterr().err.splitlines(keepends=True)[-1]
+    assert error.startswith("error: -m launch.compile") and why in error
+    assert layouts.read(file) == told(own)
+
+
+@pytest.mark.parametrize(
     ("flag", "why"),
     [
         ("--only=no such pod", "matches no layout; there are"),
