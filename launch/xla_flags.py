@@ -11,35 +11,39 @@ _GRADIENTS = {  # DATA_PARALLEL_OVERLAP: sums of gradients over slices go on whi
     "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
-_FUSED_GATHERS = {  # CF_FOR_ALL_GATHER, continuation fusion: gathers go on inside fused products
-    "xla_tpu_enable_async_collective_fusion": "true",
-    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-    "xla_tpu_overlap_compute_collective_tc": "true",
-    "xla_enable_async_all_gather": "true",
-}
 # openxla.org/xla/flags_guidance: all-to-alls (of experts, of Muon) are asynchronous only if this is set.
 _EXCHANGES = {"xla_tpu_enable_async_all_to_all": "true"}
 _TPU_SCHEDULER = {"xla_tpu_enable_latency_hiding_scheduler": "true"}
 _TPU = _TPU_SCHEDULER | _EXCHANGES
+# Gathers go on while products do.
+_GATHERS = {
+    "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_enable_async_all_gather": "true",
+}
 
 TPU = {
-    # maxtext, benchmarks/maxtext_v5e_model_configs.py
-    "v5e": _TPU | _GRADIENTS | _FUSED_GATHERS,
-    # github.com/AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext. Without continuation fusion: it says that
-    # libtpu refuses that when it starts on a v5p (the offline compiler does not).
+    # maxtext, benchmarks/maxtext_v5e_model_configs.py. CF_FOR_ALL_GATHER, continuation fusion, has gathers go on inside fused
+    # products. On other chips libtpu 0.0.42 takes it too, and warns in its log of wrong results and of steps that hang.
+    "v5e": _TPU
+    | _GRADIENTS
+    | _GATHERS
+    | {
+        "xla_tpu_enable_async_collective_fusion": "true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    },
+    # github.com/AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext.
     "v5p": _TPU
     | _GRADIENTS
+    | _GATHERS
     | {
         "xla_tpu_megacore_fusion_allow_ags": "false",
         "xla_enable_async_collective_permute": "true",
         "xla_tpu_enable_ag_backward_pipelining": "true",
-        "xla_tpu_overlap_compute_collective_tc": "true",
-        "xla_enable_async_all_gather": "true",
         "xla_tpu_scoped_vmem_limit_kib": "81920",
     },
-    # tpu-recipes, training/trillium/Mixtral-8x22B-MaxText
-    "v6e": _TPU | _GRADIENTS | _FUSED_GATHERS | {"xla_tpu_scoped_vmem_limit_kib": "81920"},
+    # tpu-recipes, training/trillium/Mixtral-8x22B-MaxText, without its continuation fusion.
+    "v6e": _TPU | _GRADIENTS | _GATHERS | {"xla_tpu_scoped_vmem_limit_kib": "81920"},
     # tpu-recipes, training/ironwood/deepseek3-671b/4k-bf16-tpu7x-4x8x8: collectives on the SparseCores
     "tpu7x": _TPU
     | {

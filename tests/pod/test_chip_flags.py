@@ -72,6 +72,32 @@ def test_libtpu_starts_with_the_options_of_a_chip_and_no_others(chip):
     assert "Unknown command line flag 'xla_tpu_warp_speed'" in done.stderr
 
 
+COMPILE = """
+import sys
+from launch import pods
+from tests.pod import test_chip_flags
+pod = pods.parse(sys.argv[1])
+options = pod.options | dict(word.split("=") for word in sys.argv[2:])
+test_chip_flags.program(pod).compile(compiler_options=options)
+"""
+
+
+@pytest.mark.parametrize("chip", xla_flags.TPU)
+def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
+    """As it does, in its own log alone, of what a chip does not support but compiles all the same."""
+    pod_of(SMALL[chip])
+    fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"  # for v5e alone
+    for own, warned in (((), False), ((f"{fused}=true",), chip != "v5e")):
+        folder = tmp_path / str(warned)
+        folder.mkdir(exist_ok=True)
+        env = os.environ | {"TPU_LOG_DIR": str(folder)}
+        command = [sys.executable, "-c", COMPILE, SMALL[chip], *own]
+        subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
+        said = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+        risks = [line for line in said if "at your own risk" in line]
+        assert said and bool(risks) == warned, risks[:1]
+
+
 @pytest.mark.parametrize(
     "text", [*SMALL.values(), "v5e:16x16", "2*v6e:4x4", "2*tpu7x:2x2x2", "h200:2x2x8"]
 )
