@@ -1,5 +1,8 @@
 """Compiling a function for one chip that is not there, by that chip's real compiler."""
 
+import os
+import pathlib
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from launch import pods
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "h200": "h200:1x1"}
+TOO_MUCH = (
+    "of scoped Vmem requested"  # more than the chip has: libtpu logs it, takes less, and compiles
+)
 CUSTOM_CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
 
 
@@ -39,3 +45,10 @@ def compile_for(chip: str, function, *shapes, donate=()):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tuple(shapes)
     )
     return jax.jit(local, donate_argnums=donate).lower(*shapes).compile()
+
+
+def refusals() -> list[str]:
+    """What libtpu's log of this process says of memory that was asked for and is not there."""
+    folder = pathlib.Path(os.environ.get("TPU_LOG_DIR", "/tmp/tpu_logs"))
+    logs = [log.read_text() for log in folder.glob(f"tpu_driver.*.log.*.{os.getpid()}")]
+    return [line for log in logs for line in log.splitlines() if TOO_MUCH in line]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from launch import pods, xla_flags
 from pallas_kernels.chips import CHIPS, chip_of
 from tests.contracts.source_tree import ROOT
-from tests.kernels.offline import pod_of
+from tests.kernels.offline import TOO_MUCH, pod_of
 
 pytestmark = pytest.mark.aot
 
@@ -87,15 +87,21 @@ def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
     """As it does, in its own log alone, of what a chip does not support but compiles all the same."""
     pod_of(SMALL[chip])
     fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"  # for v5e alone
-    for own, warned in (((), False), ((f"{fused}=true",), chip != "v5e")):
-        folder = tmp_path / str(warned)
-        folder.mkdir(exist_ok=True)
+    memory = "xla_tpu_scoped_vmem_limit_kib"
+    cases = {
+        "own": ((), False),
+        "fused": ((f"{fused}=true",), chip != "v5e"),
+        "memory": ((f"{memory}={2**18}",), True),
+    }
+    for name, (own, warned) in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
         env = os.environ | {"TPU_LOG_DIR": str(folder)}
         command = [sys.executable, "-c", COMPILE, SMALL[chip], *own]
         subprocess.run(command, env=env, cwd=ROOT, check=True, capture_output=True)
         said = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
-        risks = [line for line in said if "at your own risk" in line]
-        assert said and bool(risks) == warned, risks[:1]
+        risks = [line for line in said if "at your own risk" in line or TOO_MUCH in line]
+        assert said and bool(risks) == warned, (name, risks[:1])
 
 
 @pytest.mark.parametrize(
