@@ -15,7 +15,7 @@ Without --topology they are only lowered, for as many chips as --experiment.mesh
 follow from the shapes, in less than a minute. --topology compiles them for chips that are not there, by the real compiler
 (launch/test.sh aot installs it), and adds temporary memory, collectives and the least time of a step:
 
-    v5p:8x8x16     a TPU and its topology (v5e, v5p, v6e, tpu7x)     (744B: 4 to 19 GiB of memory, up to half an hour)
+    v5p:8x8x16     a TPU and its topology (v5e, v5p, v6e, tpu7x)     (744B: 4 to 19 GiB, up to forty minutes)
     4*v6e:16x16    four slices of one, with a slower network between them
     h200:1x128x8   128 hosts of 8 NVIDIA GPUs (h200, h100)
     cpu            this machine, where the program's hash is the one that a run here writes into its log
@@ -173,7 +173,8 @@ def main(argv: list[str]) -> int:
         program, text = programs.pop(0), None  # nothing of the last one is in memory beside it
         _trim()
         topology = values.topology or SHAPES
-        with waiting(f"compiling the {program.name} of {name} for {topology}"):
+        what = "compiling" if values.topology else "counting"
+        with waiting(f"{what} the {program.name} of {name} for {topology}"):
             report, text = report_of(name, topology, program, mesh, pod, seconds)
         fits &= report.fits is not False
         if values.json:

@@ -33,8 +33,8 @@ TPU = {
         "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     },
     # github.com/AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext, but for the last: the recipe's 81920 is more than a
-    # v5p has, all of it counts then, and nothing is left to fetch ahead into. By libtpu's own estimate products take 0.6%
-    # more cycles with half, and a quarter of the time to compile (experiments/LOG.md).
+    # v5p has: all of it counts then, and nothing is left to fetch ahead into. By libtpu's own estimate products take 0.6%
+    # more cycles with half, and a quarter of the time to compile (tests/pod/test_chip_flags.py).
     "v5p": _TPU
     | _GRADIENTS
     | _GATHERS

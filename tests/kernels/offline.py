@@ -11,9 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from launch import pods
 
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1", "h200": "h200:1x1"}
-TOO_MUCH = (
-    "of scoped Vmem requested"  # more than the chip has: libtpu logs it, takes less, and compiles
-)
+# Of an error in libtpu's log: more than the chip has. It takes less then, and compiles.
+TOO_MUCH = "of scoped Vmem requested"
 CUSTOM_CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
 
 
@@ -48,7 +47,7 @@ def compile_for(chip: str, function, *shapes, donate=()):
 
 
 def refusals() -> list[str]:
-    """What libtpu's log of this process says of memory that was asked for and is not there."""
+    """What libtpu's log of this process says of memory that was asked for and is not there; none before libtpu has a log."""
     folder = pathlib.Path(os.environ.get("TPU_LOG_DIR", "/tmp/tpu_logs"))
-    logs = [log.read_text() for log in folder.glob(f"tpu_driver.*.log.*.{os.getpid()}")]
+    logs = [log.read_text() for log in folder.glob(f"tpu_driver.*.log.ERROR.*.{os.getpid()}")]
     return [line for log in logs for line in log.splitlines() if TOO_MUCH in line]

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.aot
 SMALL = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 SMALL |= {"h100": "h100:1x4", "h200": "h200:1x4"}
 GIB = 2**30
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
+MOST = {"v5p": 65472}  # of it, as libtpu says
 
 
 def program(pod: pods.Pod, rows: int = 512):
@@ -87,11 +90,10 @@ def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
     """As it does, in its own log alone, of what a chip does not support but compiles all the same."""
     pod_of(SMALL[chip])
     fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"  # for v5e alone
-    memory = "xla_tpu_scoped_vmem_limit_kib"
     cases = {
         "own": ((), False),
         "fused": ((f"{fused}=true",), chip != "v5e"),
-        "memory": ((f"{memory}={2**18}",), True),
+        "memory": ((f"{VMEM}={2**18}",), True),
     }
     for name, (own, warned) in cases.items():
         folder = tmp_path / name
@@ -102,6 +104,40 @@ def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
         said = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
         risks = [line for line in said if "at your own risk" in line or TOO_MUCH in line]
         assert said and bool(risks) == warned, (name, risks[:1])
+
+
+def gated(pod: pods.Pod):
+    """GLM-5's dense feed-forward over 8,192 tokens with its gradients, on one device each."""
+    mesh = pods.mesh(pod, {"fsdp": -1})
+
+    def loss(x, up, down):
+        inside = jax.nn.silu(jnp.einsum("btd,df->btf", x, up))
+        return jnp.sum(jnp.einsum("btf,fd->btd", inside, down) + x, dtype=jnp.float32)
+
+    shapes = (2, 4096, 6144), (6144, 12288), (12288, 6144)
+    whole = NamedSharding(mesh, P())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(*args)
+
+
+@pytest.mark.parametrize("chip", [c for c, own in xla_flags.TPU.items() if VMEM in own])
+def test_products_take_no_more_cycles_with_the_memory_that_a_chip_is_told(chip):
+    """By libtpu's own estimate: than with its default, nor 1% more than with all that there is."""
+    pod, cycles = pod_of(SMALL[chip]), {}
+    own = int(pod.options[VMEM])
+    for limit in dict.fromkeys((None, own, MOST.get(chip, own))):
+        options = {name: value for name, value in pod.options.items() if name != VMEM}
+        options |= {} if limit is None else {VMEM: str(limit)}
+        began = time.process_time()
+        text = gated(pod).compile(compiler_options=options).as_text()
+        found = re.findall(r'"estimated_cycles":"(\d+)"', text.partition("ENTRY")[2])
+        cycles[limit] = sum(map(int, found))
+        seconds = time.process_time() - began
+        print(
+            f"{chip} {options.get(VMEM, 'default')} KiB: {cycles[limit]:,} cycles, {seconds:.0f} s"
+        )
+    assert 0 < cycles[own] <= cycles[None]
+    assert cycles[own] <= 1.01 * cycles[MOST.get(chip, own)]
 
 
 @pytest.mark.parametrize(
