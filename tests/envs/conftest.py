@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from glm5_jax.envs.sandbox import Sandbox, SandboxError
-from tests.envs.leftovers import all_that_sandboxes_make
+from tests.envs.leftovers import all_that_sandboxes_make, made_since
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +42,4 @@ def nothing_left(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     before = all_that_sandboxes_make()
     yield
-    assert all_that_sandboxes_make() == before
+    assert made_since(before) == {}

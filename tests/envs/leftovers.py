@@ -89,15 +89,31 @@ def folders(maker: int) -> list[str]:
     return sorted(name for name in os.listdir(tempfile.gettempdir()) if f"-{maker}-" in name)
 
 
-def all_that_sandboxes_make() -> dict[str, object]:
+def all_that_sandboxes_make() -> dict[str, set]:
     children = [
         task.read_text().split() for task in pathlib.Path("/proc/self/task").glob("*/children")
     ]
     return {
-        "children": sorted(pid for pids in children for pid in pids),
+        "children": {pid for pids in children for pid in pids},
         "namespaces": namespaces(),
-        "groups": groups(),
-        "mounts": pathlib.Path("/proc/self/mounts").read_text(),
-        "folders": sorted(os.listdir(tempfile.gettempdir())),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "groups": {*groups()},
+        "mounts": {*pathlib.Path("/proc/self/mounts").read_text().splitlines()},
+        "folders": {*os.listdir(tempfile.gettempdir())},
+        "descriptors": descriptors(),
     }
+
+
+def made_since(before: dict[str, set]) -> dict[str, set]:
+    """By kind, what was not there before. What has gone meanwhile is not told: Python closes at any time what an
+    earlier test forgot."""
+    now = all_that_sandboxes_make()
+    return {kind: made for kind in now if (made := now[kind] - before[kind])}
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """(number, what it is) of each open descriptor of this process."""
+    found = set()
+    for link in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.add((link.name, os.readlink(link)))
+    return found
