@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from glm5_jax.core.mesh import make_mesh, nesting, resolve
-from launch.xla_flags import FLAGS, GPU_SHARE
+from launch.xla_flags import FLAGS, GPU_SHARE, OFFLINE
 from pallas_kernels.chips import CHIPS, Chip
 
 FOLDER = pathlib.Path(__file__).parent
@@ -78,6 +78,11 @@ class Pod:
         return {
             name: {"true": True, "false": False}.get(value, value) for name, value in found.items()
         }
+
+    @property
+    def shortcuts(self) -> dict[str, str]:
+        """Options of a compilation without the chip, whose result is told and does not run."""
+        return OFFLINE.get(self.chip, {})
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape))

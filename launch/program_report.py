@@ -228,12 +228,13 @@ def report_of(
         return Report(**known), None
     began = time.monotonic()
     known["options"] = pod.options if pod else {}
+    shortcuts = pod.shortcuts if pod else {}
     known["available"] = int(pod.device.memory) if pod and pod.device.memory else None
     known["usable"] = pod.usable if pod else None
     with tempfile.TemporaryDirectory() as folder:
         try:
             compiled = program.lowered.compile(
-                compiler_options={**known["options"], "xla_dump_to": folder}
+                compiler_options={**known["options"], **shortcuts, "xla_dump_to": folder}
             )
         except jax.errors.JaxRuntimeError as error:
             needed = needed_and_available(str(error))

@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from launch import pods, xla_flags
+from launch.hlo import collectives
+from launch.program_report import traffic
 from pallas_kernels.chips import CHIPS, chip_of
 from tests.contracts.source_tree import ROOT
 from tests.kernels.offline import TOO_MUCH, pod_of
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.aot
 SMALL = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 SMALL |= {"h100": "h100:1x4", "h200": "h200:1x4"}
 GIB = 2**30
+LAYERS = 96
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
 MOST = {"v5p": 65472}  # of it, as libtpu says
 
@@ -55,6 +58,40 @@ def test_the_compiler_takes_the_options_of_a_chip_and_no_others(chip):
     invented = "xla_gpu_warp_speed" if pod.platform == "cuda" else "xla_tpu_warp_speed"
     with pytest.raises(Exception, match=f"No such compile option: '{invented}'"):
         lowered.compile(compiler_options=pod.options | {invented: "true"})
+
+
+def repeated(pod: pods.Pod):
+    """Products of weights that are gathered one after the other, as in layers that are no loop."""
+    mesh = pods.mesh(pod, {"fsdp": -1})
+
+    def forward(weights, x):
+        for w in weights:
+            w, x = jax.lax.optimization_barrier((w, x))
+            x = jnp.tanh(x @ jax.lax.all_gather(w, "fsdp", axis=0, tiled=True))
+        return x
+
+    specs = ([P("fsdp")] * LAYERS, P("fsdp"))
+    local = jax.shard_map(forward, mesh=mesh, in_specs=specs, out_specs=P("fsdp"))
+    shape = jax.ShapeDtypeStruct(
+        (2048, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp"))
+    )
+    return jax.jit(local).lower([shape] * LAYERS, shape)
+
+
+@pytest.mark.parametrize("chip", xla_flags.OFFLINE)
+def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
+    """Collectives, and memory, in less time of processors."""
+    pod = pod_of(SMALL[chip])
+    mesh, lowered, told, seconds = pods.mesh(pod, {"fsdp": -1}), repeated(pod), [], []
+    for options in (pod.options, pod.options | pod.shortcuts):
+        began = time.process_time()
+        compiled = lowered.compile(compiler_options=options)
+        seconds.append(time.process_time() - began)
+        sent = traffic(collectives(compiled.as_text(), mesh), mesh)
+        stats = compiled.memory_analysis()
+        told.append((sent, stats.temp_size_in_bytes, stats.argument_size_in_bytes))
+    assert told[0] == told[1] and told[0][0][0].count == LAYERS
+    assert seconds[1] < seconds[0] * 2 / 3, seconds
 
 
 START = """
