@@ -309,6 +309,14 @@ def test_what_a_user_says_counts_more_than_what_a_chip_should_have():
     assert xla_flags.environment(None, {"XLA_FLAGS": "--a=1"}) == {}
 
 
+def test_what_shortens_compilations_is_not_set_where_a_program_runs():
+    for chip, own in xla_flags.OFFLINE.items():
+        assert parse(f"{chip}:2x2x1").shortcuts == own
+        assert not own.keys() & xla_flags.FLAGS[chip].keys()
+        assert not any(name in xla_flags.words(chip) for name in own)
+    assert parse("v5p:2x2x1").shortcuts == parse("h200:1x4").shortcuts == {}
+
+
 def test_of_a_gpu_jax_takes_what_is_told_unless_a_user_says_otherwise():
     share = pods.parse("h200:1x8").usable / CHIPS["h200"].memory
     assert 0.9 < share < 0.95 and pods.parse("v5p:2x2x2").usable == int(CHIPS["v5p"].memory)
