@@ -15,7 +15,7 @@ Without --topology they are only lowered, for as many chips as --experiment.mesh
 follow from the shapes, in less than a minute. --topology compiles them for chips that are not there, by the real compiler
 (launch/test.sh aot installs it), and adds temporary memory, collectives and the least time of a step:
 
-    v5p:8x8x16     a TPU and its topology (v5e, v5p, v6e, tpu7x)     (744B: 4 to 19 GiB, up to forty minutes)
+    v5p:8x8x16     a TPU and its topology (v5e, v5p, v6e, tpu7x)     (744B: 3 to 12 GiB, 2 to 25 minutes of two cores)
     4*v6e:16x16    four slices of one, with a slower network between them
     h200:1x128x8   128 hosts of 8 NVIDIA GPUs (h200, h100)
     cpu            this machine, where the program's hash is the one that a run here writes into its log

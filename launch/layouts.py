@@ -3,7 +3,7 @@
     python -m launch.layouts [--only=PATTERN] [--stale | --again] [--results=experiments/layouts.jsonl]
 
 A layout is an experiment, a pod and the fields that it takes there (`LAYOUTS`); each is compiled by `launch.compile` in a
-process of its own (744B: up to forty minutes and 19 GiB; GPUs: 5 GiB), those whose names match the regular expression
+process of its own (744B: up to 25 minutes of two cores and 12 GiB; GPUs: 6 GiB), those whose names match the regular expression
 PATTERN. What --results holds already is not compiled anew, but with --again, or with --stale if its programs, which are lowered to
 see that (half a minute each), or the compiler's options are other ones by now; each layout's reports are there as soon as they
 are known. Printed, in Markdown, of what --results holds: a table of all layouts that train, one of those that serve, and the names
