@@ -20,6 +20,8 @@ follow from the shapes, in less than a minute. --topology compiles them for chip
     h200:1x128x8   128 hosts of 8 NVIDIA GPUs (h200, h100)
     cpu            this machine, where the program's hash is the one that a run here writes into its log
 
+For tpu7x equal programs of the SparseCores are compiled once, where a run compiles each (launch/xla_flags.py, OFFLINE).
+
 --json prints one line for programs instead, --hash their hashes alone, before anything is compiled. --hlo=FILE keeps the
 compiled text, of two in FILE-prefill and FILE-decode. Fields of the experiment are set as in launch.run. The exit code is 0 if
 all fits or nothing was compiled, 3 if something does not fit, 2 for a mistake.

@@ -87,9 +87,9 @@ _HOPPER = {
 }
 FLAGS = TPU | {"h100": _HOPPER, "h200": _HOPPER}
 
-# Of compilations without the chip alone: what is on a SparseCore, each collective and gather, is a program that LLVM compiles, 1,939
-# in a decode that is no loop over layers. This compiles those once that are the same, which libtpu does not do of itself, and
-# nobody here has seen run. Of what launch.compile tells it changes the code's size alone, by 1% (tests/pod/test_chip_flags.py).
+# Of compilations without the chip alone: each gather that libtpu puts on a SparseCore is a program that LLVM compiles, 1,939 in a
+# decode, whose layers are no loop. This compiles those once that are equal, which libtpu does not do of itself, and nobody
+# here has seen run. Of what launch.compile tells it changes the code's size alone, by 1% (tests/pod/test_chip_flags.py).
 OFFLINE = {"tpu7x": {"xla_tpu_enable_sparse_core_computation_deduplication": "true"}}
 
 # Of a GPU's memory JAX takes three quarters if nobody says how much. What is left here, 12 GB of an H200, is for CUDA and

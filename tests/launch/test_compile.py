@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.metrics_log import column, read
-from launch import compile as pod, run
+from launch import compile as pod, pods, program_report, run
 
 SMALL_POD = [
     "compile",
@@ -23,6 +25,27 @@ def test_report_from_shapes(capsys):
     assert "train step on 8 devices of no topology, fsdp 4, expert 2" in out
     assert "8 rows of 128 tokens, 128 tokens per device" in out
     assert "kept activations" in out and "temporaries" not in out
+
+
+@pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v5p:2x2x2"])
+def test_a_pod_s_options_and_shortcuts_reach_its_compiler(name, monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def refuse(compiler_options):
+        raise Refused(compiler_options)
+
+    config = run.parse([*SMALL_POD[:3], "--experiment.mesh.expert=2"]).config
+    mesh = abstract_mesh({"fsdp": 4, "expert": 2})
+    program = pod.lower_step(config, mesh, "tpu")
+    program = program._replace(lowered=SimpleNamespace(compile=refuse))
+    monkeypatch.setattr(program_report, "program_hash", lambda lowered: "0")
+    target = pods.parse(name)
+    with pytest.raises(Refused) as caught:
+        program_report.report_of("tiny", name, program, mesh, target, 0.0)
+    (options,) = caught.value.args
+    assert options.pop("xla_dump_to")
+    assert options == target.options | target.shortcuts
 
 
 def test_hashes_alone_are_told_without_a_report(capsys):

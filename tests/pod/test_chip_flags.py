@@ -83,7 +83,8 @@ def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
     """Collectives, and memory, in less time of processors."""
     pod = pod_of(SMALL[chip])
     mesh, lowered, told, seconds = pods.mesh(pod, {"fsdp": -1}), repeated(pod), [], []
-    for options in (pod.options, pod.options | pod.shortcuts):
+    # The shorter one first: it starts libtpu too.
+    for options in (pod.options | pod.shortcuts, pod.options):
         began = time.process_time()
         compiled = lowered.compile(compiler_options=options)
         seconds.append(time.process_time() - began)
@@ -91,7 +92,7 @@ def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
         stats = compiled.memory_analysis()
         told.append((sent, stats.temp_size_in_bytes, stats.argument_size_in_bytes))
     assert told[0] == told[1] and told[0][0][0].count == LAYERS
-    assert seconds[1] < seconds[0] * 2 / 3, seconds
+    assert seconds[0] < seconds[1] * 2 / 3, seconds
 
 
 START = """
