@@ -3,9 +3,10 @@
     python -m pallas_kernels.bench KERNEL [--case NAME] [--shape m=4096,d=1024] [--small]
     python -m pallas_kernels.bench all --json results.jsonl
 
-A line per case: the time of a call, its FLOP/s and bytes/s by `cost`, its share of the chip's floor, and
+Prints a line per case: the time of a call, its FLOP/s and bytes/s by `cost`, its share of the chip's floor, and
 how many times longer XLA and each library on this machine take (torch, tokamax, jax's own). Every case is
 run twice at its small sizes too, and must give the same bits; what it gives is compared with XLA's.
+--full-check does the same at the sizes that are timed, which `dsa` beyond 16K tokens has no memory for.
 `dsa` is one layer, sparse, whose baselines are dense: the ratios are what sparse attention saves.
 `all` is for an hour with an accelerator: it needs no package but jax and numpy.
 
@@ -53,20 +54,28 @@ def time_runs(spent, seconds: float) -> Timing:
     return Timing(statistics.median(times), min(times))
 
 
-def clock(function, inputs):
-    """The seconds that so many calls of function(inputs) take, which are the loop of one program."""
+def repeated(function):
+    """The program (inputs, calls) -> float32 that calls function(inputs) so often in one loop.
+
+    Each call depends on the one before it, or XLA takes it out of the loop. A number of every result is added
+    up behind a barrier, or XLA leaves out results that nothing reads, and computes no more of the others than that number.
+    """
 
     def repeat(inputs, calls):
         def once(_, carry):
-            # Tied to the call before it, or XLA takes it out of the loop; and whole, or XLA makes only
-            # the number that is looked at.
             tied, carry = lax.optimization_barrier((inputs, carry))
-            first = jax.tree.leaves(lax.optimization_barrier(function(tied)))[0]
-            return carry + first.reshape(-1)[0].astype(jnp.float32)
+            results = jax.tree.leaves(lax.optimization_barrier(function(tied)))
+            return carry + sum(x.reshape(-1)[0].astype(jnp.float32) for x in results)
 
         return lax.fori_loop(0, calls, once, jnp.zeros((), jnp.float32))
 
-    run = jax.jit(repeat)
+    return repeat
+
+
+def clock(function, inputs):
+    """The seconds that so many calls of function(inputs) take, which are the loop of one program."""
+
+    run = jax.jit(repeated(function))
 
     def spent(calls: int) -> float:
         start = time.perf_counter()
@@ -81,12 +90,14 @@ def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
     inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(seed))
     run = jax.jit(lambda inputs: case.run(inputs, sizes, implementation))
     first, second = (jax.device_get(run(inputs)) for _ in range(2))
-    same = all(
-        np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    )
+    same = all(map(has_same_bits, *map(jax.tree.leaves, (first, second))))
     expected = jax.device_get(jax.jit(lambda inputs: case.run(inputs, sizes, "ref"))(inputs))
     return {"same_bits": same, "difference": worst_difference(first, expected)}
+
+
+def has_same_bits(a, b) -> bool:
+    """Whether two arrays of one shape and type are equal to the bit; NaN equals the same NaN."""
+    return np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 def agrees(kernel: str, name: str, baseline: baselines.Baseline) -> float:
@@ -100,8 +111,8 @@ def agrees(kernel: str, name: str, baseline: baselines.Baseline) -> float:
     return max(worst_difference(*pair) for pair in ordered)
 
 
-def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
-    """One line's figures: of the implementation that "auto" picks, of XLA, and of libraries."""
+def measure(kernel: str, name: str, sizes, seconds: float, full_check: bool = False) -> dict:
+    """Returns one line's figures: of the Pallas form for this platform, of XLA, and of libraries."""
     case = cases(kernel)[name]
     sizes = dict(case.sizes) | sizes
     best = dispatch.OF_PLATFORM.get(dispatch.platform(), "ref")
@@ -121,10 +132,15 @@ def measure(kernel: str, name: str, sizes, seconds: float) -> dict:
     xla = timed("XLA", lambda: of("ref"))
     ours = timed(best, lambda: of(best)) if best != "ref" else None
     if ours:
-        try:
-            found |= check(case, dict(case.small), best)
-        except Exception as error:  # the cases that follow are worth the device's time
-            found["errors"]["check"] = told(error)
+        for of, name_of in ((case.small, "check"), (sizes, "full_check")):
+            if of is sizes and not full_check:
+                continue
+            try:
+                checked = check(case, dict(of), best)
+            except Exception as error:  # the cases that follow are worth the device's time
+                found["errors"][name_of] = told(error)
+            else:
+                found |= {name_of: checked} if of is sizes else checked
     found["libraries"] = {}
     for who, baseline in baselines.present(kernel, name).items():
         found["libraries"][who] = time_baseline(kernel, name, baseline, inputs, sizes, timed, who)
@@ -180,6 +196,9 @@ def line(found: dict) -> str:
     if "difference" in found:
         bits = "same bits twice" if found["same_bits"] else "BITS DIFFER BETWEEN RUNS"
         text += f"  {bits}, {found['difference']:.1e} from XLA"
+    if "full_check" in found:
+        bits = "same bits twice" if found["full_check"]["same_bits"] else "BITS DIFFER"
+        text += f"  full size: {bits}, {found['full_check']['difference']:.1e} from XLA"
     return f"{text}  {errors}".rstrip()
 
 
@@ -201,6 +220,7 @@ def main(argv=None) -> int:
     parser.add_argument("--case", help="only this case")
     parser.add_argument("--shape", default="", help="sizes to change, as in m=4096,d=1024")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
+    parser.add_argument("--full-check", action="store_true", help="also compare at these sizes")
     parser.add_argument("--seconds", type=float, default=1.0, help="to spend on each timing")
     parser.add_argument("--json", type=pathlib.Path, help="also append every line to this file")
     args = parser.parse_args(argv)
@@ -227,8 +247,10 @@ def main(argv=None) -> int:
     failed = False
     for kernel, name in plan:
         sizes = dict(cases(kernel)[name].small) if args.small else {}
-        found = measure(kernel, name, sizes | changed, args.seconds)
-        unchecked = "check" in found["errors"] or not found.get("same_bits", True)
+        found = measure(kernel, name, sizes | changed, args.seconds, args.full_check)
+        checks = [found, found.get("full_check", {})]
+        unchecked = {"check", "full_check"} & set(found["errors"])
+        unchecked = unchecked or not all(checked.get("same_bits", True) for checked in checks)
         failed = failed or unchecked or "seconds" not in found
         print(line(found), flush=True)
         if args.json:

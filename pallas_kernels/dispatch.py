@@ -15,6 +15,13 @@ import jax
 NAMES = ("ref", "tpu", "gpu")
 OF_PLATFORM = {"tpu": "tpu", "gpu": "gpu", "cuda": "gpu"}
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+# Pallas forms that "auto" leaves out, by kernel and name, with the reason; who names one gets it.
+OPT_IN = {
+    (
+        "gated_delta",
+        "gpu",
+    ): "on an H200 (2026-11-26) two runs of 64 heads differed, and some were NaN",
+}
 LOG = logging.getLogger("pallas_kernels")
 
 
@@ -55,8 +62,8 @@ def choose(kernel: str, implementation: str | Implementation, *args) -> Choice:
     """The implementation of a kernel package that is asked for; "auto": the best one that can.
 
     args go to `refuse(*args)` of a Pallas form's module, which says why it cannot take them, or None.
-    ValueError if a named one is unknown, of another platform, or refuses. "auto" takes `ref` instead, and
-    every choice that it makes is logged once.
+    ValueError if a named one is unknown, of another platform, or refuses. "auto" takes `ref` instead, also of
+    what is in OPT_IN, and every choice that it makes is logged once.
     """
     asked = implementation
     if isinstance(asked, str):
@@ -75,6 +82,7 @@ def choose(kernel: str, implementation: str | Implementation, *args) -> Choice:
     else:
         reason = _module(kernel, asked.name).refuse(*args)
     if implementation == "auto":
+        reason = reason or OPT_IN.get((kernel, asked.name))
         _log_once(kernel, platform(), asked.name, reason)
         return Choice(kernel, "ref") if reason else choice
     if reason:

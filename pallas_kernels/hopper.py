@@ -151,7 +151,11 @@ class Ops:
                 ref[i] = lax.dynamic_index_in_dim(x, i, keepdims=False)
 
     def dots(self, acc, pairs, b_transposed=False, a_transposed=False):
-        """acc + the sum of a @ b over pairs, all products under way together; otherwise as `dot`."""
+        """acc + the sum of a @ b over pairs, in their order; otherwise as `dot`.
+
+        Each product is waited for. With several in flight whose `a` are different registers, an H200 added
+        some of them into accumulators that the next one had already overwritten (jax 0.11.2, ptxas 13.0).
+        """
         if self.emulated:
             for a, b in pairs:
                 acc = self.dot(acc, a, b, b_transposed, a_transposed)
@@ -161,6 +165,7 @@ class Ops:
             for a, b in pairs:
                 left = compat.transposed(a) if a_transposed else a
                 plgpu.wgmma(acc_ref, left, compat.transposed(b) if b_transposed else b)
+                plgpu.wgmma_wait(0)
 
         return pl.run_state(accumulate)(plgpu.ACC.init(acc))
 

@@ -145,7 +145,12 @@ def training_rows(
                 seed=seed,
             )
     weights = {source.name: source.weight for source in config.sources}
-    return grain.IterDataset.mix(rows, weights)
+    mixed = grain.IterDataset.mix(rows, weights)
+    if not config.num_threads:
+        return mixed
+    # A shuffle window is filled as a whole: without rows ahead a step in several waits for all of one.
+    ahead = 2 * max(1, config.shuffle_window // config.sequence_length)
+    return grain.experimental.ThreadPrefetchIterDataset(mixed, prefetch_buffer_size=ahead)
 
 
 def held_out_rows(

@@ -15,7 +15,8 @@ from pallas_kernels import dispatch, hopper
 from pallas_kernels.head_probs.tiles import may_see, padded, segments_of
 from pallas_kernels.numerics import LOG2E
 
-# Not measured; by shared memory and registers alone: 128 KB for the queries of two heads of 256 columns,
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared memory
+# and registers: 128 KB for the queries of two heads of 256 columns,
 # 96 KB for tiles of keys.
 QUERIES = 128
 KEYS = 256

@@ -23,7 +23,8 @@ from pallas_kernels.head_probs.tiles import padded, spans
 from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.index_scores.ref import head_weights
 
-# Not measured; by shared memory, registers and the number of processors alone.
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared
+# memory, registers and the number of processors.
 QUERIES = 8  # of a tile of the forward: the width of the tensor cores' smallest product
 KEYS = 128  # of a tile: 64 for each of two warpgroups of the forward and of `sum_queries`
 HEADS = 32  # of a product of the forward: 256 columns, 128 registers of each thread

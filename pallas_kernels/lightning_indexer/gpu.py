@@ -19,7 +19,8 @@ from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.top_k.gpu import INVISIBLE, STAGE, ordered, select_rows, too_many
 
 QUERIES = 8  # of a tile: the width of the tensor cores' smallest product
-# Not measured; by shared memory, registers and the number of processors alone.
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared
+# memory, registers and the number of processors.
 KEYS = 128  # of a tile: 64 for each of two warpgroups
 HEADS = 32  # of a product: 256 columns, 128 registers of each thread
 SLICE = 128  # contracted at a time

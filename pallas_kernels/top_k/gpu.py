@@ -16,7 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
 
-# Not measured; by shared memory and occupancy alone.
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared memory
+# and occupancy.
 STAGE = 4096  # keys read at a time
 STAGES = 2  # in flight
 SLACK = 512  # candidates more than k that may stay until the end

@@ -2,9 +2,11 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import baselines, bench
+from pallas_kernels import baselines, bench, dispatch
 from pallas_kernels.cases import COMPOSED, KERNELS, cases
 
 
@@ -30,6 +32,7 @@ def test_a_line_for_each_case_with_xla_and_what_libraries_take(capsys, tmp_path)
         assert f["gb_per_s"] == pytest.approx(4 * 3 * 20500 / f["seconds"] / 1e9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["decode", "backward"])
 def test_a_case_alone_at_changed_sizes(capsys, case):
     code, lines = run(capsys, "grouped_matmul", "--case", case, "--shape", "m=96,filled=90")
@@ -49,6 +52,46 @@ def test_what_cannot_run_is_told_and_fails(capsys, monkeypatch):
     monkeypatch.setattr(baselines, "BASELINES", {})
     code, lines = run(capsys, "top_k", "--case", "decode")
     assert code == 1 and "XLA failed: ZeroDivisionError" in lines[2]
+
+
+def test_times_every_result_of_a_call():
+    """Of three products, the bench once timed the only one that gives the first result."""
+
+    def function(x):
+        return x @ x, (x.T @ x).T @ x
+
+    program = bench.repeated(function)
+    x = jnp.ones((24, 24))
+    text = jax.jit(program).lower(x, 3).compile().as_text()
+    assert text.count(" dot(") + text.count("__onednn$matmul") == 3
+    once, thrice = (float(program(x, calls)) for calls in (1, 3))
+    assert thrice == 3 * once == 3 * (24 + 24 * 24)
+
+
+def test_checks_the_timed_sizes_on_request(monkeypatch):
+    wrong = cases("top_k")["decode"]
+    forms = {
+        "ref": wrong.run,
+        "gpu": lambda x, sizes, _: wrong.run(x, sizes, "ref").at[0, 0].add(1),
+    }
+    case = wrong._replace(run=lambda x, sizes, form: forms[form](x, sizes, form))
+    monkeypatch.setitem(cases("top_k"), "decode", case)
+    monkeypatch.setattr(bench.dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(baselines, "BASELINES", {})
+    found = bench.measure("top_k", "decode", dict(case.small), 0.01, full_check=True)
+    assert found["difference"] == found["full_check"]["difference"] == pytest.approx(1 / (3 * 500))
+    assert "full size: same bits twice, 6.7e-04 from XLA" in bench.line(found)
+
+
+def test_auto_leaves_out_forms_that_are_opt_in(monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    x = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
+    g, state = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1, 64, 64))
+    args = (x, x, x, g, g, state, 64)
+    assert dispatch.choose("gated_delta", "auto", *args).name == "ref"
+    assert dispatch.choose("gated_delta", "gpu", *args).name == "gpu"
+    assert dispatch.choose("top_k", "auto", jnp.zeros((2, 64)), 8).name == "gpu"
 
 
 def test_baselines_belong_to_cases():
