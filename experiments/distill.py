@@ -10,7 +10,7 @@ part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "rea
 and "general".
 
 :tiny  within lifecycle.py:tiny, in four to seven minutes.
-:small for one accelerator, from teachers of the three stages of reinforcement learning.
+:small for one accelerator, from teachers of SFT and of the three stages of reinforcement learning.
 :glm5  the same for 1,024 chips: batches of 1,024 attempts. The paper does not print how tasks are mixed.
 """
 
@@ -145,16 +145,21 @@ def glm5() -> DistillConfig:
 def of_shipped(
     base: rl_reasoning.ReasoningConfig, agentic: AgenticConfig, size: str, prompts: int
 ) -> DistillConfig:
-    """From teachers of three stages, whose tasks are those that are shipped."""
+    """Distils from the teachers of all earlier stages on the tasks that are shipped.
+
+    GLM-5 3.5 names the skills of SFT, Reasoning RL and General RL; how tasks are mixed, and whether Agentic RL teaches
+    too, is not disclosed.
+    """
     turns = agentic.rollout.max_turns
     return DistillConfig(
         **rl_general.shared(
             base,
             name=f"distill:{size}",
             learns="teachers",
-            teachers=teachers(EARLIER.format(size))[1:],
+            teachers=teachers(EARLIER.format(size)),
             rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1, max_turns=turns),
         ),
+        sft=(rl_reasoning.Share(TaskConfig("chain", size=30_000, steps=5)),),
         reasoning=base.tasks,
         agentic=agentic.tasks,
         general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),

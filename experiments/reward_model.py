@@ -76,7 +76,9 @@ def tiny() -> MadeConfig:
 
 def small() -> OutcomeConfig:
     """Sparse, as SFT leaves it; Llama 2's batch and rate."""
-    return OutcomeConfig(name="reward_model:small", model=sft.small("mixed").model)
+    return OutcomeConfig(
+        name="reward_model:small", model=sft.without_int4(sft.small("mixed").model)
+    )
 
 
 if __name__ == "__main__":

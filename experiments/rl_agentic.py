@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 from experiments import rl_reasoning, serve as serving
 from experiments.rl_reasoning import Share
-from glm5_jax.agents.context import ContextConfig
+from glm5_jax.agents.context import CONTEXTS, ContextConfig
 from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.checkpoint import models
@@ -130,7 +130,8 @@ class AgenticConfig(AsynchronousConfig):
 
     Attributes:
       tasks: each a service of its own, with its share of what is learnt from.
-      context: what of a conversation each request sends.
+      context: what of a conversation each request sends; all of it by default. GLM-5 4.2.4 shortens it for search agents
+        at inference, 3.1 keeps the thinking of coding agents, and a shortened turn becomes a record of its own to train on.
       agent_seconds: of an attempt; judge_seconds: more, until its service must have judged it.
       max_inflight: attempts of a service at once.
       served: what engines start from, such as a folder of quantise.py; None: the checkpoint.
@@ -143,7 +144,7 @@ class AgenticConfig(AsynchronousConfig):
     agreement: AgreementConfig = AgreementConfig(attempts=0)
     tasks: tuple[Share | TerminalShare, ...] = rl_reasoning.ALL
     verifier: VerifierConfig = VerifierConfig()
-    context: ContextConfig = ContextConfig()
+    context: ContextConfig = CONTEXTS["everything"]
     agent_seconds: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
     judge_seconds: float = 600.0  # ours
     max_inflight: int = 512  # ours
@@ -265,7 +266,7 @@ def _gateway(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
         session=SessionConfig(config.rollout.variant, config.rollout.max_turns),
         router=config.router,
     )
-    return Gateway(_tokenizer(config), engines, own)
+    return Gateway(tokenizer_of(config), engines, own)
 
 
 def _hub(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
@@ -306,7 +307,7 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
         return TerminalService(
             own,
             *share.load(),
-            _tokenizer(config),
+            tokenizer_of(config),
             limits,
             images=share.images,
             variant=config.rollout.variant,
@@ -318,14 +319,14 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
         held_out,
         Toolbox(rl_reasoning.TOOLS, (*tasks, *held_out)),
         rl_reasoning.Verifiers(config.verifier, False),
-        _tokenizer(config),
+        tokenizer_of(config),
         config.loop(),
         variant=config.rollout.variant,
         thinking=config.rollout.thinking,
     )
 
 
-def _tokenizer(config: AgenticConfig):
+def tokenizer_of(config: AgenticConfig):
     if config.checkpoint is None:
         raise ValueError("there is no checkpoint; give --experiment.checkpoint=PATH")
     return models.load_tokenizer(config.checkpoint)

@@ -219,7 +219,7 @@ def tiny() -> ReasoningConfig:
     """Rate, batch and lengths are ours: what moves a small policy within minutes."""
     return ReasoningConfig(
         name="rl_reasoning:tiny",
-        model=sft.tiny("mixed").model,
+        model=sft.without_int4(sft.tiny("mixed").model),
         optimizer=dataclasses.replace(adam(), weight_decay=0.0),
         schedule=ScheduleConfig(kind="linear", peak=2e-4, end=2e-5, warmup_steps=5, total_steps=40),
         step=dataclasses.replace(policy_alone(), remat="none"),
@@ -259,7 +259,7 @@ def small() -> ReasoningConfig:
     base = sft.small("mixed")
     return ReasoningConfig(
         name="rl_reasoning:small",
-        model=base.model,
+        model=sft.without_int4(base.model),
         mesh=base.mesh,
         schedule=ScheduleConfig("constant", 1e-6, 0.0, 0, 200),
         step=alone(base.step),
@@ -275,7 +275,7 @@ def glm5() -> ReasoningConfig:
     base = sft.glm5("mixed")
     return ReasoningConfig(
         name="rl_reasoning:glm5",
-        model=base.model,
+        model=sft.without_int4(base.model),
         mesh=base.mesh,
         step=dataclasses.replace(alone(base.step), token_chunk=1088),
         engine=EngineConfig(max_batch=512, chunk=8192),

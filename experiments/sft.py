@@ -20,6 +20,7 @@ import dataclasses
 import functools
 
 from experiments import dsa_sparse, pretrain
+from glm5_jax.config import ModelConfig
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
@@ -69,8 +70,8 @@ def chats(kind: str) -> tuple[ChatSourceConfig, ...]:
 def finetuned(
     base: ExperimentConfig, name: str, kind: str, schedule: ScheduleConfig, group: int
 ) -> ExperimentConfig:
-    """The sparse stage on chats, with int4 experts in groups of so many rows. That the indexers go on learning,
-    as in that stage, is ours."""
+    """Trains the sparse stage's model on chats, with int4 experts in groups of `group` rows. That the indexers go on
+    learning, as in that stage, is ours. Without int4: --experiment.model.int4_group=None."""
     length = base.data.sequence_length
     return dataclasses.replace(
         base,
@@ -85,6 +86,11 @@ def finetuned(
         ),
         schedule=schedule,
     )
+
+
+def without_int4(model: ModelConfig) -> ModelConfig:
+    """Returns SFT's model for the stages after it: GLM-5 2.4.3 has quantisation-aware training in SFT alone."""
+    return dataclasses.replace(model, int4_group=None)
 
 
 def tiny(kind: str) -> ExperimentConfig:

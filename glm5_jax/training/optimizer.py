@@ -3,8 +3,8 @@
 A first-match pattern table gives every weight to one group:
 
     muon     attention, feed-forward, expert, router and eh_proj matrices
-    adamw    embedding, output heads, norms, biases, of Gated DeltaNet the taps and rates; all of
-             muon's too, if `matrices` is "adamw"
+    adamw    embedding, output heads (the LM head is muon's if `lm_head` is "muon"), norms, biases, of
+             Gated DeltaNet the taps and rates; all of muon's too, if `matrices` is "adamw"
     indexer  the lightning indexers, AdamW as well
     frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
 
@@ -27,7 +27,8 @@ from glm5_jax.training.muon import scale_by_muon
 GROUPS = (
     (r"router/bias$", "frozen"),
     (r"indexer/", "indexer"),
-    (r"^(embed|lm_head|score)/weight$", "adamw"),
+    (r"^lm_head/weight$", "lm_head"),
+    (r"^(embed|score)/weight$", "adamw"),
     (r"norm$", "adamw"),
     (r"attn/\w+_bias$", "adamw"),
     (r"attn/(q_a|q_b|kv_a|k_b|v_b|q|k|v|o)$", "muon"),
@@ -44,6 +45,9 @@ class OptimizerConfig:
     """Constants of the optimiser; the learning rate, one for all groups, is a `ScheduleConfig`."""
 
     matrices: str = "muon"  # GLM-4.5 2.4; "adamw": no Muon at all, what it is compared with
+    # GLM-4.5 2.4 gives Muon all but "word embedding, bias, and weights for RMSNorm", which read literally is "muon".
+    # Public Muon, and the models that it names, leave the head to AdamW.
+    lm_head: str = "adamw"
     muon_momentum: float = 0.95  # GLM-4.5 2.4
     muon_nesterov: bool = True  # not printed; as public Muon
     muon_rms: float = 0.2  # RMS of an update before the learning rate, GLM-4.5 2.4
@@ -79,7 +83,9 @@ def groups_of(config: OptimizerConfig, letters):
             ) from None
         if not found:
             raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
-    table = [(pattern, config.matrices if g == "muon" else g) for pattern, g in GROUPS]
+    named = {"lm_head": config.lm_head}
+    table = [(pattern, named.get(group, group)) for pattern, group in GROUPS]
+    table = [(pattern, config.matrices if group == "muon" else group) for pattern, group in table]
     return tree.match([(pattern, "frozen") for pattern in config.frozen] + table, letters)
 
 
@@ -139,8 +145,9 @@ def _check(config: OptimizerConfig):
             raise ValueError(f"{name} is {getattr(config, name)}; it must be positive")
     if config.weight_decay < 0:
         raise ValueError(f"weight_decay is {config.weight_decay}; it must not be negative")
-    if config.matrices not in ("muon", "adamw"):
-        raise ValueError(f"matrices is {config.matrices!r}; use 'muon' or 'adamw'")
+    for name in ("matrices", "lm_head"):
+        if getattr(config, name) not in ("muon", "adamw"):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; use 'muon' or 'adamw'")
     if len(config.ns_coefficients) != 3:
         raise ValueError(f"ns_coefficients is {config.ns_coefficients}; it must be three numbers")
     if config.ns_dtype not in ("bfloat16", "float32"):

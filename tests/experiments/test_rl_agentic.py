@@ -77,11 +77,13 @@ def test_a_pod_has_a_port_for_each(capsys):
 
 
 def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_agentic, "_tokenizer", lambda config: None)
+    monkeypatch.setattr(rl_agentic, "tokenizer_of", lambda config: None)
     place = PlaceConfig("gateway", engines="http://a:1,http://b:2")
     layout = LayoutConfig(engines=2, ranks=2)
-    gateway = rl_agentic.PROGRAMS["gateway"](tiny(place=place, layout=layout), tmp_path)
-    assert gateway._ranks == ("http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1")
+    found = []
+    monkeypatch.setattr(rl_agentic, "Gateway", lambda tokenizer, ranks, config: found.append(ranks))
+    rl_agentic.PROGRAMS["gateway"](tiny(place=place, layout=layout), tmp_path)
+    assert found == [["http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1"]]
 
 
 def test_its_flags_are_those_of_the_same_run(tmp_path):
@@ -100,7 +102,7 @@ def test_its_flags_are_those_of_the_same_run(tmp_path):
 
 @needs_root
 def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_agentic, "_tokenizer", lambda config: Tokenizer.load("bytes"))
+    monkeypatch.setattr(rl_agentic, "tokenizer_of", lambda config: Tokenizer.load("bytes"))
     for number in range(9):
         own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
     place = PlaceConfig("task", hub="http://127.0.0.1:1")
@@ -112,10 +114,17 @@ def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monke
     with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
         rl_agentic.PROGRAMS["task"](config, tmp_path)
     config = dataclasses.replace(config, judge_seconds=900.0)
+    plain, given = rl_agentic.TerminalService, []
+
+    def record(*args, **options):
+        given.extend(arg for arg in args if isinstance(arg, rl_agentic.AttemptConfig))
+        return plain(*args, **options)
+
+    monkeypatch.setattr(rl_agentic, "TerminalService", record)
     service = rl_agentic.PROGRAMS["task"](config, tmp_path)
     assert (service.config.name, service.config.weight) == ("terminal", 2.0)
     assert service.size + service.held_out == 9 and service.held_out > 0
-    limits = dataclasses.asdict(service._limits.loop())
+    [limits] = (dataclasses.asdict(one.loop()) for one in given)
     assert limits | {"tool_seconds": 60.0} == dataclasses.asdict(config.loop())
 
 
