@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from glm5_jax.core.flops import jaxprs_of
+from glm5_jax.core.flops import jaxprs_of, scan_counts
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.sharding import stationary
 from glm5_jax.core.tree import flatten, found
@@ -145,9 +145,9 @@ def _handed_on(jaxpr) -> int:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "scan":
             continue
-        first = eqn.params["num_consts"] + eqn.params["num_carry"]
-        taken.update((id(x), x.aval) for x in eqn.invars[first:] if id(x) in made)
-        made |= set(map(id, eqn.outvars[eqn.params["num_carry"] :]))
+        num_consts, num_carry = scan_counts(eqn)
+        taken.update((id(x), x.aval) for x in eqn.invars[num_consts + num_carry :] if id(x) in made)
+        made |= set(map(id, eqn.outvars[num_carry:]))
     if taken:
         return _bytes_of(taken.values())
     inner = (jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_of(eqn.params))

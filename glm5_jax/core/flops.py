@@ -122,7 +122,7 @@ def _of_equation(eqn, wanted, place: _Place, trips) -> tuple[dict[str, Work], li
 
 
 def _of_scan(eqn, body, wanted, place: _Place, trips) -> tuple[dict[str, Work], list[bool]]:
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry = scan_counts(eqn)
     while True:
         found, needed = _walk(body, wanted, place, trips)
         # What the next turn reads, this one has to make.
@@ -132,6 +132,14 @@ def _of_scan(eqn, body, wanted, place: _Place, trips) -> tuple[dict[str, Work], 
             work = {k: Work(times * w.flops, times * w.kernel_bytes) for k, w in found.items()}
             return work, needed
         wanted = carried + wanted[carry:]
+
+
+def scan_counts(eqn) -> tuple[int, int]:
+    """Returns how many constants a scan has, and how many values it carries from step to step."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.11
+    return len(list(consts)), len(list(carry))
 
 
 def _of_kernel(eqn) -> Work:
