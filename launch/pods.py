@@ -19,8 +19,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from glm5_jax.core.mesh import make_mesh, nesting, resolve
-from launch.xla_flags import FLAGS, GPU_SHARE, OFFLINE
+from launch.xla_flags import FLAGS, GPU_SHARE, OFFLINE, REMOVED
 from pallas_kernels.chips import CHIPS, Chip
+from pallas_kernels.compat import JAX_VERSION
 
 FOLDER = pathlib.Path(__file__).parent
 TORUS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # dimensions
@@ -71,10 +72,14 @@ class Pod:
 
     @property
     def options(self) -> dict[str, str | bool]:
-        """What launchers set for training on it, as `compiler_options` of JAX: XLA:GPU takes no "true" there."""
-        found = FLAGS[self.chip]
+        """Returns the options of training on it, as `compiler_options` of JAX: XLA:GPU takes no "true" there.
+
+        Without those that this jax's XLA has no more: in XLA_FLAGS it passes over them, here it refuses them.
+        """
+        removed = REMOVED if JAX_VERSION >= (0, 11) else ()
+        found = {name: value for name, value in FLAGS[self.chip].items() if name not in removed}
         if self.platform == "tpu":
-            return dict(found)
+            return found
         return {
             name: {"true": True, "false": False}.get(value, value) for name, value in found.items()
         }

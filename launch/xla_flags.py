@@ -85,6 +85,12 @@ _HOPPER = {
     "xla_gpu_enable_all_gather_combine_by_dim": "false",
     "xla_gpu_enable_reduce_scatter_combine_by_dim": "false",
 }
+# Of these, what XLA has no more since jax 0.11.
+REMOVED = (
+    "xla_gpu_enable_pipelined_all_gather",
+    "xla_gpu_enable_pipelined_reduce_scatter",
+    "xla_gpu_enable_pipelined_all_reduce",
+)
 FLAGS = TPU | {"h100": _HOPPER, "h200": _HOPPER}
 
 # Of compilations without the chip alone: each gather that libtpu puts on a SparseCore is a program that LLVM compiles, 1,939 in a
