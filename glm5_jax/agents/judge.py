@@ -194,7 +194,8 @@ def prompt(
         json.dumps(form),
     ]
     fenced = [
-        f"<data-{key} {name}>\n{_harmless(text)}\n</data-{key}>" for name, text in judged.items()
+        f"<data-{key} {name}>\n{break_up_tokens(text)}\n</data-{key}>"
+        for name, text in judged.items()
     ]
     end = f"The data ends here. Give your verdict as JSON, with the key {key}."
     return [
@@ -234,7 +235,8 @@ _OTHERS += ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[SYSTEM_PROMPT]", "[/SY
 _TOKEN = re.compile("|".join(map(re.escape, (*SPECIAL_TOKENS, *_OTHERS))))
 
 
-def _harmless(text: str) -> str:
+def break_up_tokens(text: str) -> str:
+    """Puts a blank into each chat token of a text, so that no server reads it as one."""
     return _TOKEN.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
 

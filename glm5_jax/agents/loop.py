@@ -5,9 +5,11 @@
         trace = await agent(task)
         reward = await verifier(task, trace.attempt)
 
-What a model does wrong is answered in words, and it goes on: a call that cannot be read, a tool that is none, fails or
-takes too long. A call that names nothing is no call but text, to a server too, and so the reply. What the environment
-does wrong raises: `ServerError` of the server, which may be that it never replied, `ToolError` of a tool.
+A call that cannot be parsed ends the attempt by the policy's mistake, as in rollouts in the trainer's process
+(`rl.rollout`), unless `LoopConfig.ends_on_broken_call` is false. What else a model does wrong is answered in words, and
+it goes on: a tool that is none, fails or takes too long. A call that names nothing is no call but text, to a server too,
+and so the reply. What the environment does wrong raises: `ServerError` of the server, which may be that it never
+replied, `ToolError` of a tool.
 """
 
 import asyncio
@@ -23,12 +25,13 @@ from glm5_jax.data.conversation import read_json
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.rollout import ToolError, Tools
 from glm5_jax.rl.types import Attempt, Message, Task
+from glm5_jax.text.messages import is_unparsed
 from glm5_jax.text.tool_calls import ToolCall
 
-# How a trace ends: with an answer, a reply that was cut off, or a limit of `LoopConfig` by its name; or the server
-# refuses to read what has become of the conversation.
+# How a trace ends: with an answer, a reply that was cut off, or a limit of `LoopConfig` by its name; or with a call that
+# cannot be parsed; or the server refuses to read what has become of the conversation.
 ANSWER, CUT_OFF, TURNS, TOKENS, SECONDS = "answer", "length", "max_turns", "max_tokens", "seconds"
-UNREAD = "refused"
+BROKEN_CALL, UNREAD = "broken_call", "refused"
 SHOWN = 200  # characters of a call that cannot be read
 
 
@@ -42,6 +45,8 @@ class LoopConfig:
       reply_tokens: of one reply, None: what is left.
       seconds: for all of it.
       tool_seconds: that a tool may take.
+      ends_on_broken_call: whether a call that cannot be parsed ends the attempt, which is then worth nothing; otherwise
+        its result says what is wrong with it.
       context: what of it each request sends.
     """
 
@@ -50,6 +55,7 @@ class LoopConfig:
     reply_tokens: int | None = None
     seconds: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
     tool_seconds: float = 60.0
+    ends_on_broken_call: bool = True  # GLM-4.5 3.2
     context: ContextConfig = ContextConfig()
 
     def __post_init__(self):
@@ -73,8 +79,9 @@ class Trace:
 
     @property
     def attempt(self) -> Attempt:
-        """What a verifier judges: whatever ends without an answer was cut off."""
-        return Attempt(self.messages, "stop" if self.ended == ANSWER else "length", self.error)
+        """What a verifier judges: whatever ends by itself, or by a mistake of its own, was not cut off."""
+        stopped = self.ended in (ANSWER, BROKEN_CALL)
+        return Attempt(self.messages, "stop" if stopped else "length", self.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +150,9 @@ class Course:
                 return self.trace(CUT_OFF)
             if not calls:
                 return self.trace(ANSWER)
+            problem = next((call.problem for call in calls if call.problem), None)
+            if problem and self._config.ends_on_broken_call:
+                return self.trace(BROKEN_CALL, problem)
             if turn == self._config.max_turns - 1:
                 break
             results = await self._answer(calls, reply)
@@ -203,6 +213,8 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
     # JSON can hold halves of characters, which no tokenizer encodes.
     text = json.dumps(choice["message"], ensure_ascii=False).encode("utf-8", "replace")
     message = json.loads(text)
+    if message.get("reasoning"):  # as vLLM and OpenRouter call it
+        message["reasoning_content"] = message.get("reasoning_content") or message["reasoning"]
     kept = {
         name: message[name]
         for name in ("content", "reasoning_content", "tool_calls")
@@ -224,16 +236,22 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
         raise ServerError(
             f"the reply has calls that are none: {reply['tool_calls']!r:.200}"
         ) from None
-    # Servers refuse arguments that are no object; what was written stands in the answer.
-    reply["tool_calls"] = [
-        {**given, "function": {**given["function"], "arguments": "{}"}} if call.problem else given
-        for given, call in zip(reply["tool_calls"], calls)
-    ]
+    reply["tool_calls"] = list(map(_make_sendable, reply["tool_calls"], calls))
     return reply, calls
+
+
+def _make_sendable(given: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]:
+    """The call as servers read it again: they refuse arguments that are no object, but for a call's text, which is theirs.
+    What was written stands in the answer."""
+    if call.problem is None or is_unparsed(call.text):
+        return given
+    return {**given, "function": {**given["function"], "arguments": "{}"}}
 
 
 def _call(name: str, arguments: str | Mapping) -> ToolCall:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if is_unparsed(text):
+        return ToolCall(name, {}, f"the call cannot be parsed: {text[:SHOWN]}", text)
     try:
         value = read_json(text)
         problem = None if isinstance(value, dict) else "the arguments are no object"

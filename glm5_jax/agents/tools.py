@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 
 from glm5_jax.rl.types import Task
-from glm5_jax.text.chat import tool_function
+from glm5_jax.text.messages import tool_function
 from glm5_jax.text.tool_calls import ToolCall
 
 # Of a task and a call's arguments; ToolError if it cannot.

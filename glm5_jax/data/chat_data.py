@@ -22,12 +22,19 @@ import numpy as np
 
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.data.chat_tasks import ChatTaskConfig, lines
-from glm5_jax.data.conversation import Conversation, parse, record, trained, unlearnt
+from glm5_jax.data.conversation import (
+    Conversation,
+    parse,
+    record,
+    records,
+    trained,
+    unlearnt,
+)
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import held_out
-from glm5_jax.text.chat import ChatError
 from glm5_jax.text.layouts import VARIANTS
-from glm5_jax.text.thinking import MODES, Sample
+from glm5_jax.text.messages import ChatError
+from glm5_jax.text.thinking import MODES, Sample, SampleRenderer
 from glm5_jax.text.tokenizer import Tokenizer
 
 LONGEST = 202_752  # tokens of SFT's longest samples (GLM-5 3.1)
@@ -163,14 +170,8 @@ class Chats:
         config, place = self._config, _Place(*self._places[index].tolist())
         conversation = parse(self._read(place))
         samples = trained(conversation, config.mode, config.mask_errors, config.variant)
-        sample = samples[place.sample]
-        return record(
-            sample,
-            conversation,
-            self._tokenizer,
-            variant=config.variant,
-            mask_errors=config.mask_errors,
-        )
+        renderer = self._renderer(conversation)
+        return record(samples[place.sample], conversation, renderer, mask_errors=config.mask_errors)
 
     def conversation(self, index: int) -> Conversation:
         """The conversation that sample `index` is of."""
@@ -204,9 +205,12 @@ class Chats:
     def _where(self, place: _Place) -> str:
         return f"{self._paths[place.file] if self._paths else 'conversation'}, line {place.line}"
 
+    def _renderer(self, conversation: Conversation) -> SampleRenderer:
+        return SampleRenderer(self._tokenizer, conversation.tools, self._config.variant)
+
     def _tokens(self, conversation: Conversation) -> Callable[[Sample], int]:
-        tools, variant = conversation.tools, self._config.variant
-        return lambda sample: len(sample.render(self._tokenizer, tools, variant).ids)
+        renderer = self._renderer(conversation)
+        return lambda sample: len(renderer.render(sample).ids)
 
 
 def _bytes_at_most(line: bytes, conversation: Conversation) -> int:
@@ -279,10 +283,9 @@ def select(
             key = hashlib.blake2b(conversation.key.encode(), digest_size=16).digest()
             if key in seen:
                 raise ChatError(f"the same conversation stands in {seen[key]}; remove one")
-            samples = trained(conversation, mode, variant=variant)
-            if not samples:
+            found = records(conversation, tokenizer, mode=mode, variant=variant)
+            if not found:
                 raise ChatError(unlearnt(conversation))
-            found = [record(s, conversation, tokenizer, variant=variant) for s in samples]
             check_length(max(map(len, found)), max_tokens)
             for verifier in verifiers:
                 if reason := verifier(json.loads(line), conversation):

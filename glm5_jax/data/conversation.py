@@ -13,6 +13,7 @@ own tokens is. Mistakes are verdicts, calls whose arguments are no JSON object, 
 not there, and arguments that their schema does not allow. The paper does not print its rule.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -25,19 +26,22 @@ import numpy as np
 import referencing.exceptions
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.text.chat import ChatError, check, lost_text, reply_of, tool_function
 from glm5_jax.text.layouts import VARIANTS
-from glm5_jax.text.thinking import MODES, Sample, samples
+from glm5_jax.text.messages import (
+    MESSAGE_FIELDS,
+    MISPLACED_FIELDS,
+    ChatError,
+    is_unparsed,
+    lost_text,
+    read_message,
+    read_messages,
+    read_tools,
+)
+from glm5_jax.text.thinking import MODES, Sample, SampleRenderer, samples
 from glm5_jax.text.tokenizer import Tokenizer
 
 UNREAD = "arguments"  # the argument under which a call is shown whose arguments cannot be read
 _SHOWN = 120  # characters of an error
-# Fields under which other formats keep what would be lost here, and what to do with them.
-_OTHERS = {
-    "function_call": "give it as tool_calls",
-    "reasoning": "call it reasoning_content",
-    "thinking": "call it reasoning_content",
-}
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a surrogate pair, as JSON escapes it
 
 
@@ -69,11 +73,9 @@ class Conversation:
         return json.dumps([messages, self.tools, self.mode, mistakes], sort_keys=True)
 
 
-# What is read of a line, and of its messages; "answer" is the verifiers'.
+# What is read of a line; "answer" is the verifiers'.
 LINE_FIELDS = frozenset(("messages", "tools", "functions", "mode", "answer"))
-MESSAGE_FIELDS = frozenset(
-    "role content reasoning_content tool_calls tool_call_id name function_call weight error".split()
-)
+VERDICT_FIELDS = frozenset(("weight", "error"))  # of a message, which no chat shows
 
 
 def unread(line: str | bytes | Mapping) -> list[str]:
@@ -82,7 +84,8 @@ def unread(line: str | bytes | Mapping) -> list[str]:
     value = line if isinstance(line, Mapping) else read_json(line)
     found = set(value) - LINE_FIELDS
     for message in value["messages"]:
-        found |= {f"messages.{name}" for name in set(message) - MESSAGE_FIELDS}
+        unknown = set(message) - MESSAGE_FIELDS - VERDICT_FIELDS - MISPLACED_FIELDS.keys()
+        found |= {f"messages.{name}" for name in unknown}
     return sorted(found)
 
 
@@ -101,18 +104,19 @@ def parse(line: str | bytes | Mapping) -> Conversation:
     if tools is not None and not isinstance(tools, list):
         raise ChatError(f"tools is of type {type(tools).__name__}; give a list of definitions")
     schemas = _schemas(json.dumps(tools or []))
-    messages, mistakes = value["messages"], {}
-    if isinstance(messages, list):
-        messages = [_readable(m, i, mistakes) for i, m in enumerate(messages)]
-    check(messages)
+    given, mistakes = value["messages"], {}
+    readable = given
+    if isinstance(given, list):
+        readable = [_readable(message, i, mistakes) for i, message in enumerate(given)]
+    messages = read_messages(readable)
     _check_whole(messages)
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" and message.get("content") is None:
-            raise ChatError(f"message {i} of role {message['role']!r} has no content")
-        if message["role"] == "assistant" and i not in mistakes:
-            if mistake := _verdict(message, i) or _broken_rule(message, i, schemas):
+        if message["role"] != "assistant":
+            if given[i].get("content") is None:
+                raise ChatError(f"message {i} of role {message['role']!r} has no content")
+        elif i not in mistakes:
+            if mistake := _verdict(given[i], i) or _broken_rule(message, schemas):
                 mistakes[i] = mistake
-    messages = tuple(_plain(message, i) for i, message in enumerate(_in_order(messages)))
     return Conversation(messages, None if tools is None else tuple(tools), mode, mistakes)
 
 
@@ -129,8 +133,9 @@ def records(
     mode: of conversations that name none. mask_errors: whether mistakes are left out of the loss. Spans of kind
     "error" are the mistakes. ChatError as `thinking.samples`.
     """
+    renderer = SampleRenderer(tokenizer, conversation.tools, variant)
     return [
-        record(sample, conversation, tokenizer, variant=variant, mask_errors=mask_errors)
+        record(sample, conversation, renderer, mask_errors=mask_errors)
         for sample in trained(conversation, mode, mask_errors, variant)
     ]
 
@@ -160,13 +165,12 @@ def unlearnt(conversation: Conversation) -> str:
 def record(
     sample: Sample,
     conversation: Conversation,
-    tokenizer: Tokenizer,
+    renderer: SampleRenderer,
     *,
-    variant: str = "glm5",
     mask_errors: bool = True,
 ) -> TokenRecord:
-    """The record of one sample of a conversation."""
-    rendered = sample.render(tokenizer, conversation.tools, variant)
+    """Returns the record of one sample of a conversation; renderer: of that conversation."""
+    rendered = renderer.render(sample)
     mask, errors = np.array(rendered.loss_mask, np.float32), []
     for span in rendered.spans:
         if span.message in conversation.mistakes and mask[span.first : span.last].any():
@@ -194,8 +198,7 @@ def read_json(line: str | bytes):
 def _object(pairs: list[tuple[str, object]]) -> dict:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = collections.Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"an object has the field {twice!r} twice; remove one")
     return value
 
@@ -208,11 +211,8 @@ def _no_constant(name: str):
 def _schemas(tools: str) -> dict[str, jsonschema.protocols.Validator]:
     """A validator of each tool's arguments, by name."""
     found = {}
-    for i, tool in enumerate(json.loads(tools)):
-        function = tool_function(tool, i)
+    for i, function in enumerate(read_tools(json.loads(tools))):
         name = function["name"]
-        if name in found:
-            raise ChatError(f"two tools are named {name!r}; rename or remove one")
         schema = function.get("parameters") or {}
         kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         try:
@@ -240,49 +240,40 @@ def _broken_by(validator, arguments: Mapping, name: str) -> jsonschema.Validatio
 
 
 def _readable(message, i: int, mistakes: dict[int, str]):
-    """The message with arguments as objects; those that are none are noted, and stand as text."""
+    """Returns the message without the fields that are for this reader or nobody, and with arguments that are objects;
+    others are noted as a mistake, and stand as text."""
     if not isinstance(message, Mapping):
-        return message  # `check` says what is wrong with it
-    for name, instead in _OTHERS.items():
-        if message.get(name):
-            raise ChatError(f"message {i} has {name}, which would be lost; {instead}")
-    _check_text(message, i)
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    made = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            made.append(call)
-            continue
-        arguments = function.get("arguments")
-        try:
-            [(name, arguments)] = reply_of({"tool_calls": [function]}, i).calls
-        except (ChatError, RecursionError) as error:
-            mistakes.setdefault(i, str(error))
-            shown = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            name, arguments = function["name"], {UNREAD: shown}
-        made.append({"id": call.get("id"), "name": name, "arguments": arguments})
-    return {**message, "tool_calls": made}
-
-
-def _check_text(message: Mapping, i: int) -> None:
-    """ChatError for content that is not text, or from which text would be lost."""
-    content = message.get("content")
-    for part in content if isinstance(content, list) else ():
-        text = part.get("text") if isinstance(part, Mapping) else part
-        typed = not isinstance(part, Mapping) or part.get("type") == "text"
-        if not (typed and isinstance(text, str)):
-            kind = part.get("type", "without a type") if isinstance(part, Mapping) else part
-            raise ChatError(
-                f"message {i} has a part that is no text ({kind!r}); write it as text or drop the line"
-            )
+        return message  # `read_messages` says what is wrong with it
+    known = MESSAGE_FIELDS | MISPLACED_FIELDS.keys()
+    message = {name: value for name, value in message.items() if name in known}
     if message.get("role") == "assistant" and (lost := lost_text(message, i)):
         raise ChatError(
             f"message {i} would lose {lost[:_SHOWN]!r} of its content, which stands between marks of thinking; "
             "give the reasoning as reasoning_content"
         )
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_readable_call(call, i, mistakes) for call in calls]
+    return message
+
+
+def _readable_call(call, i: int, mistakes: dict[int, str]):
+    """Returns a call of message i with arguments that are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return call
+    name, arguments = function["name"], function.get("arguments")
+    try:
+        if is_unparsed(arguments):
+            raise ChatError(f"message {i} calls {name!r} in a form that cannot be parsed")
+        read_message(
+            {"role": "assistant", "tool_calls": [{"name": name, "arguments": arguments}]}, i
+        )
+        return call
+    except ChatError as error:
+        mistakes.setdefault(i, str(error))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return {"id": call.get("id"), "name": name, "arguments": {UNREAD: text}}
 
 
 def _check_whole(messages: Sequence[Mapping]) -> None:
@@ -290,63 +281,19 @@ def _check_whole(messages: Sequence[Mapping]) -> None:
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        reply = reply_of(message, i)
-        if not (reply.calls or reply.content.strip() or (reply.reasoning or "").strip()):
+        num_calls = len(message.get("tool_calls", ()))
+        texts = message["content"], message.get("reasoning_content", "")
+        if not (num_calls or any(text.strip() for text in texts)):
             raise ChatError(
                 f"message {i}, an assistant's, says nothing; give it content or drop it"
             )
-        results = itertools.takewhile(lambda m: m["role"] == "tool", messages[i + 1 :])
-        count = sum(1 for _ in results)
-        if count < len(reply.calls) and i + 1 + count < len(messages):
+        behind = range(i + 1, len(messages))
+        count = sum(1 for _ in itertools.takewhile(lambda k: messages[k]["role"] == "tool", behind))
+        if count < num_calls and i + 1 + count < len(messages):
             raise ChatError(
-                f"message {i} makes {len(reply.calls)} calls, {count} of which have a result before the next "
+                f"message {i} makes {num_calls} calls, {count} of which have a result before the next "
                 "turn; add the others or drop the calls"
             )
-
-
-def _in_order(messages: Sequence[Mapping]) -> list[Mapping]:
-    """Results behind one another in the order of their calls, where all of both have ids."""
-    ordered, results, ids = [], [], []
-    for i, message in enumerate([*messages, None]):
-        if message is not None and message["role"] == "tool":
-            results.append((i, message))
-            continue
-        ordered += _by_call(results, ids)
-        results = []
-        if message is not None:
-            ordered.append(message)
-            ids = [call.get("id") for call in message.get("tool_calls") or ()]
-    return ordered
-
-
-def _by_call(results: list[tuple[int, Mapping]], ids: list) -> list[Mapping]:
-    """Numbered results, sorted by which of the ids each answers."""
-    given = [message.get("tool_call_id") for _, message in results]
-    if None in (*ids, *given):
-        return [message for _, message in results]
-    for k, (i, _) in enumerate(results):
-        if given[k] not in ids or given[k] in given[:k]:
-            what = "a second result of" if given[k] in ids else "the result of no"
-            raise ChatError(f"message {i} is {what} call {given[k]!r}; the calls before are {ids}")
-    return [
-        message for _, message in sorted(results, key=lambda r: ids.index(r[1]["tool_call_id"]))
-    ]
-
-
-def _plain(message: Mapping, i: int) -> Mapping:
-    """The message with the fields that `render_chat` reads, content as text."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(part if isinstance(part, str) else part["text"] for part in content)
-    if message["role"] != "assistant":
-        return {"role": message["role"], "content": content or ""}
-    reply = reply_of({**message, "content": content}, i)
-    plain = {"role": "assistant", "content": reply.content}
-    if reply.reasoning is not None:
-        plain["reasoning_content"] = reply.reasoning
-    if reply.calls:
-        plain["tool_calls"] = [{"name": n, "arguments": a} for n, a in reply.calls]
-    return plain
 
 
 def _verdict(message: Mapping, i: int) -> str | None:
@@ -358,12 +305,13 @@ def _verdict(message: Mapping, i: int) -> str | None:
     return error or (None if weight else "weight 0")
 
 
-def _broken_rule(message: Mapping, i: int, schemas) -> str | None:
+def _broken_rule(message: Mapping, schemas) -> str | None:
     """What is wrong with the message's calls of the line's tools."""
-    for name, arguments in reply_of(message, i).calls:
+    for call in message.get("tool_calls", ()):
+        name = call["name"]
         if name not in schemas:
             return f"no tool is named {name!r}; there are {', '.join(schemas) or 'none'}"
-        error = _broken_by(schemas[name], arguments, name)
+        error = _broken_by(schemas[name], call["arguments"], name)
         if error is not None:
             return f"{name!r} does not allow its arguments: {error.message[:_SHOWN]}"
     return None

@@ -50,7 +50,8 @@ class DataConfig:
         batches stay the same on other numbers of hosts: fewer read several streams each, of more some read one stream
         together, each all of it. So set how many hosts there may come to be.
       held_out_fraction: share of the documents kept for evaluation; 0 trains on all.
-      num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for.
+      num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for. With two or more, another
+        one packs rows ahead, up to two shuffle windows of them.
       prefetch_documents: how many documents of each source are tokenised ahead, at most; fewer if
         they are long.
     """
@@ -138,7 +139,7 @@ def training_rows(
         order = order.repeat()[stream::num_streams]
         records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
-        if isinstance(source, SourceConfig):  # rows of records are independent as they come
+        if _is_shuffled(source):
             rows[name] = grain.experimental.WindowShuffleIterDataset(
                 rows[name],
                 window_size=max(1, config.shuffle_window // config.sequence_length),
@@ -146,11 +147,16 @@ def training_rows(
             )
     weights = {source.name: source.weight for source in config.sources}
     mixed = grain.IterDataset.mix(rows, weights)
-    if not config.num_threads:
+    window = config.shuffle_window // config.sequence_length
+    if config.num_threads < 2 or window < 2 or not any(map(_is_shuffled, config.sources)):
         return mixed
-    # A shuffle window is filled as a whole: without rows ahead a step in several waits for all of one.
-    ahead = 2 * max(1, config.shuffle_window // config.sequence_length)
-    return grain.experimental.ThreadPrefetchIterDataset(mixed, prefetch_buffer_size=ahead)
+    # A shuffle window is filled as a whole: without rows ahead, a step in several waits for all of one.
+    return grain.experimental.ThreadPrefetchIterDataset(mixed, prefetch_buffer_size=2 * window)
+
+
+def _is_shuffled(source_config) -> bool:
+    """Whether rows of a source go through a shuffle window: rows of records are independent as they come."""
+    return isinstance(source_config, SourceConfig)
 
 
 def held_out_rows(

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from glm5_jax.data.conversation import parse, read_json
 from glm5_jax.data.sources import ASSETS
-from glm5_jax.text.chat import ChatError
+from glm5_jax.text.messages import ChatError
 
 PROMPTS = {name: ASSETS / f"{name}_prompts.jsonl" for name in ("creativity", "safety")}
 

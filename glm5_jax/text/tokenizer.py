@@ -9,7 +9,8 @@ import codecs
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import tokenizers
@@ -77,10 +78,17 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_BYTES = 256
+# Characters above which a text is encoded as a batch: of the methods of `tokenizers` only that gives other threads the
+# interpreter meanwhile.
+LONG_TEXT = 2**14
 BYTES = "bytes"
 # Texts that a normalizer, or a blank put before a word, would change.
 _PROBES = ("A.\u00e9e\u0301\ufb01\u200b  \t\x01\r\n1", " a ")
-_TEMPLATE = "chat_template.jinja"
+# Where transformers keeps the chat template, and others that a model has by name. Both come before the entry of
+# tokenizer_config.json, which is the older place of them all.
+_TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DEFAULT = "default"
 DEFAULT_PATH = pathlib.Path(__file__).parents[1] / "data" / "assets" / "tokenizer.json"
 
 
@@ -95,19 +103,25 @@ class Tokenizer:
       eos_ids: ids that end a generation (GLM: end of text and the openers of the next turn).
       pad_id: id that fills a row; None if the tokenizer has none.
       chat_template: the Jinja template that it came with; None if it came with none.
+      more_templates: templates for other uses, by name.
     """
 
     def __init__(
-        self, definition: str, config: dict | None = None, chat_template: str | None = None
+        self,
+        definition: str,
+        config: dict | None = None,
+        chat_template: str | None = None,
+        more_templates: Mapping[str, str] | None = None,
     ):
         """Reads the text of a tokenizer.json and, if there are any, the content of its
-        tokenizer_config.json and the text of its chat_template.jinja.
+        tokenizer_config.json and the text of its chat_template.jinja and of other templates by name. Without such
+        templates those of the config are read.
 
         Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`,
         changes texts (normalizer, add_prefix_space), or numbers its special tokens in a way that
         `tokenizers` would not keep.
         """
-        self._definition, self.chat_template = definition, chat_template
+        self._definition = definition
         try:
             content = json.loads(definition)
             self._with_special = tokenizers.Tokenizer.from_str(definition)
@@ -139,7 +153,13 @@ class Tokenizer:
             config = CONFIG if END_OF_DOCUMENT in self.special_ids else {}
         if not isinstance(config, dict):
             raise ValueError(f"tokenizer_config.json holds {config!r}; it must be an object")
-        self._config = dict(config)
+        self._config = {name: value for name, value in config.items() if name != "chat_template"}
+        templates = dict(more_templates or {})
+        if chat_template is not None:
+            templates[_DEFAULT] = chat_template
+        templates = templates or _templates(config.get("chat_template"))
+        self.chat_template = templates.pop(_DEFAULT, None)
+        self.more_templates = templates
         vocabulary = self._with_special.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
@@ -186,7 +206,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Tokenizer":
         """Reads a tokenizer.json, or a folder with one, and what stands beside it (tokenizer_config.json,
-        chat_template.jinja). "bytes" is the tokenizer without a merge: each byte is a token.
+        chat_template.jinja, additional_chat_templates/). "bytes" is the tokenizer without a merge: each byte is a token.
 
         Raises ValueError naming the path if there is no such file or it cannot be read.
         """
@@ -203,7 +223,9 @@ class Tokenizer:
             config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else None
             template = file.with_name(_TEMPLATE)
             chat_template = template.read_text("utf-8") if template.is_file() else None
-            return cls(file.read_text("utf-8"), config, chat_template)
+            more = file.with_name(_MORE_TEMPLATES).glob("*.jinja")
+            more_templates = {path.stem: path.read_text("utf-8") for path in sorted(more)}
+            return cls(file.read_text("utf-8"), config, chat_template, more_templates)
         except ValueError as error:
             raise ValueError(f"cannot read the tokenizer at {path}: {error}") from error
 
@@ -243,12 +265,13 @@ class Tokenizer:
         return cls(inner.to_str())
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another chat template to save."""
+        """Returns the tokenizer with another chat template, and no other templates, to save."""
         return Tokenizer(self._definition, self._config, template)
 
     def save(self, folder: str | pathlib.Path) -> None:
         """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja, as `load` and transformers
-        read them. The template is the tokenizer's own, or that of GLM-5 if it has GLM's markers."""
+        read them. The template is the one that the tokenizer came with, wherever it stood, or that of GLM-5 if it has
+        GLM's markers. It stands in one place alone, and those that a folder had before are removed."""
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._definition, "utf-8")
@@ -257,8 +280,14 @@ class Tokenizer:
         template = self.chat_template
         if template is None and set(SPECIAL_TOKENS) <= set(self.special_ids):
             template = layouts.template()
+        (folder / _TEMPLATE).unlink(missing_ok=True)
         if template is not None:
             (folder / _TEMPLATE).write_text(template, "utf-8")
+        for path in (folder / _MORE_TEMPLATES).glob("*.jinja"):
+            path.unlink()
+        for name, text in self.more_templates.items():
+            (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
+            (folder / _MORE_TEMPLATES / f"{name}.jinja").write_text(text, "utf-8")
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Ids of a text; `decode` gives the same text back.
@@ -274,6 +303,8 @@ class Tokenizer:
                 "decode its bytes as UTF-8 first"
             ) from error
         inner = self._with_special if parse_special else self._plain
+        if len(text) > LONG_TEXT:
+            return inner.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return inner.encode(text, add_special_tokens=False).ids
 
     def decode(
@@ -320,6 +351,25 @@ class Detokenizer:
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def _templates(entry) -> dict[str, str]:
+    """Reads the chat_template of a tokenizer_config.json: a text, or a list of names and texts. Raises ValueError."""
+    if entry is None:
+        return {}
+    if isinstance(entry, str):
+        return {_DEFAULT: entry}
+    found = {}
+    for one in entry if isinstance(entry, list) else [entry]:
+        match one:
+            case {"name": str(name), "template": str(text)} if _TEMPLATE_NAME.fullmatch(name):
+                found[name] = text
+            case _:
+                raise ValueError(
+                    f"chat_template of tokenizer_config.json has {str(one)[:100]!r}; it must be a text, or a list of "
+                    "objects with a name of letters, digits, - and _, and a template"
+                )
+    return found
 
 
 def _token_name(config: dict, kind: str) -> str | None:

@@ -1,7 +1,11 @@
 """What a model wrote, taken apart: reasoning, content and tool calls; whole, or piece by piece as it comes.
 
 However the stream is cut, the parts are the same. As ids, markers are what the tokenizer says; as text,
-whatever spells one.
+whatever spells one. Within the value of an argument markers are text: `</arg_value>` ends it only in front of
+`<arg_key>` or `</tool_call>`, and a marker that would end the turn only as the last of the reply.
+
+A call that is cut off or cannot be parsed has a problem, and goes to clients as it was written (`ToolCall.function`):
+its arguments are then no JSON, so that nobody carries out a part of it. What names no tool at all is content.
 """
 
 import dataclasses
@@ -11,29 +15,44 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import jsonschema
-
-from glm5_jax.text.chat import tool_function
+from glm5_jax.text.messages import CALL_END, CALL_START, read_tools
+from glm5_jax.text.schemas import Schema, SchemaError
 from glm5_jax.text.tokenizer import STOP_TOKENS, Detokenizer, Tokenizer
 
 MOST_NESTED = 100  # lists and objects of an argument within each other; deeper ones stay text
 _CALL_MARKERS = ("tool_call", "arg_key", "arg_value")
 MARKERS = ("<think>", "</think>", *(f"<{e}{m}>" for m in _CALL_MARKERS for e in ("", "/")))
 _KNOWN = re.compile("|".join(map(re.escape, (*MARKERS, *STOP_TOKENS))))
-# A pattern can take for ever on what a model wrote, and no text depends on one. The registry is that of
-# the schemas' own drafts: what else a `$ref` names is not fetched.
-_Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"pattern": None})
-_REGISTRY = jsonschema.validators.SPECIFICATIONS
 
 
 class ToolCall(NamedTuple):
-    """A call as it was written. problem: what is wrong with it, or None; arguments are then those that
-    could be read. text: between its markers."""
+    """A call as it was written.
+
+    Attributes:
+      name: name of the function.
+      arguments: arguments by name; those that could be read if there is a problem.
+      problem: what is wrong with the call, or None.
+      text: text between its markers.
+      is_closed: whether it has an end, `</tool_call>`.
+    """
 
     name: str
     arguments: dict
     problem: str | None
     text: str
+    is_closed: bool = True
+
+    @property
+    def raw_text(self) -> str:
+        """The call with its markers, as it was written."""
+        return CALL_START + self.text + CALL_END * self.is_closed
+
+    @property
+    def function(self) -> dict[str, str]:
+        """Name and arguments as OpenAI's API has them: JSON, or `raw_text` if the call has a problem."""
+        if self.problem is not None:
+            return {"name": self.name, "arguments": self.raw_text}
+        return {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
 
 
 class Reply(NamedTuple):
@@ -47,17 +66,20 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> dict:
-        """The reply as a message that `render_chat` lays out again. A call that names no function is content."""
-        calls, content = [], [self.content]
-        for call in self.tool_calls:
-            if call.name:
-                calls.append({"name": call.name, "arguments": call.arguments})
-            else:
-                content.append(f"<tool_call>{call.text}</tool_call>")
-        # Reasoning is always said: without, content that holds `</think>` would be read as some.
+        """The reply as a message that `render_chat` lays out again; a call with a problem has its text as arguments."""
+        # Reasoning is always given: without, content that holds `</think>` would be read as some.
         reasoning = self.reasoning_content or ""
-        message = {"role": "assistant", "content": "".join(content), "reasoning_content": reasoning}
+        message = {"role": "assistant", "content": self.content, "reasoning_content": reasoning}
+        calls = [
+            {"name": call.name, "arguments": call.raw_text if call.problem else call.arguments}
+            for call in self.tool_calls
+        ]
         return message | ({"tool_calls": calls} if calls else {})
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the first call that is cut off or cannot be parsed; None if all are whole."""
+        return next((call.problem for call in self.tool_calls if call.problem), None)
 
 
 class Delta(NamedTuple):
@@ -84,10 +106,11 @@ def parse_reply(
 class ReplyParser:
     """Takes a reply apart while it comes: `feed` what is new, `finish` or `close` at the end.
 
-    tools: function definitions in OpenAI's form. A value is text if its schema says string, or allows one and
-    not what the text is as JSON; otherwise JSON, and what is no JSON stays text. With tools, a call of another
-    name has a problem. thinking: whether the prompt opened the thinking. An id without a token is U+FFFD.
-    ChatError for what is no tool.
+    tools: function definitions in OpenAI's form; without any, nothing is a call, and what looks like one is content.
+    A value is text if its schema says string, or allows one and not what the text is as JSON; otherwise JSON, and
+    what is no JSON stays text, Python's literals (`True`, `{'a': 1}`) too. A call of another name has a problem.
+    thinking: whether the prompt opened the thinking. An id without a token is U+FFFD. Raises ChatError for what is
+    no tool.
     """
 
     def __init__(
@@ -97,9 +120,7 @@ class ReplyParser:
         tokenizer: Tokenizer | None = None,
         thinking: bool = True,
     ):
-        functions = [tool_function(tool, i) for i, tool in enumerate(tools or ())]
-        self._schemas = {f["name"]: f.get("parameters") or {} for f in functions}
-        self._any_name = tools is None
+        self._schemas = {f["name"]: f.get("parameters") or {} for f in read_tools(tools or ())}
         self._tokenizer = tokenizer
         self._names = {}
         if tokenizer is not None:
@@ -113,6 +134,7 @@ class ReplyParser:
         self._calls: list[ToolCall] = []
         self._call: _Call | None = None
         self._stopped_by: str | None = None
+        self._maybe_stopped_by: str | None = None  # within a value, where more text makes it text
         self._deltas: list[Delta] = []
 
     def feed(self, new: str | Iterable[int]) -> list[Delta]:
@@ -130,9 +152,10 @@ class ReplyParser:
                 self._plain(self._bytes.close())
             held, self._held = self._held, ""
             self._plain(held)
+        self._stopped_by = self._stopped_by or self._maybe_stopped_by
         if self._call is not None:
             self._call.fail("the call has no </tool_call>")
-            self._end_call()
+            self._end_call(is_closed=False)
         return self._take()
 
     def close(self) -> Reply:
@@ -175,25 +198,37 @@ class ReplyParser:
         self._plain(text[at : len(text) - len(self._held)])
 
     def _marker(self, name: str) -> None:
+        self._go_on()
+        in_value = self._call is not None and self._call.is_in_value
         if name in STOP_TOKENS:
-            self._stopped_by = name
+            if in_value:
+                self._maybe_stopped_by = name
+            else:
+                self._stopped_by = name
         elif self._call is not None:
-            if name == "</tool_call>":
-                self._end_call()
+            if name == CALL_END and self._call.can_end:
+                self._end_call(is_closed=True)
             else:
                 self._call.marker(name)
         elif self._state == "reasoning" and name == "</think>":
             self._state = "content"
-        elif self._state == "content" and name == "<tool_call>":
+        elif self._state == "content" and name == CALL_START and self._schemas:
             self._call = _Call()
         elif name == "<think>" and not (self._text["reasoning"] or self._text["content"]):
             self._state = "reasoning"  # a layout whose prompt leaves it to the model
         else:
             self._plain(name)
 
+    def _go_on(self) -> None:
+        """Makes a marker that might have ended the turn text of the value that it stands in, as more follows."""
+        name, self._maybe_stopped_by = self._maybe_stopped_by, None
+        if name is not None:
+            self._call.marker(name)
+
     def _plain(self, text: str) -> None:
         if not text:
             return
+        self._go_on()
         if self._call is not None:
             self._call.plain(text)
             return
@@ -209,84 +244,133 @@ class ReplyParser:
         self._text[part].append(shown)
         self._deltas.append(Delta(part, shown))
 
-    def _end_call(self) -> None:
-        call = self._call.read(self._schemas, self._any_name)
+    def _end_call(self, is_closed: bool) -> None:
+        call = self._call.read(self._schemas, is_closed)
         self._call = None
+        if not call.name:
+            self._plain(call.raw_text)
+            return
         self._calls.append(call)
         self._deltas.append(Delta("call", call=call))
 
 
+_MOVES = {
+    ("name", "<arg_key>"): "key",
+    ("key", "</arg_key>"): "behind a key",
+    ("behind a key", "<arg_value>"): "value",
+    ("value", "</arg_value>"): "behind a value",
+    ("behind a value", "<arg_key>"): "key",
+}
+
+
 @dataclasses.dataclass
 class _Call:
-    """A call that is being written. place: "name", "key", "value", or behind one of the latter."""
+    """A call that is being written.
+
+    Attributes:
+      place: "name", "key" or "value", "behind" one of the latter, or "broken" once something stood in a wrong place.
+      tail: marker and blanks behind a value, which belong to it unless the next argument or the end follows.
+      problem: what is wrong first.
+    """
 
     place: str = "name"
-    written: dict[str, list[str]] = dataclasses.field(
-        default_factory=lambda: {"name": [], "key": [], "value": []}
-    )
+    name: list[str] = dataclasses.field(default_factory=list)
+    key: list[str] = dataclasses.field(default_factory=list)
+    value: list[str] = dataclasses.field(default_factory=list)
+    tail: list[str] = dataclasses.field(default_factory=list)
     values: dict[str, str] = dataclasses.field(default_factory=dict)
     problem: str | None = None
     text: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def is_in_value(self) -> bool:
+        """Whether what comes next may be text of a value."""
+        return self.place in ("value", "behind a value")
+
+    @property
+    def can_end(self) -> bool:
+        """Whether `</tool_call>` would end the call here."""
+        return self.place != "value"
+
     def fail(self, problem: str) -> None:
+        """Notes a problem, unless there is one."""
         self.problem = self.problem or problem
 
     def marker(self, name: str) -> None:
+        """Reads a marker that does not end the call."""
         self.text.append(name)
-        moves = {
-            ("name", "<arg_key>"): "key",
-            ("behind a value", "<arg_key>"): "key",
-            ("key", "</arg_key>"): "behind a key",
-            ("behind a key", "<arg_value>"): "value",
-            ("value", "</arg_value>"): "behind a value",
-        }
-        to = moves.get((self.place, name))
-        if to is None:
-            if self.place in ("key", "value"):
-                self.written[self.place].append(name)
-            else:
-                self.fail(f"{name} stands {_where(self.place)}")
-            return
-        if to in self.written:
-            self.written[to] = []
-        elif to == "behind a value":
-            key = self._of("key").strip()
-            if key in self.values:
-                self.fail(f"the argument {key!r} is given twice")
-            self.values[key] = self._of("value")
-        self.place = to
+        if self.place == "behind a value" and name != "<arg_key>":
+            self._resume_value()
+        place = _MOVES.get((self.place, name))
+        if place is not None:
+            self._move(place, name)
+        elif self.place in ("key", "value"):
+            getattr(self, self.place).append(name)
+        elif self.place != "broken":
+            self.fail(f"{name} stands {_where(self.place)}")
+            self.place = "broken"
 
     def plain(self, text: str) -> None:
+        """Reads text between markers."""
         self.text.append(text)
-        if self.place in self.written:
-            self.written[self.place].append(text)
-        elif text.strip():
+        if self.place == "behind a value":
+            if not text.strip():
+                self.tail.append(text)
+                return
+            self._resume_value()
+        if self.place in ("name", "key", "value"):
+            getattr(self, self.place).append(text)
+        elif self.place == "behind a key" and text.strip():
             self.fail(f"text stands {_where(self.place)}")
+            self.place = "broken"
 
-    def _of(self, place: str) -> str:
-        return "".join(self.written[place])
+    def _resume_value(self) -> None:
+        """Makes the marker that seemed to end a value, and the blanks behind it, text of the value."""
+        self.value += self.tail
+        self.place, self.tail = "value", []
 
-    def read(self, schemas: Mapping[str, Mapping], any_name: bool) -> ToolCall:
-        name = self._of("name").strip()
-        if not name:
-            self.fail("the call names no function")
-        if self.place not in ("name", "behind a value"):
+    def _move(self, place: str, name: str) -> None:
+        if self.place == "behind a value":
+            self._keep_argument()
+        if place == "key":
+            self.key = []
+        elif place == "value":
+            self.value = []
+        elif place == "behind a value":
+            self.tail = [name]
+        self.place = place
+
+    def _keep_argument(self) -> None:
+        key = "".join(self.key).strip()
+        if key in self.values:
+            self.fail(f"the argument {key!r} is given twice")
+        self.values[key] = "".join(self.value)
+
+    def read(self, schemas: Mapping[str, Mapping], is_closed: bool) -> ToolCall:
+        """Returns the call; without a name if that is missing, or may be cut off."""
+        if self.place == "behind a value":
+            self._keep_argument()
+        elif self.place not in ("name", "broken"):
             self.fail(f"the call ends {_where(self.place)}")
-        if name and not (any_name or name in schemas):
-            self.fail(f"no tool is named {name!r}; there are {', '.join(schemas) or 'none'}")
-        schema = schemas.get(name, {})
-        arguments = {key: _value(text, key, schema) for key, text in self.values.items()}
-        return ToolCall(name, arguments, self.problem, "".join(self.text))
+        name = "".join(self.name).strip() if is_closed or self.place != "name" else ""
+        if name not in schemas:
+            self.fail(f"no tool is named {name!r}; there are {', '.join(schemas)}")
+        parameters = schemas.get(name, {})
+        schema = Schema(parameters)
+        arguments = {
+            key: _value(text, key, parameters, schema) for key, text in self.values.items()
+        }
+        return ToolCall(name, arguments, self.problem, "".join(self.text), is_closed)
 
 
 def _where(place: str) -> str:
     return place if place.startswith("behind") else f"inside the {place}"
 
 
-def _value(text: str, key: str, parameters: Mapping):
-    """What was written as an argument of a function with these parameters."""
-    schema = (parameters.get("properties") or {}).get(key)
-    named = schema.get("type") if isinstance(schema, Mapping) else None
+def _value(text: str, key: str, parameters: Mapping, schema: Schema):
+    """Reads what was written as an argument of a function with these parameters; schema: of them."""
+    value_schema = (parameters.get("properties") or {}).get(key)
+    named = value_schema.get("type") if isinstance(value_schema, Mapping) else None
     if named == "string":
         return text
     try:
@@ -295,15 +379,17 @@ def _value(text: str, key: str, parameters: Mapping):
         return text
     if _is_deep(value):
         return text
-    if schema is None:
+    if value_schema is None:
         return value
     try:
-        allows = _Validator(parameters, registry=_REGISTRY).evolve(schema=schema).is_valid
         # A string is written as it is, so JSON of one is its text where that may stand.
-        if allows(value) and not (isinstance(value, str) and allows(text)):
+        if schema.allows(value_schema, value) and not (
+            isinstance(value, str) and schema.allows(value_schema, text)
+        ):
             return value
-        return text if isinstance(named, list) and "string" in named or allows(text) else value
-    except Exception:  # a schema can be broken in as many ways as it has words
+        has_text = isinstance(named, list) and "string" in named
+        return text if has_text or schema.allows(value_schema, text) else value
+    except SchemaError:
         return value
 
 

@@ -99,7 +99,8 @@ def test_parallel_calls_go_side_by_side_and_their_results_are_in_order():
     ],
 )
 def test_a_model_is_told_what_it_did_wrong_and_goes_on(call, told):
-    client, trace = attempt([[PRODUCT, call], "42"], tool_seconds=0.05)
+    limits = {"tool_seconds": 0.05, "ends_on_broken_call": False}
+    client, trace = attempt([[PRODUCT, call], "42"], **limits)
     right, wrong = answers(trace)
     assert right == "42" and wrong.startswith("Error: ") and told in wrong
     assert trace.ended == "answer" and trace.messages[-1]["content"] == "42"
@@ -236,7 +237,7 @@ def test_whatever_is_written_is_answered_and_can_be_sent(content, reasoning, nam
     """Nothing that a model writes may end an attempt as the environment's failure."""
     choice = calling((name, written), ("calculate", written), reasoning=reasoning)
     choice["message"]["content"] = content
-    client, trace = attempt([choice, "42"])
+    client, trace = attempt([choice, "42"], ends_on_broken_call=False)
     assert trace.ended == "answer" and len(answers(trace)) == 2
     assert not any(re.search("[\ud800-\udfff]", text) for text in answers(trace))
     render_chat(client.asked[1][0], tools=TASK.tools).text.encode()

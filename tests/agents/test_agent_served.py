@@ -4,6 +4,8 @@ the loop counts is what the server reads."""
 import asyncio
 import dataclasses
 
+import pytest
+
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import OMITTED, Context, ContextConfig, TokenCounter
 from glm5_jax.agents.loop import Agent, LoopConfig
@@ -43,6 +45,7 @@ async def attempts(url, config):
         return await asyncio.gather(*own), [client.asked[one["seed"]] for one in fields]
 
 
+@pytest.mark.slow
 def test_whatever_is_written_is_read_again_and_counted():
     options = dict(max_batch=12, max_length=LENGTH, page_size=32, chunk=64)
     server = Server(Engine(policy(), TOKENIZER, **options), TOKENIZER, ServerConfig(port=0))

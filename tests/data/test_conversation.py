@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.data.conversation import parse, records
-from glm5_jax.text.chat import ChatError
+from glm5_jax.text.messages import ChatError
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
@@ -135,10 +135,7 @@ ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content
         ({"messages": [ASKED], "mode": "deep"}, "mode is 'deep'; use one of interleaved"),
         ({"messages": [{"role": "robot"}]}, "message 0 has role 'robot'"),
         ({"messages": [ASKED, {"role": "tool", "content": "x"}]}, "message 1 is a tool's result"),
-        (
-            {"messages": [ASKED, {"role": "assistant", "tool_calls": [{}]}]},
-            "message 1 calls a function",
-        ),
+        ({"messages": [ASKED, {"role": "assistant", "tool_calls": [{}]}]}, "message 1 calls a function"),
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": ["f"]}]}, "must name a function"),
         ({"messages": [ASKED, ANSWER | {"weight": 0.5}]}, "message 1 has weight 0.5"),
         ({"messages": [ASKED, ANSWER | {"error": 1}]}, "message 1 has error 1"),
@@ -146,40 +143,26 @@ ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content
         ({"messages": [ASKED], "tools": "find"}, "tools is of type str; give a list"),
         ({"messages": [ASKED], "tools": TOOL}, "tools is of type dict; give a list"),
         ({"messages": [ASKED], "tools": [TOOL, TOOL]}, "two tools are named 'find'"),
-        (
-            {"messages": [ASKED], "functions": [TOOL["function"]]},
-            "an older form; give them as tools",
-        ),
+        ({"messages": [ASKED], "functions": [TOOL["function"]]}, "an older form; give them as tools"),
         ({"messages": [ASKED, {"role": "assistant"}]}, "message 1, an assistant's, says nothing"),
-        (
-            {"messages": [ASKED, ANSWER | {"content": " "}]},
-            "message 1, an assistant's, says nothing",
-        ),
+        ({"messages": [ASKED, ANSWER | {"content": " "}]}, "message 1, an assistant's, says nothing"),
         (
             {"messages": [ASKED, ANSWER | {"function_call": {"name": "f"}}]},
             "message 1 has function_call, which would be lost; give it as tool_calls",
         ),
         (
-            {"messages": [ASKED, ANSWER | {"reasoning": "R"}]},
-            "message 1 has reasoning, which would be lost; call it reasoning_content",
+            {"messages": [ASKED, ANSWER | {"thinking": "R"}]},
+            "message 1 has thinking, which would be lost; call it reasoning_content",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
-            "message 0 has a part that is no text ('image_url')",
+            "message 0 has a part of type 'image_url'; this model reads text alone",
         ),
         (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "input_text", "text": "Q"}]},
-                    ANSWER,
-                ]
-            },
-            "message 0 has a part that is no text ('input_text')",
+            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "Q"}]}, ANSWER]},
+            "message 0 has a part of type 'input_text'; this model reads text alone",
         ),
-        (
-            {"messages": [ASKED, ANSWER | {"content": "<think>a</think>b</think>c"}]},
-            "message 1 would lose",
-        ),
+        ({"messages": [ASKED, ANSWER | {"content": "<think>a</think>b</think>c"}]}, "message 1 would lose"),
         ('{"messages": [], "messages": []}', "has the field 'messages' twice"),
         ('{"messages": [NaN]}', "NaN is no number of JSON"),
         (r'{"messages": [{"role": "user", "content": "x\ud800y"}]}', "half of a surrogate pair"),
@@ -197,7 +180,7 @@ ASKED, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content
             "tool 0, 'f', has parameters that are no JSON schema",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_useless_line_is_refused_in_words(bad, said):
     with pytest.raises(ChatError) as error:
         parse(bad)
@@ -253,9 +236,9 @@ def two_calls(*results, then=True):
 def test_results_follow_the_order_of_their_calls():
     found = parse(two_calls(("b", "TWO"), ("a", "ONE")))
     assert [m["content"] for m in found.messages[2:4]] == ["ONE", "TWO"]
-    # Without ids of all, they stand as they came.
+    # A result without an id answers the call that is left.
     found = parse(two_calls((None, "TWO"), ("a", "ONE")))
-    assert [m["content"] for m in found.messages[2:4]] == ["TWO", "ONE"]
+    assert [m["content"] for m in found.messages[2:4]] == ["ONE", "TWO"]
 
 
 @pytest.mark.parametrize(

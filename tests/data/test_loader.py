@@ -142,7 +142,9 @@ def _joined(loaders):
     return states[0] | {"rows": rows}
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 6, 12])
+@pytest.mark.parametrize(
+    "count", [1, 3, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))]
+)
 def test_batches_stay_the_same_when_hosts_go_and_come(sources, count):
     config = _config(sources, num_threads=2)
     sizes = [12, 24, 12, 36]

@@ -1,8 +1,10 @@
 """The mixture: weights, seeds, epochs, hosts, and the held-out split."""
 
+import dataclasses
 import itertools
 import json
 
+import grain
 import numpy as np
 import pytest
 
@@ -153,3 +155,34 @@ def test_the_shipped_sources_have_both_splits():
 def test_contradictory_configs_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**changes)
+
+
+def test_packs_rows_ahead_with_several_threads(tmp_path):
+    """A shuffle window is filled as a whole; with a thread for rows it is filled while the device computes."""
+    source = _source(tmp_path, "a", [f"document {number}" for number in range(4000)])
+    config = _config(source, num_threads=2, shuffle_window=64 * 16, prefetch_documents=4)
+    rows = iter(training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER))
+    first = [next(rows)]
+    state = rows.get_state()
+    more = [next(rows) for _ in range(300)]
+    alike = _rows(dataclasses.replace(config, num_threads=0), 301)
+    for got, want in zip(first + more, alike, strict=True):
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+    rows.set_state(state)
+    again = [next(rows) for _ in range(100)]
+    rows.close()
+    for got, want in zip(again, more):
+        assert all(np.array_equal(got[name], want[name]) for name in want)
+
+
+def test_reads_rows_ahead_only_where_windows_are_shuffled(tmp_path):
+    source = _source(tmp_path, "a", ["document"] * 40)
+    for options, is_ahead in (
+        ({"num_threads": 2, "shuffle_window": 64}, True),
+        ({"num_threads": 1, "shuffle_window": 64}, False),
+        ({"num_threads": 2, "shuffle_window": 16}, False),
+    ):
+        config = _config(source, **options)
+        rows = training_rows(config, open_training_sources(config, TOKENIZER), TOKENIZER)
+        found = isinstance(rows, grain.experimental.ThreadPrefetchIterDataset)
+        assert found == is_ahead, options

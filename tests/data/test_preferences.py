@@ -87,7 +87,7 @@ def test_anchors_and_prompts(tmp_path):
         ({**PAIR, "tools": [1]}, "tool"),
         (
             {**PAIR, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "message 0 has a part that is no text",
+            "message 0 has a part of type 'image_url'",
         ),
     ],
 )

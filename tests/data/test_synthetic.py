@@ -7,6 +7,7 @@ import pytest
 
 from glm5_jax.data import synthetic
 from glm5_jax.data.sources import SHAKESPEARE
+from glm5_jax.data.surfaces import TokenSurface
 from glm5_jax.data.synthetic import KINDS, LongContextTasks, TaskConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.oracles import long_context as oracle
@@ -23,6 +24,10 @@ def config(kind, surface="tokens", **changes):
 
 def tasks(kind, surface="tokens", *, stream="train", **changes):
     return LongContextTasks(config(kind, surface, **changes), TOKENIZER, stream=stream)
+
+
+def markers_of(drawn) -> dict[str, int]:
+    return TokenSurface(TOKENIZER, drawn.config).markers
 
 
 @pytest.mark.parametrize("kind,haystack", FORMS)
@@ -46,7 +51,7 @@ def test_a_reader_of_the_tokens_finds_the_answers(kind, haystack, value_tokens):
         kind, haystack=haystack, value_tokens=value_tokens, num_chains=2, num_repeats=3,
         reply_tokens=5,
     )  # fmt: skip
-    markers = drawn._surface.markers
+    markers = markers_of(drawn)
     for i in range(40):
         task = drawn.task(i)
         found = oracle.solve_tokens(kind, task.prompt.tolist(), markers, drawn.config)
@@ -65,7 +70,7 @@ def test_depths_are_where_the_needles_are(surface):
                 start = round(depth * len(task.prompt))
                 note = task.prompt[start : start + 40].tolist()
                 if surface == "tokens":
-                    assert [note[0], note[2]] == [drawn._surface.markers["note"], answer[0]]
+                    assert [note[0], note[2]] == [markers_of(drawn)["note"], answer[0]]
                 else:
                     text = TOKENIZER.decode(note, errors="replace").split("\n")[0]
                     value = TOKENIZER.decode(answer).strip(", ")
@@ -86,7 +91,7 @@ def test_needles_lie_everywhere_and_any_key_is_asked():
 
 
 def _keys(drawn, task):
-    notes = np.flatnonzero(task.prompt == drawn._surface.markers["note"])
+    notes = np.flatnonzero(task.prompt == markers_of(drawn)["note"])
     return task.prompt[notes + 1]
 
 
@@ -132,18 +137,23 @@ def test_roles_of_ids_are_the_same_for_all_seeds_and_never_special():
     pools = []
     for seed in (0, 1):
         drawn = tasks("needle", seed=seed)
-        pools.append(drawn._surface.markers)
+        pools.append(markers_of(drawn))
         seen = {int(i) for n in range(30) for i in drawn.task(n).token_ids}
         assert not seen & special
     assert pools[0] == pools[1]
 
 
 def test_more_keys_leave_every_role_as_it_is():
-    few, many = (tasks("needle", num_keys=count)._surface for count in (32, 500))
-    assert few.markers == many.markers
-    for pool in ("_values", "_noise"):
-        np.testing.assert_array_equal(getattr(few, pool), getattr(many, pool))
-    np.testing.assert_array_equal(few._keys, many._keys[:32])
+    few, many = (TokenSurface(TOKENIZER, config("needle", num_keys=n)) for n in (32, 500))
+    assert (few.markers, few.forms, few.topics) == (many.markers, many.forms, many.topics)
+
+    def drawn(surface):
+        rng = np.random.default_rng(0)
+        return surface.reply(rng, 300), surface.haystack(rng, 300)[0].tolist()
+
+    assert drawn(few) == drawn(many)
+    keys = [{*surface.keys(np.random.default_rng(0))} for surface in (few, many)]
+    assert len(keys[0]) == 32 and keys[0] < keys[1]
 
 
 @pytest.mark.parametrize("surface", ["tokens", "text"])
@@ -172,7 +182,7 @@ def test_earlier_questions_are_practice(surface):
         for start, end in spans:
             if surface == "tokens":
                 prompt = task.token_ids[:start].tolist()
-                markers = drawn._surface.markers
+                markers = markers_of(drawn)
                 found = oracle.solve_tokens("multi_key", prompt, markers, drawn.config)
                 assert found == [task.token_ids[start:end].tolist()]
             else:
@@ -225,25 +235,13 @@ def test_bad_values_are_refused(changes, message):
     "kind,changes,message",
     [
         ("needle", dict(length=5), "length 5 is too short for kind 'needle' on tokens: it takes 6"),
-        (
-            "needle",
-            dict(surface="text", length=50),
-            "length 50 is too short for kind 'needle' on te",
-        ),
+        ("needle", dict(surface="text", length=50), "length 50 is too short for kind 'needle' on te"),
         ("frequent", dict(length=8), "length 8 is too short for kind 'frequent'"),
-        (
-            "needle",
-            dict(num_noise=2000),
-            "num_noise 2000 with 18 markers exceed the tokenizer's 20",
-        ),
-        (
-            "multi_key",
-            dict(haystack="notes", num_keys=40),
-            "num_keys 40 is too small for kind 'mul",
-        ),
+        ("needle", dict(num_noise=2000), "num_noise 2000 with 18 markers exceed the tokenizer's 20"),
+        ("multi_key", dict(haystack="notes", num_keys=40), "num_keys 40 is too small for kind 'mul"),
         ("multi_value", dict(num_values=3), "needs 4 different values or replies"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_before_any_work(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         LongContextTasks(config(kind, **changes), TOKENIZER)

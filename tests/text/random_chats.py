@@ -45,7 +45,7 @@ class Chats:
         return self.random.choice([self.text(), 7, True, None, 1.5, *nested])
 
     def content(self):
-        parts = [{"type": "text", "text": self.text()}, self.text(), {"type": "image_url"}]
+        parts = [{"type": "text", "text": self.text()}, self.text()]
         return self.random.choice([None, parts, self.text(6), self.text(6)])
 
     def messages(self):

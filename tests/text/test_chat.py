@@ -9,8 +9,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import glm5_jax as glm
 from glm5_jax.text import layouts
-from glm5_jax.text.chat import ChatError, lost_text, render_chat, reply_of, tool_function
+from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
+from glm5_jax.text.messages import ChatError, lost_text, read_message, tool_function
 from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.contracts.source_tree import ROOT
 from tests.text.random_chats import WEATHER, Chats
@@ -225,9 +226,10 @@ def as_transformers_compiles(text) -> jinja2.Template:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_exported_template_renders_the_same_text(variant):
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_the_exported_template_renders_the_same_text(variant, count):
     compiled, chats = as_transformers_compiles(layouts.template(variant)), Chats(seed=variant)
-    for _ in range(1000):
+    for _ in range(count):
         messages, tools = chats.messages(), chats.tools()
         options = {
             "enable_thinking": chats.random.random() < 0.6,
@@ -260,7 +262,7 @@ def test_ids_are_those_of_the_text(variant):
     """With markers as single ids: text between two of them is encoded as one, as a tokenizer does it
     with the rendered text."""
     chats = Chats(seed=1)
-    for _ in range(200):
+    for _ in range(50):
         made = json.dumps([chats.messages(), chats.tools()])
         messages, tools = json.loads(made.replace("<", "("))
         rendered = render_chat(messages, TOKENIZER, tools=tools, variant=variant)
@@ -382,10 +384,11 @@ def test_a_tool_is_its_function():
 )
 def test_text_that_the_templates_leave_out_is_found(content, parts, lost):
     message = {"role": "assistant", "content": content}
-    assert reply_of(message)[:2] == parts and lost_text(message) == lost
+    read = read_message(message)
+    assert (read.get("reasoning_content"), read["content"]) == parts and lost_text(message) == lost
     # Where the reasoning is said, whatever the content holds is content.
     said = message | {"reasoning_content": ""}
-    assert reply_of(said)[:2] == ("", content) and lost_text(said) == ""
+    assert read_message(said) == said and lost_text(said) == ""
     assert render_chat([said], add_generation_prompt=False).text.endswith(content.strip())
 
 
@@ -400,6 +403,7 @@ def test_arguments_may_be_json_or_missing():
         assert "<tool_call>f</tool_call>" in shown.text
 
 
+@pytest.mark.slow
 def test_two_megabytes_take_a_moment():
     long = "word " * 400_000
     began = time.perf_counter()

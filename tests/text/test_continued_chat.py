@@ -12,9 +12,10 @@ TOKENIZER = Tokenizer.default()
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if VARIANTS[name].keeps])
 @pytest.mark.parametrize("thinking", [True, False])
-def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking):
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking, count):
     chats, differs = Chats(seed=3), 0
-    for _ in range(200):
+    for _ in range(count):
         messages, tools = chats.messages(), chats.tools()
         options = {"clear_thinking": False, "enable_thinking": thinking, "variant": variant}
         whole = render_chat(messages, TOKENIZER, tools=tools, **options)
@@ -23,12 +24,12 @@ def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking):
             rest = render_chat(messages, TOKENIZER, tools=tools, first=first, **options)
             assert whole.text.endswith(rest.text) and len(rest.text) <= len(whole.text)
             assert whole.ids[len(whole.ids) - len(rest.ids) :] == rest.ids
-            count = len(rest.ids)
-            assert whole.loss_mask[len(whole.ids) - count :] == rest.loss_mask
-            differs += before >= 0 and count < before
-            before = count
+            size = len(rest.ids)
+            assert whole.loss_mask[len(whole.ids) - size :] == rest.loss_mask
+            differs += before >= 0 and size < before
+            before = size
         assert rest.text.startswith("<|assistant|>")
-    assert differs > 200
+    assert differs > count
 
 
 def test_behind_a_call_comes_what_the_tool_answered():

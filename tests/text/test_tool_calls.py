@@ -41,7 +41,8 @@ def test_reasoning_content_and_typed_calls():
     call = ToolCall("find", {"text": "12", "limit": 5}, None, CALL[11:-12])
     assert reply == Reply("Search.", "I look.", (call,), "<|observation|>")
     # Without a schema a value is JSON if it can be.
-    assert parse_reply(CALL, thinking=False).tool_calls[0].arguments == {"text": 12, "limit": 5}
+    [call] = parse_reply(CALL, [{"name": "find"}], thinking=False).tool_calls
+    assert call.arguments == {"text": 12, "limit": 5}
 
 
 @pytest.mark.parametrize(
@@ -74,16 +75,11 @@ def test_a_call_may_have_no_arguments():
 @pytest.mark.parametrize(
     ("inside", "problem"),
     [
-        ("", "names no function"),
         ("lose", "no tool is named 'lose'; there are find"),
         ("find<arg_key>text</arg_key>", "the call ends behind a key"),
         ("find<arg_key>text", "the call ends inside the key"),
         ("find<arg_value>x</arg_value>", "<arg_value> stands inside the name"),
         ("find<arg_key>a</arg_key>x<arg_value>1</arg_value>", "text stands behind a key"),
-        (
-            "find<arg_key>a</arg_key><arg_value>1</arg_value>" * 2,
-            "text stands behind a value",
-        ),
         (
             "find" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2,
             "the argument 'a' is given twice",
@@ -217,19 +213,9 @@ def test_a_pattern_does_not_hang():
     assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize(
-    ("tool", "said"),
-    [
-        ({"type": "function", "function": None}, "tool 1 is"),
-        ({"type": "function", "function": {}}, "tool 1 has no name"),
-        ({"type": "web_search"}, "tool 1 has no name"),
-        ({"name": "f", "parameters": True}, "tool 1, 'f', has parameters True"),
-        ({"name": "f", "parameters": {"properties": ["a"]}}, "tool 1, 'f', has properties"),
-    ],
-)
-def test_what_is_no_tool_is_named_before_anything_is_read(tool, said):
-    with pytest.raises(ChatError, match=said):
-        ReplyParser([*TOOLS, tool])
+def test_refuses_what_is_no_tool_before_anything_is_read():
+    with pytest.raises(ChatError, match="tool 1, 'f', has parameters True"):
+        ReplyParser([*TOOLS, {"name": "f", "parameters": True}])
 
 
 def test_an_id_without_a_token_is_a_replacement_character():
@@ -300,7 +286,7 @@ def test_two_megabytes_take_a_moment(text):
 
 def test_a_long_argument_takes_a_moment():
     began = time.perf_counter()
-    parser = ReplyParser(thinking=False)
+    parser = ReplyParser([{"name": "f"}], thinking=False)
     parser.feed("<tool_call>f<arg_key>a</arg_key><arg_value>")
     for _ in range(400_000):
         parser.feed("word ")
