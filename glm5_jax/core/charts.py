@@ -58,7 +58,7 @@ def line_chart(
             x, y = _thin(x, y)
             if smooth and len(y) > 20:
                 axes.plot(x, y, color=colour, alpha=0.22, linewidth=0.8)
-                y = _running_mean(y, max(2, len(y) // 50))
+                y = running_mean(y, max(2, len(y) // 50))
             dot = {"marker": "o", "markersize": 3.2} if len(y) < 30 else {}
             axes.plot(x, y, color=colour, linewidth=1.8, solid_capstyle="round", **dot)
             if len(y):
@@ -70,10 +70,10 @@ def line_chart(
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_formatter(FuncFormatter(_short))
+        axes.yaxis.set_major_formatter(FuncFormatter(short_number))
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left")
-        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.xaxis.set_major_formatter(FuncFormatter(short_number))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.margins(x=0.01)
         _label_ends(figure, axes, ends if len(ends) > 1 else [])
@@ -104,7 +104,7 @@ def heat_map(
         axes.grid(False)
         axes.set_xlabel(x_label)
         axes.set_title(y_label, loc="left")
-        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        axes.xaxis.set_major_formatter(FuncFormatter(short_number))
         bar = figure.colorbar(mesh, ax=axes, pad=0.02, aspect=14)
         bar.outline.set_visible(False)
         bar.ax.tick_params(size=0)
@@ -207,7 +207,7 @@ def _thin(x, y):
     return np.asarray(x[::step], float), np.asarray(y[::step], float)
 
 
-def _running_mean(y, width: int):
+def running_mean(y, width: int):
     """Mean over the nearest `width` values on either side, over fewer at both ends."""
     total = np.cumsum(np.concatenate([[0.0], y]))
     at = np.arange(len(y))
@@ -215,7 +215,7 @@ def _running_mean(y, width: int):
     return (total[at + reach + 1] - total[at - reach]) / (2 * reach + 1)
 
 
-def _short(value: float, _=None) -> str:
+def short_number(value: float, _=None) -> str:
     """12000 -> 12K, 0.00025 -> 2.5e-4."""
     size = abs(value)
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):

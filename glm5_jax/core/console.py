@@ -19,8 +19,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-_LINE_SECONDS = 15.0  # between two plain lines of progress
-_WAIT_SECONDS = 60.0  # between two plain lines about something that does not say how far it is
+LINE_INTERVAL_S = 15.0  # between two plain lines of progress
+WAIT_INTERVAL_S = 60.0  # between two plain lines about something that does not say how far it is
 
 
 class ProgressBar:
@@ -66,7 +66,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=done, text=text)
             return
         now = time.monotonic()
-        if done == self._total or now - self._printed > _LINE_SECONDS:
+        if done == self._total or now - self._printed > LINE_INTERVAL_S:
             self._printed = now
             step, began = self._first or (done, now)
             eta = (now - began) / max(1, done - step) * (self._total - done)
@@ -97,7 +97,7 @@ def waiting(text: str, stream=None) -> Iterator[None]:
     ended, began = threading.Event(), time.monotonic()
 
     def tell():
-        while not ended.wait(_WAIT_SECONDS):
+        while not ended.wait(WAIT_INTERVAL_S):
             line = f"{text}  {_clock(time.monotonic() - began)}"
             console.print(Text(line), soft_wrap=True)
 

@@ -2,7 +2,7 @@
 
 `editable(config)` copies a tree of dataclasses into mutable twins, which flags may set field by
 field; `freeze` builds the real ones from them, so that every check of their constructors runs on the
-final values.
+final values. A field with metadata {"flag": False}, such as a secret, has no flag and keeps its value.
 """
 
 import dataclasses
@@ -14,9 +14,12 @@ import typing
 def editable(config):
     """A mutable copy of a dataclass and of every dataclass in its fields."""
     hints = typing.get_type_hints(type(config))
-    fields, values = [], {}
+    fields, values, fixed = [], {}, {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if not _is_flag(field):
+            fixed[field.name] = value
+            continue
         if dataclasses.is_dataclass(value):
             value = editable(value)
             kind = type(value)
@@ -25,7 +28,7 @@ def editable(config):
         fields.append((field.name, kind))
         values[field.name] = value
     twin = dataclasses.make_dataclass(
-        type(config).__name__, fields, namespace={"twin_of": type(config)}
+        type(config).__name__, fields, namespace={"twin_of": type(config), "fixed": fixed}
     )
     return twin(**values)
 
@@ -37,7 +40,7 @@ def freeze(twin, path: str = ""):
     the path of the part.
     """
     cls, hints = twin.twin_of, typing.get_type_hints(twin.twin_of)
-    values = {}
+    values = dict(twin.fixed)
     for field in dataclasses.fields(twin):
         value, where = getattr(twin, field.name), f"{path}{field.name}"
         if hasattr(value, "twin_of"):
@@ -82,6 +85,10 @@ def flags_between(before, after, path: str = "") -> list[tuple[str, str]]:
         )
         if dataclasses.is_dataclass(old) or dataclasses.is_dataclass(new):
             found += flags_between(old, new, f"{where}.")
+        elif new != old and not _is_flag(field):
+            raise ValueError(
+                f"{where} has no flag, so no other program can be given it; use a file"
+            )
         elif new != old:
             found.append((where, new if isinstance(new, str) else repr(_plain(new))))
     return found
@@ -94,6 +101,10 @@ def _plain(value):
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return value
+
+
+def _is_flag(field: dataclasses.Field) -> bool:
+    return field.metadata.get("flag", True)
 
 
 def _flag_type(hint):

@@ -13,6 +13,7 @@ Words in braces in a role's argv are filled in where it is started:
     {distributed}       HOST:PORT,N,I for --distributed of launch/run.py: how the processes of a replica find each other
     {NAME.url}          http://HOST:PORT of role NAME, which has one replica
     {NAME.urls}         of all its replicas, with commas between
+    {self.url}          http://HOST:PORT by which other roles reach this replica; its port is 0 where {port} is
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from typing import Protocol
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,30}[a-z0-9])?")
 _WORD = re.compile(r"\{([a-z][a-z0-9_-]*(?:\.[a-z]+)?)\}")
 WORDS = ("python", "index", "host", "port", "ready", "distributed")
+SELF, SELF_URL = "self", "self.url"
 # Exit code of a program that was told to stop, has saved, and goes on when it is started again: EX_TEMPFAIL of sysexits.h.
 AGAIN = 75
 
@@ -128,6 +130,10 @@ class Role:
             raise ValueError(
                 f"role name {self.name!r}; use up to 32 small letters, digits and dashes, a letter first"
             )
+        if self.name == SELF:
+            raise ValueError(
+                f"role name {self.name!r} stands for the role itself in {{{SELF_URL}}}; use another name"
+            )
         if isinstance(self.argv, str) or not self.argv:
             raise ValueError(
                 f"role {self.name}: argv is {self.argv!r}; give the words of a command"
@@ -149,7 +155,7 @@ class Role:
             )
         wrong = [word for word in self.words if "." not in word and word not in WORDS]
         if wrong:
-            known = ", ".join(f"{{{word}}}" for word in (*WORDS, "NAME.url", "NAME.urls"))
+            known = ", ".join(f"{{{word}}}" for word in (*WORDS, SELF_URL, "NAME.url", "NAME.urls"))
             raise ValueError(f"role {self.name}: argv has {{{wrong[0]}}}; there are {known}")
 
     @property
@@ -163,9 +169,14 @@ class Role:
         return self.port > 0 or "ready" in self.words
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Words in argv that stand for addresses of other roles."""
+        return tuple(word for word in self.words if "." in word and word != SELF_URL)
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Names of the roles that must be ready before it starts."""
-        named = (word.partition(".")[0] for word in self.words if "." in word)
+        named = (word.partition(".")[0] for word in self.addresses)
         return tuple(dict.fromkeys((*named, *self.after)))
 
 
@@ -178,11 +189,15 @@ def ordered(roles: Sequence[Role]) -> tuple[Role, ...]:
         for name in role.needs:
             if name not in by_name:
                 raise ValueError(f"role {role.name} needs {name}; there are {', '.join(by_name)}")
-        for word in role.words:
+        if SELF_URL in role.words and not role.serves:
+            raise ValueError(
+                f"role {role.name} has {{{SELF_URL}}} in argv and neither {{ready}} nor a port; add one"
+            )
+        for word in role.addresses:
             name, _, what = word.partition(".")
-            if what and what not in ("url", "urls"):
+            if what not in ("url", "urls"):
                 raise ValueError(f"role {role.name}: argv has {{{word}}}; a role has url and urls")
-            if what and not by_name[name].serves:
+            if not by_name[name].serves:
                 raise ValueError(
                     f"role {role.name} asks for the address of {name}, which has neither {{ready}} nor a port"
                 )

@@ -22,6 +22,7 @@ from typing import NamedTuple, Self
 from glm5_jax.core.client import answers
 from glm5_jax.core.placement import (
     AGAIN,
+    SELF_URL,
     Place,
     PlaceError,
     Placement,
@@ -188,10 +189,9 @@ class Roles:
     def addresses(self, role: Role) -> dict[str, str]:
         """What stands for the words of a role's argv that name others."""
         found = {}
-        for word in role.words:
-            name, _, what = word.partition(".")
-            if what:
-                found[word] = ",".join(r.url for r in self._replicas[name])
+        for word in role.addresses:
+            name = word.partition(".")[0]
+            found[word] = ",".join(r.url for r in self._replicas[name])
         return found
 
     def write(self, event: Event) -> None:
@@ -306,6 +306,7 @@ class _Replica:
                 "port": str(self._port),
                 "ready": place.ready,
                 "distributed": f"{meeting},{role.hosts},{process}",
+                SELF_URL: address(first.host, self._port),
             }
             pids.append(place.start(filled(role.argv, own | given)))
         self.pids = tuple(pids)

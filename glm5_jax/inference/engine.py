@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,7 @@ from glm5_jax.inference.request import (
     Completion,
     EngineConfig,
     Handle,
+    Paused,
     Request,
     Token,
     TooLong,
@@ -46,6 +48,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
 DEPTH = 1  # steps under way while the next is prepared
+_log = logging.getLogger(__name__)
 
 
 class _Flight(NamedTuple):
@@ -62,6 +65,7 @@ class Engine:
       cfg, version: of the model, and of its weights as `update_weights` was told.
       max_length: tokens that a prompt and its reply may have.
       paused: whether nothing more is sent off.
+      is_drained: whether no more requests are taken.
       counts: what has been done so far.
     """
 
@@ -85,7 +89,7 @@ class Engine:
         vocab_block: int | None = None,
         replicated: bool = False,
         max_bias: int = MAX_BIAS,
-        seed: int = 0,
+        seed: int | None = None,
         version: int = 0,
         plan: Plan = Plan(),
     ):
@@ -103,7 +107,7 @@ class Engine:
         tokens of a device that travel to the experts at a time, and of the vocabulary whose embedding it brings together
         (`Plan`). replicated: whether every device of a mesh has all weights but routed experts, embedding and head; otherwise
         a part of them, and each step gathers them over the network. max_bias: tokens in a request's logit_bias at most.
-        seed: of the seeds of requests that bring none. ValueError for what cannot be.
+        seed: of the seeds of requests that bring none; None: fresh ones. ValueError for what cannot be.
         """
         sizes = page_size, num_pages, max_batch, max_length, chunk, step_tokens, short_prompt
         kinds = num_draft, batch_invariant, index_cache, latent_cache
@@ -124,13 +128,13 @@ class Engine:
         self._parcels: collections.deque[Parcel] = collections.deque()
         self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
-        self.paused = self._drained = False
+        self.paused = self.is_drained = False
         self.version = version
         self.counts = Counts(accepted=[0] * (num_draft + 1))
 
     def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
         """Takes a request; listener: see `Handle`. ValueError if it can never be served."""
-        if self._drained:
+        if self.is_drained:
             raise ValueError("the engine is drained and takes no requests; make another")
         limit = self.check(request)
         handle, sampling = Handle(request, listener), request.sampling
@@ -148,7 +152,8 @@ class Engine:
     def check(self, request: Request) -> int:
         """Tokens that a request may have, prompt included; ValueError if it can never be served. From any thread."""
         sampling, v = request.sampling, self.cfg.vocab_size
-        for ids, name in ((request.ids, "the prompt"), (sampling.logit_bias, "logit_bias")):
+        prompt = (request.ids.lowest, request.ids.highest)
+        for ids, name in ((prompt, "the prompt"), (sampling.logit_bias, "logit_bias")):
             if wrong := [i for i in ids if not 0 <= i < v]:
                 raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
         if (most := self._shape.max_bias) < len(sampling.logit_bias):
@@ -295,13 +300,13 @@ class Engine:
 
     def fail(self) -> None:
         """Ends all that was submitted as failed, without the device, and takes nothing more."""
-        self._drained = True
+        self.is_drained = True
         for sequence in list(self._live):
             self._end(sequence, FAILED)
 
     def drain(self) -> None:
         """Ends all that was submitted, and takes nothing more."""
-        self._drained, self.paused = True, False
+        self.is_drained, self.paused = True, False
         while self.step():
             pass
 
@@ -318,8 +323,8 @@ class Engine:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
         self._runner.check_params(params)
         if policy == FINISH:
-            if self.paused and (self.num_running or self._parcels):
-                raise ValueError("the engine is paused, so nothing finishes; use keep or recompute")
+            if self.paused and self._num_begun:
+                raise Paused("the engine is paused, so nothing finishes; use keep or recompute")
             self._finish()
         try:
             self._runner.load(params)
@@ -377,6 +382,11 @@ class Engine:
         """How often a request had to give its pages back."""
         return sum(scheduler.num_preempted for scheduler in self._schedulers)
 
+    @property
+    def _num_begun(self) -> int:
+        """Requests that have or had pages: those that gave theirs back must end as well."""
+        return len(self._parcels) + sum(own.num_begun for own in self._schedulers)
+
     def _choose(self, sequence: Running) -> int:
         """The group that knows most of a prompt, and of those the one with the least to do."""
 
@@ -417,7 +427,12 @@ class Engine:
         for where, drew in parts:
             for row, work in where:
                 if work.sequence in self._live:
-                    self._take(work, drew, row, flight.version)
+                    try:
+                        self._take(work, drew, row, flight.version)
+                    except Exception:  # ends this request, and no other
+                        _log.exception("a request has failed")
+                        if work.sequence in self._live:
+                            self._end(work.sequence, FAILED)
         self.counts.host_seconds += time.perf_counter() - ready
 
     def _take(self, work: Decode | Prefill, drew: Drew, row: int, version: int) -> None:
@@ -462,7 +477,7 @@ class Engine:
         """Ends what runs, while nothing new begins."""
         for scheduler in self._schedulers:
             scheduler.admits = False
-        while self._flights or self._parcels or any(own.num_begun for own in self._schedulers):
+        while self._flights or self._num_begun:
             self.step()
         for scheduler in self._schedulers:
             scheduler.admits = True

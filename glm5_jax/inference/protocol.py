@@ -9,15 +9,30 @@ import dataclasses
 from collections.abc import Mapping
 
 from glm5_jax.checkpoint.manifest import Manifest, Tensor
+from glm5_jax.core.json_body import Limits
 from glm5_jax.core.schema import checked, of_fields as _object
-from glm5_jax.core.server import ApiError
-from glm5_jax.inference.request import Request
-from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling
+from glm5_jax.core.server import ApiError, shortened
+from glm5_jax.inference.prompts import PromptReader, num_characters
+from glm5_jax.inference.request import Request, TokenIds
+from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, seed_of_choice
 from glm5_jax.text.chat import render_chat
+from glm5_jax.text.layouts import layout_of
+from glm5_jax.text.messages import read_tools
 from glm5_jax.text.tokenizer import Tokenizer
 
 MOST_CHOICES = 128
-MOST_PROMPTS = 2048
+MAX_STOP_IDS = 1024
+# What z.ai makes of the values that OpenAI's clients send to GLM-5.2: it thinks at two levels or not at all. Models
+# whose layout has no such line think or do not.
+EFFORTS = {
+    "none": None,
+    "minimal": None,
+    "low": "high",
+    "medium": "high",
+    "high": "high",
+    "xhigh": "max",
+    "max": "max",
+}
 # OpenAI's API has them; they change nothing here.
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Where a router sends the requests of a session; the server itself needs none of it.
@@ -63,11 +78,12 @@ class Asked:
 _NUMBER, _TEXT, _FLAG = {"type": "number"}, {"type": "string"}, {"type": "boolean"}
 _COUNT = {"type": "integer", "minimum": 1}
 _RANK = {"type": "integer", "minimum": 0}  # as sglang-router --dp-aware adds it
-# Long lists of ids are read faster than a schema is: `_prompts` looks at what is in them.
+# Long lists of ids are read faster than a schema is: `PromptReader` looks at what is in them.
 _PROMPT = {"type": ["string", "array"]}
 _TEXTS = {"type": "array", "items": _TEXT, "maxItems": 16}
 _BIAS = {
     "type": "object",
+    "maxProperties": 10_000,
     "propertyNames": {"pattern": "^[0-9]{1,9}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
@@ -79,7 +95,7 @@ _SAMPLING = dict(
     top_k={"type": "integer", "minimum": -1},
     min_p={"type": "number", "minimum": 0, "maximum": 1},
     stop={"anyOf": [_TEXT, _TEXTS]},
-    stop_token_ids={"type": "array", "items": {"type": "integer"}},
+    stop_token_ids={"type": "array", "items": {"type": "integer"}, "maxItems": MAX_STOP_IDS},
     ignore_eos=_FLAG,
     seed={"type": "integer"},
     logit_bias=_BIAS,
@@ -104,7 +120,7 @@ CHAT = _object(
     messages={"type": "array"},
     tools={"type": "array", "items": {"type": "object"}},
     tool_choice={"enum": ["auto", "none"]},
-    parallel_tool_calls={"const": True},
+    parallel_tool_calls=_FLAG,
     tool_stream=_FLAG,
     max_completion_tokens=_COUNT,
     logprobs=_FLAG,
@@ -113,7 +129,7 @@ CHAT = _object(
     do_sample=_FLAG,
     thinking=_object(type={"enum": ["enabled", "disabled"]}, clear_thinking=_FLAG),
     chat_template_kwargs=_object(enable_thinking=_FLAG, clear_thinking=_FLAG),
-    reasoning_effort=_TEXT,
+    reasoning_effort={"enum": list(EFFORTS)},
     separate_reasoning=_ON,
     stream_reasoning=_ON,
     continue_final_message=_OFF,
@@ -197,33 +213,33 @@ class Reader:
         variant: str = "glm5",
         deadline: float | None = None,
         defaults: Defaults = Defaults(),
+        max_length: int | None = None,
+        max_requests: int | None = None,
     ):
-        """model: its name for clients. variant: of the chat's layout. deadline: seconds a request may take."""
+        """model: its name for clients. variant: of the chat's layout. deadline: seconds a request may take.
+
+        max_length: tokens of a prompt and its reply. max_requests: choices of all prompts of a body. None: no limit.
+        """
         self._tokenizer, self._model, self._variant = tokenizer, model, variant
         self._deadline, self._defaults = deadline, defaults
+        self._prompts, self._max_requests = PromptReader(tokenizer, max_length), max_requests
+
+    @property
+    def limits(self) -> Limits:
+        """Bounds of a body, by which it is refused while it is read."""
+        return self._prompts.limits
 
     def chat(self, body: Mapping, version: int) -> Asked:
-        """Of `/v1/chat/completions`; version: of the weights. ApiError."""
+        """Reads a body of `/v1/chat/completions`; version: of the weights. Raises ApiError.
+
+        A text of `stop` ends a reply that begins in thinking only behind `</think>`, where its content is: a model may
+        think of that text. Tokens of `stop_token_ids` end it anywhere.
+        """
         said = self._checked(body, CHAT, version)
         thinking, clear = thinking_of(said)
-        _check_parts(said["messages"])
-        tools = tuple(said.get("tools") or ()) or None
-        if said.get("tool_choice") == "none":
-            tools = None
-        try:
-            prompt = render_chat(
-                said["messages"],
-                self._tokenizer,
-                tools=tools,
-                enable_thinking=thinking,
-                clear_thinking=clear,
-                variant=self._variant,
-                reasoning_effort=said.get("reasoning_effort"),
-            ).ids
-        except ValueError as error:
-            raise ApiError(str(error), param="messages") from None
-        except RecursionError:
-            raise ApiError("the messages are nested too deeply", param="messages") from None
+        tools = tools_of(said)
+        self._check_choices(1, said)
+        prompt = self._rendered(said, tools, thinking, clear)
         if said.get("top_logprobs") and not said.get("logprobs"):
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         most = said.get("max_completion_tokens", said.get("max_tokens"))
@@ -235,6 +251,9 @@ class Reader:
         )
         if said.get("do_sample") is False:
             sampling = dataclasses.replace(sampling, temperature=0.0)
+        if thinking and sampling.stop:
+            end = self._tokenizer.special_ids["</think>"]
+            sampling = dataclasses.replace(sampling, stop_after=end)
         return dataclasses.replace(
             self._asked([prompt], said, sampling),
             logprobs=said.get("logprobs", False),
@@ -245,7 +264,7 @@ class Reader:
     def completion(self, body: Mapping, version: int) -> Asked:
         """Of `/v1/completions`. ApiError."""
         said = self._checked(body, COMPLETION, version)
-        prompts = self._prompts(said["prompt"], "prompt")
+        prompts = self._read_prompts("prompt", said, said)
         logprobs = said.get("logprobs")
         if said.get("echo") and logprobs is not None:
             raise ApiError("echo tells no logprobs of the prompt; drop one of them", param="echo")
@@ -262,15 +281,14 @@ class Reader:
         given = [name for name in ("text", "input_ids") if name in said]
         if len(given) != 1:
             raise ApiError("give either text or input_ids", param="input_ids")
-        value = said[given[0]]
-        prompts = self._prompts(value, given[0])
-        own = dict(said.get("sampling_params", {}))
+        value, own = said[given[0]], dict(said.get("sampling_params", {}))
+        prompts = self._read_prompts(given[0], said, own)
         if "sampling_seed" in own:
             own["seed"] = own["sampling_seed"]
         top = said.get("top_logprobs_num", 0)
-        sampling = self._sampling(own, own.get("max_new_tokens"), top)
+        sampling = self._sampling(own, own.get("max_new_tokens"), top, "sampling_params.")
         asked = self._asked(prompts, {**said, "n": own.get("n", 1)}, sampling)
-        batch = isinstance(value, list) and not isinstance(value[0], int)
+        batch = isinstance(value, list) and not isinstance(value[0], int | float)
         return dataclasses.replace(
             asked, logprobs=said.get("return_logprob", False), rid=said.get("rid"), batch=batch
         )
@@ -280,7 +298,7 @@ class Reader:
         said = checked(body, schema)
         if (name := said.get("model", self._model)) != self._model:
             raise ApiError(
-                f"the model {name!r} is not served; use {self._model!r}",
+                f"the model {shortened(name, 100)!r} is not served; use {self._model!r}",
                 404,
                 "model_not_found",
                 "model",
@@ -294,25 +312,43 @@ class Reader:
             )
         return said
 
-    def _prompts(self, value, name: str) -> list[list[int]]:
-        """The ids of a text, of texts, of ids or of lists of ids; ApiError."""
-        if isinstance(value, str) or (value and isinstance(value[0], int)):
-            value = [value]
-        if not 0 < len(value) <= MOST_PROMPTS:
-            raise ApiError(f"{name} has {len(value)} prompts; give 1 to {MOST_PROMPTS}", param=name)
-        found = []
-        for prompt in value:
-            if isinstance(prompt, str):
-                try:
-                    prompt = self._tokenizer.encode(prompt)
-                except ValueError as error:
-                    raise ApiError(str(error), param=name) from None
-            elif not (isinstance(prompt, list) and all(type(i) is int for i in prompt)):
-                raise ApiError(f"{name} must be text or a list of token ids, or a list of either")
-            found.append(prompt)
-        return found
+    def _rendered(self, said: Mapping, tools, thinking: bool, clear: bool) -> TokenIds:
+        """Lays out the messages of a chat. Raises ApiError that names the field which is wrong."""
+        options = dict(enable_thinking=thinking, clear_thinking=clear, variant=self._variant)
+        if layout_of(self._variant).effort:
+            options["reasoning_effort"] = EFFORTS[said.get("reasoning_effort", "max")]
+        messages = said["messages"]
+        param = "tools"
+        try:
+            read_tools(tools or ())
+            param = "messages"
+            if self._prompts.is_long(num_characters([messages, tools])):
+                text = render_chat(messages, None, tools=tools, **options).text
+                self._prompts.check_text(text, param)
+            return TokenIds(render_chat(messages, self._tokenizer, tools=tools, **options).ids)
+        except ValueError as error:
+            raise ApiError(str(error), param=param) from None
+        except RecursionError:
+            raise ApiError("the messages are nested too deeply", param="messages") from None
 
-    def _sampling(self, said: Mapping, most: int | None, top: int) -> Sampling:
+    def _read_prompts(self, param: str, said: Mapping, sampling: Mapping) -> list[TokenIds]:
+        prompts = self._prompts.split(said[param], param)
+        self._check_choices(len(prompts), sampling)
+        return [self._prompts.read(prompt, param) for prompt in prompts]
+
+    def _check_choices(self, num_prompts: int, said: Mapping) -> None:
+        """Raises ApiError if there are more replies to give than the server gives at once."""
+        n, most = said.get("n", 1), self._max_requests
+        if most is not None and num_prompts * n > most:
+            raise ApiError(
+                f"n is {n}, which makes {num_prompts * n} replies of {num_prompts} prompts; at most {most} are given at once",
+                429,
+                "overloaded",
+                "n",
+            )
+
+    def _sampling(self, said: Mapping, most: int | None, top: int, prefix: str = "") -> Sampling:
+        """Returns how tokens are drawn. prefix: of the fields' names in errors. Raises ApiError."""
         stop = said.get("stop", ())
         names = ("temperature", "top_p", "min_p", "ignore_eos")
         try:
@@ -327,20 +363,20 @@ class Reader:
                 **{name: said[name] for name in names if name in said},
             )
         except ValueError as error:
-            raise ApiError(str(error)) from None
+            # It begins with the field's name.
+            raise ApiError(f"{prefix}{error}", param=prefix + str(error).split()[0]) from None
 
     def _asked(self, prompts, said: Mapping, sampling: Sampling) -> Asked:
-        n, requests, rank = said.get("n", 1), [], said.get("data_parallel_rank")
-        group = None if rank is None else int(rank)  # 1.0 is an integer of JSON
+        n, seed, group = said.get("n", 1), sampling.seed, said.get("data_parallel_rank")
+        choices = [sampling] * n
+        if seed is not None:
+            # Choices of one seed would be the same text.
+            seeds = (seed_of_choice(seed, choice) for choice in range(n))
+            choices = [dataclasses.replace(sampling, seed=own) for own in seeds]
         try:
-            for ids in prompts:
-                for choice in range(n):
-                    own = sampling
-                    if choice and sampling.seed is not None:
-                        # Choices of one seed would be the same text.
-                        seed = (sampling.seed + choice) % 2**63
-                        own = dataclasses.replace(sampling, seed=seed)
-                    requests.append(Request(ids, own, self._deadline, group))
+            requests = [
+                Request(ids, own, self._deadline, group) for ids in prompts for own in choices
+            ]
         except ValueError as error:
             raise ApiError(str(error)) from None
         return Asked(
@@ -353,7 +389,7 @@ class Reader:
 
 
 def thinking_of(said: Mapping) -> tuple[bool, bool]:
-    """(enable_thinking, clear_thinking) of either spelling; ApiError if they contradict each other."""
+    """Returns (enable_thinking, clear_thinking) of any spelling. Raises ApiError if they contradict each other."""
     own, template = (dict(said.get(n, {})) for n in ("thinking", "chat_template_kwargs"))
     if "type" in own:
         own["enable_thinking"] = own.pop("type") == "enabled"
@@ -364,16 +400,24 @@ def thinking_of(said: Mapping) -> tuple[bool, bool]:
                 param="thinking",
             )
     both = {**own, **template}
+    effort = said.get("reasoning_effort")
+    if effort is not None and EFFORTS[effort] is None:
+        if both.setdefault("enable_thinking", False):
+            raise ApiError(
+                f"reasoning_effort is {effort!r}, which means no thinking, and thinking is enabled; leave one of them out",
+                param="reasoning_effort",
+            )
     return both.get("enable_thinking", True), both.get("clear_thinking", True)
 
 
-def _check_parts(messages: list) -> None:
-    """ApiError for a part of a message that is no text: the layout would leave it out."""
-    for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") != "text":
-                raise ApiError(
-                    f"message {i} has a part of type {part.get('type')!r}; this model reads text alone",
-                    param="messages",
-                )
+def tools_of(said: Mapping) -> tuple[Mapping, ...] | None:
+    """Returns the tools that a reply may call; None if it may call none. Raises ApiError."""
+    tools = tuple(said.get("tools") or ())
+    if not tools or said.get("tool_choice") == "none":
+        return None
+    if said.get("parallel_tool_calls") is False:
+        raise ApiError(
+            "parallel_tool_calls is false, and a reply of this model may call several tools; leave it out",
+            param="parallel_tool_calls",
+        )
+    return tools

@@ -1,8 +1,11 @@
-"""What a server answers: replies as OpenAI's API and SGLang's `/generate` have them, whole or in pieces."""
+"""What a server answers: replies as OpenAI's API and SGLang's `/generate` have them, whole or in pieces.
+
+A tool call that is cut off or cannot be parsed has its text as arguments, which is no JSON, and `finish_reason` is
+"tool_calls" only if all calls are whole. Reasoning is `reasoning_content`.
+"""
 
 import dataclasses
 import itertools
-import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,12 +56,14 @@ class Chat:
         self._handle = handle
         self._parser = ReplyParser(asked.tools, tokenizer=tokenizer, thinking=asked.thinking)
         self._close = tokenizer.special_ids.get("</think>")
-        stops = handle.request.sampling.stop
-        self._held = {part: Held(stops) for part in ("reasoning", "content")}
+        sampling = handle.request.sampling
+        in_reasoning = () if sampling.stop_after is not None else sampling.stop
+        self._held = {"reasoning": Held(in_reasoning), "content": Held(sampling.stop)}
         self._thinking, self._seen = asked.thinking, 0
         self.num_reasoning, self.ended = 0, False
         self.text = {"reasoning": "", "content": ""}
         self.calls: list[dict] = []
+        self._has_problem = False  # of a call
 
     def take(self) -> tuple[list[dict], list[Token]]:
         """(deltas of OpenAI's form, tokens) that have come since it was last asked, the last ones with the end."""
@@ -77,14 +82,10 @@ class Chat:
         return list(_joined(found)), tokens
 
     def _told(self, delta: Delta) -> Iterator[dict]:
-        if delta.part != "call":
-            yield from self._piece(delta.part, self._held[delta.part].feed(delta.text))
-        elif delta.call.name:
+        if delta.part == "call":
             yield from self._called(delta.call)
         else:
-            # A call that names nothing cannot be told as one.
-            text = f"<tool_call>{delta.call.text}</tool_call>"
-            yield from self._piece("content", self._held["content"].feed(text))
+            yield from self._piece(delta.part, self._held[delta.part].feed(delta.text))
 
     def _piece(self, part: str, text: str) -> Iterator[dict]:
         if text:
@@ -92,19 +93,19 @@ class Chat:
             yield {"reasoning_content" if part == "reasoning" else "content": text}
 
     def _called(self, call: ToolCall) -> Iterator[dict]:
-        arguments = json.dumps(call.arguments, ensure_ascii=False)
         index = len(self.calls)
-        function = {"name": call.name, "arguments": arguments}
-        own = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        self._has_problem |= call.problem is not None
+        own = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call.function}
         self.calls.append(own)
         yield {"tool_calls": [{"index": index, **own}]}
 
     @property
     def finish_reason(self) -> str:
-        """Of OpenAI's form."""
+        """Why the reply ended, as OpenAI's API has it."""
+        has_calls = self.calls and not self._has_problem
         return (
             "tool_calls"
-            if self.calls and self._handle.finish_reason == STOP
+            if has_calls and self._handle.finish_reason == STOP
             else _reason(self._handle)
         )
 

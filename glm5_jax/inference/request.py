@@ -1,18 +1,25 @@
 """What an engine is made with, what it is asked, and what it has answered so far."""
 
 import dataclasses
+import logging
+import operator
 import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.sampling import Sampling, as_integer
 from glm5_jax.model.cache import check_formats
 from glm5_jax.model.plan import Plan
 
 STOP, LENGTH, CANCELLED, DEADLINE = "stop", "length", "cancelled", "deadline"
-FAILED = "failed"  # the engine could not go on
+FAILED = "failed"  # the engine could not go on with it
+_log = logging.getLogger(__name__)
 # All weights but routed experts and those with a row or a column of each token.
 REPLICATED = (r"^(?!embed/|lm_head/)(?!.*/experts/)",)
+
+
+class Paused(ValueError):
+    """Something would wait for a paused engine for ever."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +40,7 @@ class EngineConfig:
     token_chunk: int | None = None
     vocab_block: int | None = None
     replicated: bool = False
-    seed: int = 0
+    seed: int | None = None
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)
@@ -49,6 +56,22 @@ class EngineConfig:
 
 class TooLong(ValueError):
     """A prompt, or a prompt and its reply, exceed what a sequence or the cache can hold."""
+
+
+class TokenIds(tuple):
+    """Token ids of a prompt, checked once however many requests share them. Raises ValueError for what is no integer.
+
+    Attributes:
+      lowest, highest: the smallest and the largest id; 0 if there is none.
+    """
+
+    def __new__(cls, ids: Iterable[int]):
+        try:
+            made = super().__new__(cls, map(operator.index, ids))
+        except TypeError as error:
+            raise ValueError(f"the prompt has a token that is no integer: {error}") from None
+        made.lowest, made.highest = min(made, default=0), max(made, default=0)
+        return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +92,14 @@ class Request:
     group: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "ids", tuple(map(int, self.ids)))
+        if not isinstance(self.ids, TokenIds):
+            object.__setattr__(self, "ids", TokenIds(self.ids))
         if not self.ids:
             raise ValueError("the prompt is empty; give at least one token")
         if self.deadline is not None and not self.deadline > 0:
             raise ValueError(f"deadline is {self.deadline} s; it must be positive")
+        if self.group is not None:
+            object.__setattr__(self, "group", as_integer("group", self.group))
         if self.group is not None and self.group < 0:
             raise ValueError(f"group is {self.group}; groups are numbered from 0")
 
@@ -140,7 +166,10 @@ class Handle:
             self.ended, self.stopped_by = now, stopped_by
         self._told = (len(self._tokens), finish_reason)
         if self._listener:
-            self._listener(self)
+            try:
+                self._listener(self)
+            except Exception:  # the caller's fault, which must not end the engine
+                _log.exception("the listener of a request has failed")
 
     def since(self, count: int) -> tuple[list[Token], str | None]:
         """(tokens behind the first `count`, finish_reason), which belong together."""

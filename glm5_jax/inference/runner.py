@@ -226,6 +226,18 @@ class Runner:
                     bar.update(done, "compiled")
         jax.block_until_ready(self._device)
 
+    def lower_idle(self, name: str) -> tuple[jax.stages.Lowered, dict]:
+        """Lowers the largest program of a kind ("prefill" or "decode"), for no sequence; returns it with its arguments
+        by kind."""
+        shape = self._shape
+        if name == "prefill":
+            inputs = self._steps.idle_reads(1, shape.chunk, shape.max_pages)
+        else:
+            inputs = self._steps.idle_draws(shape.slots, shape.max_pages)
+        held = {"weights": self._params, "cache": self._device, "inputs": inputs}
+        function, static = self._steps.program(name, Variant())
+        return function.lower(*held.values(), **static), held
+
     def _idle_decode(self, b: int, width: int, variant: Variant) -> None:
         self._run(self._steps.decode, self._steps.idle_draws(b, width), variant)
 

@@ -2,11 +2,13 @@
 
 A row's token follows from its logits, its `Sampling`, its seed and its position alone, never from the batch
 that it is in. Log-probs are log_softmax(logits / temperature), before anything is cut off; greedy rows
-(temperature 0) report those of temperature 1.
+(temperature below `MIN_TEMPERATURE`) report those of temperature 1.
 """
 
 import dataclasses
 import functools
+import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 MOST_TOP_LOGPROBS = 20  # as OpenAI's API allows
+MIN_TEMPERATURE = (
+    1e-5  # below it the likeliest token is taken, as vLLM does: quotients by it would overflow
+)
+_MAX_TOP_K = 2**31 - 1  # of an int32; no vocabulary is larger
+_MAX_BIAS = 1e30  # sums with logits stay finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +30,13 @@ class Sampling:
 
     Attributes:
       max_tokens: new tokens at most; None: as many as the model's positions hold.
-      temperature: 0 is greedy.
+      temperature: divisor of the logits; below `MIN_TEMPERATURE`: greedy.
       top_p: the most likely tokens that together reach this probability stay, after top_k.
       top_k: so many of the most likely tokens stay; 0: all. Of equal ones the lower ids.
       min_p: tokens of at least this share of the likeliest one's probability stay.
       stop: texts behind which it ends; they are not part of the reply.
+      stop_after: token behind which `stop` counts, `</think>` of a reply that begins in thinking; None: it counts from
+        the beginning.
       stop_ids: tokens that end it, beside the model's own.
       ignore_eos: whether the model's own end nothing.
       seed: of the draws; None: one is drawn.
@@ -41,6 +50,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    stop_after: int | None = None
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -48,6 +58,18 @@ class Sampling:
     top_logprobs: int = 0
 
     def __post_init__(self):
+        for name in ("max_tokens", "top_k", "seed", "top_logprobs"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_integer(name, getattr(self, name)))
+        ids = (as_integer("stop_ids", token) for token in self.stop_ids)
+        object.__setattr__(self, "stop_ids", tuple(ids))
+        bias = {as_integer("logit_bias", token): own for token, own in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
+        for token, own in bias.items():
+            if not abs(own) <= _MAX_BIAS:
+                raise ValueError(
+                    f"logit_bias of {token} is {own}; its size must be at most {_MAX_BIAS}"
+                )
         ranges = {
             "max_tokens": (1, None),
             "temperature": (0, None),
@@ -62,13 +84,37 @@ class Sampling:
             if value is None and name in ("max_tokens", "seed"):
                 continue
             low = not value >= least  # NaN is below everything
-            if low or (most is not None and value > most) or not np.isfinite(value):
+            if low or value > (sys.float_info.max if most is None else most):
                 upper = "" if most is None else f" to {most}"
                 raise ValueError(f"{name} is {value}; it must be from {least}{upper}")
         if self.top_p == 0:
             raise ValueError("top_p is 0, which leaves no token; use top_k=1 or temperature=0")
         if not all(self.stop):
             raise ValueError(f"stop is {self.stop!r}; a text to stop at must not be empty")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+def as_integer(name: str, value) -> int:
+    """Returns an integer of any type as Python's. Raises ValueError with its name for a float or a text."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Returns the seed of one of several choices: of the first the seed itself, of others a hash of both.
+
+    Sums would give choice 1 of seed 7 the reply of choice 0 of seed 8.
+    """
+    if choice == 0:
+        return seed
+    mixed = np.random.SeedSequence([seed, choice]).generate_state(1, np.uint64)[0]
+    return int(mixed >> np.uint64(1))
 
 
 class Row(NamedTuple):
@@ -118,7 +164,7 @@ def rows(
         field("temperature", np.float32),
         field("top_p", np.float32),
         field("min_p", np.float32),
-        field("top_k", np.int32),
+        np.array([min(s.top_k, _MAX_TOP_K) for s in samplings], np.int32),
         np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32),
         np.asarray(positions, np.int32),
         ids,
@@ -128,7 +174,7 @@ def rows(
 
 def cuts(samplings: Sequence[Sampling]) -> bool:
     """Whether any of them cuts tokens off, which takes a sort of all logits."""
-    return any(s.temperature and (s.top_k or s.top_p < 1 or s.min_p) for s in samplings)
+    return any(not s.is_greedy and (s.top_k or s.top_p < 1 or s.min_p) for s in samplings)
 
 
 @functools.partial(jax.jit, static_argnames=("cut", "num_top"))
@@ -167,13 +213,15 @@ def _told(logprobs, tokens, num_top: int) -> Drawn:
 def _scores(logits, row: Row, cut: bool):
     """(logits with their bias, log-probs at the temperature, the same with -inf where tokens are cut off)."""
     logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
-    logprobs = jax.nn.log_softmax(logits / jnp.where(_greedy(row), 1, row.temperature[:, None]))
+    # From the largest one on, or two roundings of a large quotient would differ by more than log-probs are.
+    centred = logits - jnp.max(logits, axis=-1, keepdims=True)
+    logprobs = jax.nn.log_softmax(centred / jnp.where(_greedy(row), 1, row.temperature[:, None]))
     kept = jax.vmap(_cut)(logprobs, row.top_k, row.top_p, row.min_p) if cut else logprobs
     return logits, logprobs, kept
 
 
 def _greedy(row: Row):
-    return (row.temperature == 0)[:, None]
+    return (row.temperature < MIN_TEMPERATURE)[:, None]
 
 
 def _biased(logits, ids, bias):

@@ -13,10 +13,12 @@ import dataclasses
 import functools
 import pathlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from aiohttp import web
 
+from glm5_jax.checkpoint import models
 from glm5_jax.core.schema import checked
 from glm5_jax.core.server import (
     ApiError,
@@ -32,13 +34,14 @@ from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import FINISH, Engine
 from glm5_jax.inference.gauges import Gauges
 from glm5_jax.inference.protocol import Asked, Defaults, Reader
-from glm5_jax.inference.request import FAILED, Handle, TooLong
+from glm5_jax.inference.request import FAILED, Handle, Paused, TooLong
 from glm5_jax.inference.runner import WeightsLost
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
+_PARTS_AT_ONCE = 2  # parts of a push in memory, so that one arrives while another is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,10 @@ class Server(HttpServer):
     """Serves one engine, whose only owner it is from then on.
 
     load(path) gives the weights of a folder, for `/update_weights`, or says in a ValueError why it does not; without
-    it there are none, and none can be pushed.
+    it there are none, and none can be pushed. clock: by which a push that sends nothing ends.
+
+    Attributes:
+      worker: owner of the engine, for callers in this process (`rl.reshard.Reshard`).
     """
 
     open_to_all = ("/", "/health")
@@ -85,17 +91,21 @@ class Server(HttpServer):
         tokenizer: Tokenizer,
         config: ServerConfig = ServerConfig(),
         load: Callable[[str], dict] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         super().__init__(config)
         self._tokenizer, self._load = tokenizer, load
-        self._worker = Worker(engine)
-        self._weights = Receiver(engine, self._worker.call, config.push_seconds)
+        self.worker = Worker(engine)
+        self._weights = Receiver(engine, self.worker.call, config.push_seconds, clock)
+        self._receiving = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._reader = Reader(
             tokenizer,
             model=config.model,
             variant=config.variant,
             deadline=config.deadline,
             defaults=config.defaults,
+            max_length=engine.max_length,
+            max_requests=config.max_requests,
         )
         self._gauges = Gauges(engine)
         self._instance = secrets.token_hex(8)
@@ -127,6 +137,10 @@ class Server(HttpServer):
         }
         return {"POST": post, "GET": get}
 
+    @property
+    def failed(self) -> bool:
+        return self.worker.failure is not None
+
     def refusal(self, error: Exception) -> ApiError | None:
         if isinstance(error, WorkerStopped):
             return ApiError("the engine has ended", 503, "unavailable")
@@ -134,12 +148,17 @@ class Server(HttpServer):
             return ApiError(str(error), 503, "weights_lost")
         if isinstance(error, Conflict):
             return ApiError(str(error), 409, "conflict")
+        if isinstance(error, Paused):
+            return ApiError(str(error), param="policy")
         return super().refusal(error)
 
     async def opened(self, app) -> AsyncIterator[None]:
-        self._worker.start()
+        loop = asyncio.get_running_loop()
+        # An engine that has failed serves nobody: the process ends, so that who started it starts it again.
+        self.worker.on_failure = lambda: loop.call_soon_threadsafe(self.stop)
+        self.worker.start()
         yield
-        await asyncio.get_running_loop().run_in_executor(None, self._worker.stop)
+        await loop.run_in_executor(None, self.worker.stop)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, self._reader.chat, replies.Chats)
@@ -158,33 +177,34 @@ class Server(HttpServer):
         """Reads a body, submits what it asks for and answers in a form of replies.py, whole or in pieces."""
         if self._draining:
             raise ApiError("the server is ending; ask another", 503, "unavailable")
-        loop, body = asyncio.get_running_loop(), await request.read()
+        loop, body = asyncio.get_running_loop(), await self.received(request)
         # A long prompt takes long to encode: not while others wait for their tokens.
         asked = await loop.run_in_executor(None, self._read, read, body)
-        count, most = len(asked.requests), self.config.max_requests
-        if self._active + count > most:
+        count = len(asked.requests)
+        if self._active + count > self.config.max_requests:
             raise ApiError(
-                f"{count} replies are asked for and {self._active} under way, {most} at most; ask again later",
+                f"{count} replies are asked for and {self._active} under way, {self.config.max_requests} at most; ask "
+                "again later",
                 429,
                 "overloaded",
             )
         self._active += count
-        waiting = _Waiting(loop, asked, self._gauges)
+        waiting = Waiting(loop, asked, self._gauges)
         try:
-            await asyncio.wrap_future(self._worker.call(waiting.submit))
-            origin = replies.Origin(self.config.model, self._worker.engine.version)
+            await asyncio.wrap_future(self.worker.call(waiting.submit))
+            origin = replies.Origin(self.config.model, self.worker.engine.version)
             answer = form(asked, waiting.handles, origin, self._tokenizer)
             if asked.stream:
                 return await self._stream(request, answer, waiting)
             async for _ in waiting.news():
                 pass
-            _check_failed(waiting.handles)
+            self._check_failed(waiting.handles)
             return as_json(answer.whole())
         finally:
             self._active -= count
             waiting.leave()
 
-    async def _stream(self, request: web.Request, answer, waiting: "_Waiting"):
+    async def _stream(self, request: web.Request, answer, waiting: "Waiting"):
         """Server-sent events: an object each, then [DONE]."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
@@ -199,7 +219,7 @@ class Server(HttpServer):
             for index in indices:
                 await send(answer.piece(index))
         try:
-            _check_failed(waiting.handles)
+            self._check_failed(waiting.handles)
             await send(answer.last())
         except ApiError as error:
             await send([error.body])
@@ -208,36 +228,54 @@ class Server(HttpServer):
         return response
 
     def _read(self, read, body: bytes) -> Asked:
-        engine = self._worker.engine
-        asked = read(read_json(body), engine.version)
-        for own in asked.requests:
-            try:
-                engine.check(own)
-            except TooLong as error:
-                raise ApiError(str(error), code="context_length_exceeded") from None
-            except ValueError as error:
-                raise ApiError(str(error)) from None
+        engine = self.worker.engine
+        asked = read(read_json(body, self._reader.limits), engine.version)
+        try:
+            # The choices of a prompt differ in their seeds alone.
+            for request in asked.requests[:: asked.num_choices]:
+                engine.check(request)
+        except TooLong as error:
+            raise ApiError(str(error), code="context_length_exceeded") from None
+        except ValueError as error:
+            raise ApiError(str(error)) from None
         return asked
 
+    def _check_failed(self, handles) -> None:
+        if not any(handle.finish_reason == FAILED for handle in handles):
+            return
+        if self.worker.engine.is_drained:
+            raise ApiError("the engine has failed", 503, "unavailable")
+        raise ApiError("the request has failed; the server's log says why", 500, "internal")
+
     async def _pause(self, request: web.Request) -> web.Response:
-        await asyncio.wrap_future(self._worker.call(lambda engine: engine.pause()))
+        await asyncio.wrap_future(self.worker.call(lambda engine: engine.pause()))
         return as_json({"paused": True})
 
     async def _resume(self, request: web.Request) -> web.Response:
-        await asyncio.wrap_future(self._worker.call(lambda engine: engine.resume()))
+        await asyncio.wrap_future(self.worker.call(lambda engine: engine.resume()))
         return as_json({"paused": False})
 
     async def _update(self, request: web.Request) -> web.Response:
         """New weights from a folder that this machine sees."""
         said = await self._told(request, protocol.UPDATE)
+        path = said["path"]
         with _refusing("path"):
-            answer = await self._weights.open(
-                said["path"],
-                said["version"],
-                said.get("policy", FINISH),
-                load=self._load,
-                rewind=said.get("rewind", False),
-            )
+            try:
+                answer = await self._weights.open(
+                    path,
+                    said["version"],
+                    said.get("policy", FINISH),
+                    load=self._load,
+                    rewind=said.get("rewind", False),
+                )
+            except (ValueError, OSError) as error:
+                if isinstance(error, Conflict | Paused) or models.is_checkpoint(path):
+                    raise
+                # One answer for all other paths, or it would say which of them there are.
+                raise ValueError(
+                    f"{path[:200]} is no checkpoint that this server can read; give a run's workdir, one of its "
+                    "checkpoints/STEP, or an HF folder"
+                ) from None
         return as_json({"success": True, **answer})
 
     async def _held_weights(self, request: web.Request) -> web.Response:
@@ -258,13 +296,15 @@ class Server(HttpServer):
 
     async def _take_part(self, request: web.Request) -> web.Response:
         """A part of a push: `?push=NAME`, and safetensors."""
-        data, most = bytearray(), self.config.max_part
-        async for chunk in request.content.iter_any():
-            data += chunk
-            if len(data) > most:
-                raise ApiError(f"the part is longer than {most} bytes", 413, "too_large")
-        with _refusing("part"):
-            complete = await self._weights.take(request.query.get("push", ""), bytes(data))
+        push = request.query.get("push", "")
+        self._weights.check(push)
+        if coding := request.headers.get("Content-Encoding"):
+            # A small one could become any size.
+            raise ApiError(f"the part has Content-Encoding {coding[:50]}; send it as it is", 415)
+        async with self._receiving:
+            data = await self.received(request, self.config.max_part)
+            with _refusing("part"):
+                complete = await self._weights.take(push, data)
         return as_json({"complete": complete})
 
     async def _commit_push(self, request: web.Request) -> web.Response:
@@ -282,9 +322,9 @@ class Server(HttpServer):
     async def _told(self, request: web.Request, schema: Mapping) -> dict:
         if self._load is None:
             raise ApiError("this server takes no weights", 404, "not_found")
-        if self._worker.failure is not None:
+        if self.failed:
             raise WorkerStopped("the engine has ended")
-        return checked(read_json(await request.read()), schema)
+        return await self.read_body(request, lambda body: checked(body, schema))
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
@@ -303,18 +343,18 @@ class Server(HttpServer):
             "object": "model",
             "created": 0,
             "owned_by": "glm5_jax",
-            "max_model_len": self._worker.engine.max_length,
+            "max_model_len": self.worker.engine.max_length,
         }
 
     async def _health(self, request: web.Request) -> web.Response:
-        state = "failed" if self._worker.failure else "draining" if self._draining else "ok"
+        state = "failed" if self.failed else "draining" if self._draining else "ok"
         return as_json({"status": state}, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._gauges.text(), headers={"Content-Type": self._gauges.kind})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        engine = self._worker.engine
+        engine = self.worker.engine
         return as_json(
             {
                 "model": self.config.model,
@@ -331,7 +371,7 @@ class Server(HttpServer):
         )
 
     async def _model_info(self, request: web.Request) -> web.Response:
-        engine = self._worker.engine
+        engine = self.worker.engine
         return as_json(
             {
                 "model_path": self.config.model,
@@ -342,7 +382,7 @@ class Server(HttpServer):
         )
 
 
-class _Waiting:
+class Waiting:
     """What one body asked for, between the engine's thread, which writes, and its handler, which waits."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, asked: Asked, gauges: Gauges):
@@ -398,12 +438,7 @@ def _refusing(param: str) -> Iterator[None]:
     """What weights are not is the fault of who sent them; param: of which part of the request."""
     try:
         yield
-    except Conflict:
+    except (Conflict, Paused):
         raise
     except (ValueError, OSError) as error:
         raise ApiError(str(error), param=param) from None
-
-
-def _check_failed(handles) -> None:
-    if any(handle.finish_reason == FAILED for handle in handles):
-        raise ApiError("the engine has failed", 503, "unavailable")

@@ -22,6 +22,8 @@ class Stops:
         self._ids = {*sampling.stop_ids, *(() if sampling.ignore_eos else ends)}
         self._left, self._texts = most, sampling.stop
         self._detokenizer = Detokenizer(tokenizer, errors="replace") if sampling.stop else None
+        # The token after which texts count, until it has come; the blanks behind it are no content yet.
+        self._stop_after, self._skips_blanks = sampling.stop_after, sampling.stop_after is not None
         self._said = ""
 
     def feed(self, token: int) -> tuple[str, int | str | None] | None:
@@ -36,7 +38,11 @@ class Stops:
         """The stop text that is whole with a token, of several the first."""
         if self._detokenizer is None:
             return None
+        if self._stop_after is not None:
+            self._stop_after = None if token == self._stop_after else self._stop_after
+            return None
         before = max(0, len(self._said) - max(map(len, self._texts)) + 1)
-        self._said += self._detokenizer.feed([token])
+        text = self._detokenizer.feed([token])
+        self._said += text if self._said or not self._skips_blanks else text.lstrip()
         found = [(at, text) for text in self._texts if (at := self._said.find(text, before)) >= 0]
         return min(found)[1] if found else None

@@ -13,6 +13,7 @@ engine that was started anew, needs nobody else to go on.
 import asyncio
 import concurrent.futures
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -58,10 +59,16 @@ def admit(
 class Receiver:
     """Gives an engine new weights. All its methods are of one event loop."""
 
-    def __init__(self, engine: Engine, call: Call, seconds: float = 120.0):
+    def __init__(
+        self,
+        engine: Engine,
+        call: Call,
+        seconds: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         """call: runs a function of the engine in its thread (`Worker.call`). seconds: a push that sends nothing for
-        so long is over."""
-        self._engine, self._call, self._seconds = engine, call, seconds
+        so long, by the clock, is over."""
+        self._engine, self._call, self._seconds, self._time = engine, call, seconds, clock
         self._cfg, mesh = engine.cfg, engine.computation.mesh
         self._shardings = None if mesh is None else glm5.param_shardings(self._cfg, mesh)
         self._push: _Push | None = None
@@ -105,6 +112,10 @@ class Receiver:
         kept = held.tensors if base is not None else None
         self._push = _Push(name, manifest, kept, held.manifest, keep)
         self._push.heard = self._time()
+
+    def check(self, name: str) -> None:
+        """Raises Conflict unless parts of this push are expected, before one is received."""
+        self._named(name)
 
     async def take(self, name: str, data: bytes) -> int:
         """A part; how many tensors are complete. ValueError if it is none of this push."""
@@ -212,9 +223,6 @@ class Receiver:
         if self._loading is not None or self._current() is not None:
             version = f"version {self._push.manifest.version}" if self._push else "a folder"
             raise Conflict(f"{version} is being taken; push again once that is over")
-
-    def _time(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def _apart(self, function, *arguments):
         """function(*arguments) in another thread, as what reads or hashes weights takes long."""

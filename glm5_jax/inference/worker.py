@@ -10,6 +10,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import WeightsLost
 
 _PAUSED_SECONDS = 0.05
+_log = logging.getLogger(__name__)
 
 
 class WorkerStopped(Exception):
@@ -22,11 +23,13 @@ class Worker:
     Attributes:
       engine: its counts may be read from any thread; all else goes through `call`.
       failure: the error that ended it, or None.
+      on_failure: called in the engine's thread once `failure` is set; None: nothing is called.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] | None = None
         self._calls: collections.deque = collections.deque()
         self._awake = threading.Condition()
         self._stopped = False
@@ -54,30 +57,37 @@ class Worker:
         return future
 
     def _run(self) -> None:
-        busy = False
         try:
-            while True:
-                with self._awake:
-                    while not (busy or self._calls or self._stopped):
-                        self._awake.wait()
-                    if self.engine.paused and not self._calls:
-                        # What is cancelled or late ends even so.
-                        self._awake.wait(_PAUSED_SECONDS)
-                    if self._stopped:
-                        return
-                    calls, self._calls = self._calls, collections.deque()
-                for function, future in calls:
-                    _answer(function, future, self.engine)
-                busy = self.engine.step()
+            self._step_until_stopped()
         except Exception as error:
             self.failure = error
-            logging.getLogger(__name__).exception("the engine has failed")
+            _log.exception("the engine has failed")
             self.engine.fail()
         finally:
             with self._awake:
-                self._stopped, calls = True, self._calls
-            for _, future in calls:
-                future.set_exception(WorkerStopped("the engine has ended"))
+                self._stopped = True
+            for _, future in self._calls:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(WorkerStopped("the engine has ended"))
+            if self.failure is not None and self.on_failure is not None:
+                self.on_failure()
+
+    def _step_until_stopped(self) -> None:
+        busy = False
+        while True:
+            with self._awake:
+                while not (busy or self._calls or self._stopped):
+                    self._awake.wait()
+                if self.engine.paused and not self._calls:
+                    # What is cancelled or late ends even so.
+                    self._awake.wait(_PAUSED_SECONDS)
+                if self._stopped:
+                    return
+                count = len(self._calls)
+            # One by one: if one of them ends the engine, the others are still there to be answered.
+            for _ in range(count):
+                _answer(*self._calls.popleft(), self.engine)
+            busy = self.engine.step()
 
 
 def _answer(function, future: concurrent.futures.Future, engine: Engine) -> None:

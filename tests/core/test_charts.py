@@ -70,8 +70,9 @@ def test_labels_at_the_end_do_not_overlap(line):
     assert np.diff(sorted(places)).min() > 8
 
 
-def test_a_line_without_points_leaves_the_colours_of_the_others():
+def test_draws_band_around_its_line_and_leaves_colours_of_others_to_line_without_points():
     lines = [("none", [], []), ("b", [0, 1], [3.0, 2.0]), ("c", [0, 1], [1.0, 2.0])]
+    assert "fill-opacity: 0.18" not in charts.line_chart(lines)
     svg = charts.line_chart(lines, bands=(([], []), ([2.0, 1.0], [4.0, 3.0])))
     assert ">none</text>" not in svg
     assert re.search(r"fill: var\(--series-2\)[^>]*>b</text>", svg)
@@ -88,24 +89,12 @@ def test_a_heat_map_has_a_row_per_layer():
     charts.heat_map(np.ones((1, 1)), [5], rows=["a"], low=0, high=1)  # a single column
 
 
-@pytest.mark.parametrize(
-    "value,text",
-    [(12000, "12K"), (2.5e6, "2.5M"), (0.00025, "2.5e-4"), (0, "0"), (-1.5, "-1.5"), (200, "200")],
-)
-def test_numbers_are_short(value, text):
-    assert charts._short(value) == text
+def test_shortens_numbers():
+    values = {12000: "12K", 2.5e6: "2.5M", 0.00025: "2.5e-4", 0: "0", -1.5: "-1.5", 200: "200"}
+    assert {value: charts.short_number(value) for value in values} == values
 
 
-def test_a_running_mean_is_centred_and_keeps_the_ends():
+def test_centres_running_mean_and_keeps_its_ends():
     y = np.arange(10.0)
-    np.testing.assert_allclose(charts._running_mean(y, 2), y)
-    np.testing.assert_allclose(charts._running_mean(np.array([0.0, 3.0, 0.0]), 5), [0, 1, 0])
-
-
-def test_a_band_is_drawn_around_its_line_and_in_its_colour():
-    lines = [("a", [0, 1, 2], [1.0, 2.0, 3.0]), ("b", [0, 1, 2], [3.0, 2.0, 1.0])]
-    plain = charts.line_chart(lines)
-    banded = charts.line_chart(lines, bands=(([0.5, 1.5, 2.5], [1.5, 2.5, 3.5]),))
-    fills = re.findall(r"fill: var\(--series-(\d)\)[^\"]*fill-opacity: 0.18", banded)
-    assert fills == ["1"]
-    assert "fill-opacity: 0.18" not in plain
+    np.testing.assert_allclose(charts.running_mean(y, 2), y)
+    np.testing.assert_allclose(charts.running_mean(np.array([0.0, 3.0, 0.0]), 5), [0, 1, 0])

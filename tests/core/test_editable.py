@@ -191,3 +191,21 @@ def test_flags_make_one_config_of_another():
     assert freeze(twin) == wanted
     with pytest.raises(ValueError, match="part is of str, no flag makes it of Part"):
         flags_between(Config(), dataclasses.replace(wanted, part="x"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listening:
+    port: int = 1
+    key: str | None = dataclasses.field(default=None, metadata={"flag": False})
+
+
+def test_gives_no_flag_to_secrets():
+    """They keep their value, and no other program can be started with it by flags."""
+    twin = editable(_Listening(key="secret"))
+    twin.port = 2
+    assert freeze(twin) == _Listening(2, "secret")
+    with pytest.raises(ValueError, match="no field 'key'"):
+        check_path(twin, "key")
+    assert flags_between(_Listening(), _Listening(2)) == [("port", "2")]
+    with pytest.raises(ValueError, match="key has no flag"):
+        flags_between(_Listening(), _Listening(key="secret"))

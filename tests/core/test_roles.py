@@ -20,6 +20,7 @@ from tests.core.test_process import ROOT, ends, is_running
 SMALL = str(pathlib.Path(__file__).parent / "small_role.py")
 SECONDS = 60.0  # for what takes one; a machine under load may take long to start Python
 SOON = Restarts(delay=0.05, longest_delay=0.05)
+NEVER = Restarts(limit=0)
 
 
 def small(name: str, *words: str, **more) -> Role:
@@ -88,19 +89,19 @@ def test_a_role_starts_when_those_it_needs_are_healthy_and_is_told_their_address
 
 
 def test_what_is_not_ready_in_time_ends_the_run_with_the_end_of_its_log(tmp_path):
-    own = small(
-        "a", "late=1000", "say=the last words", start_seconds=2.0, restarts=Restarts(limit=0)
-    )
+    words = ["sh", "-c", "echo the last words; exec sleep 600", "{ready}"]
+    own = Role("a", words, start_seconds=0.5, restarts=NEVER)
     with pytest.raises(RoleError) as failed:
         roles(tmp_path, own).start()
     log = tmp_path / "a-0.log"
-    assert str(failed.value) == f"a-0 was not ready within 2 s; {log} ends:\nthe last words"
+    assert str(failed.value) == f"a-0 was not ready within 0.5 s; {log} ends:\nthe last words"
     assert told(tmp_path) == ["a started", "a died", "a failed"]
     assert ends(read_events(tmp_path)[0].pid)
 
 
-def test_a_role_that_is_killed_comes_back_at_the_same_address(tmp_path):
-    with roles(tmp_path, small("a", "say=a life")) as running:
+def test_restarts_killed_role_at_same_address_and_reports_each_event(tmp_path):
+    seen = []
+    with roles(tmp_path, small("a", "say=a life"), tell=seen.append) as running:
         url, pid = running.url("a"), running.pids("a")[0]
         began = time.monotonic()
         os.kill(pid, signal.SIGKILL)
@@ -108,21 +109,27 @@ def test_a_role_that_is_killed_comes_back_at_the_same_address(tmp_path):
         assert time.monotonic() - began < 30
         assert running.url("a") == url and asked(url)["pid"] == back == running.pids("a")[0]
         running.check()
-    assert told(tmp_path) == [
-        f"a {w}" for w in ("started", "ready", "died", "started", "ready", "stopped")
+    assert (tmp_path / "a-0.log").read_text() == "a life\na life\n", "the first log is kept"
+    assert seen == read_events(tmp_path)
+    assert [(e.role, e.what, e.life) for e in seen] == [
+        *(("a", "started", 1), ("a", "ready", 1), ("a", "died", 1)),
+        *(("a", "started", 2), ("a", "ready", 2), ("a", "stopped", 2)),
     ]
-    assert (tmp_path / "a-0.log").read_text() == "a life\na life\n", (
-        "what the first one said is kept"
-    )
+    times = [e.time for e in seen]
+    assert sorted(times) == times and abs(time.time() - times[0]) < 600
+    assert seen[0].pid == seen[2].pid == pid != seen[3].pid == back
+    assert [e.detail for e in seen[1:3]] == [seen[4].detail, "was killed by SIGKILL"]
 
 
 def test_a_role_that_dies_too_often_ends_the_run(tmp_path):
-    with roles(
-        tmp_path, small("a", "say=so be it", restarts=dataclasses.replace(SOON, limit=2))
-    ) as running:
+    limited = dataclasses.replace(SOON, limit=2)
+    own = shell("a", "echo so be it; exec sleep 600", restarts=limited)
+    with roles(tmp_path, own) as running:
         pid = None
-        for _ in range(3):
+        log = tmp_path / "a-0.log"
+        for count in range(1, 4):
             pid = restarted(running, "a", pid)
+            until(lambda n=count: log.read_text().count("so be it\n") == n, "it has written")
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RoleError) as failed:
             running.wait(SECONDS)
@@ -136,6 +143,7 @@ def test_a_role_that_dies_too_often_ends_the_run(tmp_path):
     assert told(tmp_path)[-2:] == ["a died", "a failed"]
 
 
+@pytest.mark.slow
 def test_deaths_outside_the_window_are_forgotten_and_delays_grow_within_it(tmp_path):
     script = "echo x >>lives; test $(wc -l <lives) -lt 5 && kill -9 $$; exit 0"
     spaced = Restarts(limit=1, window=0.2, delay=0.4, longest_delay=0.4)
@@ -151,17 +159,17 @@ def test_deaths_outside_the_window_are_forgotten_and_delays_grow_within_it(tmp_p
     assert [pause >= least for pause, least in zip(pauses, (0.1, 0.2, 0.3, 0.3))] == [True] * 4
 
 
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("echo it is wrong; exit 3", "ended with code 3"),
-        ("echo it is wrong", "ended with code 0"),
-    ],
-)
-def test_what_ends_before_it_was_ever_ready_is_not_tried_again(tmp_path, script, why):
-    with pytest.raises(RoleError, match=f"a-0 {why}; .*a-0.log ends:\nit is wrong"):
-        roles(tmp_path, broken("a", script)).start()
-    assert told(tmp_path) == ["a started", "a died", "a failed"]
+def test_tries_nothing_again_that_ends_before_it_was_ever_ready(tmp_path):
+    cases = {
+        "echo it is wrong; exit 3": "a-0 ended with code 3; .*a-0.log ends:\nit is wrong",
+        "echo it is wrong": "a-0 ended with code 0; .*a-0.log ends:\nit is wrong",
+        "exit 7": "a-0.log is empty",
+        f"exit {AGAIN}": f"a-0 ended with code {AGAIN}",  # a role that serves may not ask for it
+    }
+    for i, (script, message) in enumerate(cases.items()):
+        with pytest.raises(RoleError, match=message):
+            roles(tmp_path / str(i), broken("a", script)).start()
+        assert told(tmp_path / str(i)) == ["a started", "a died", "a failed"], script
 
 
 def test_a_command_that_is_not_there_is_told(tmp_path):
@@ -169,11 +177,6 @@ def test_a_command_that_is_not_there_is_told(tmp_path):
         RoleError, match="code 127; .*\nno-such-program cannot be started: No such file"
     ):
         roles(tmp_path, Role("a", ["no-such-program"], settle_seconds=600.0)).start()
-
-
-def test_an_empty_log_is_said_to_be_empty(tmp_path):
-    with pytest.raises(RoleError, match="a-0.log is empty"):
-        roles(tmp_path, broken("a", "exit 7")).start()
 
 
 def test_the_others_are_stopped_when_one_cannot_start(tmp_path):
@@ -210,29 +213,32 @@ def test_a_main_role_that_is_killed_goes_on_but_a_mistake_is_not_repeated(tmp_pa
         assert [e for e in told(folder) if "started" in e] == ["train started"] * 2
 
 
-def test_a_main_role_that_saved_when_it_was_told_to_stop_starts_again_however_often(tmp_path):
-    """As processes of one program do that others have sent a signal: neither a death nor the end of the run."""
-    life = "echo x >>lives; sleep 0.1; test $(wc -l <lives) -lt 8 || exit 0"
-    script = f"cd {tmp_path}; case {{distributed}} in *,1) sleep 0.2; exit {AGAIN};; esac; {life}; exit {AGAIN}"
-    alone = shell(
-        "alone", f"cd {tmp_path}; {life}; exit {AGAIN}", main=True, restarts=Restarts(limit=0)
-    )
-    with roles(tmp_path / "one", alone) as running:
+LIFE = "cd {folder}; echo x >>lives; sleep 0.1; test $(wc -l <lives) -lt {lives} || exit 0"
+
+
+def test_restarts_main_role_that_saved_when_told_to_stop_however_often(tmp_path):
+    """It ends with a code of its own, which is neither a death nor the end of the run."""
+    script = LIFE.format(folder=tmp_path, lives=4)
+    with roles(
+        tmp_path / "run", shell("train", f"{script}; exit {AGAIN}", main=True, restarts=NEVER)
+    ) as running:
         assert running.wait(SECONDS)
-    assert told(tmp_path / "one").count("alone interrupted") == 7
-    assert told(tmp_path / "one")[-1] == "alone finished"
-    assert not [e for e in told(tmp_path / "one") if "died" in e]
-    both = shell("both", script, hosts=2, main=True, restarts=Restarts(limit=0))
-    with roles(tmp_path / "two", both) as running:
-        until(lambda: told(tmp_path / "two").count("both started") > 2, "both start again")
+    events = told(tmp_path / "run")
+    assert events.count("train interrupted") == 3 and events[-1] == "train finished"
+    assert not [e for e in events if "died" in e]
+
+
+@pytest.mark.slow
+def test_restarts_processes_of_one_program_that_saved_together(tmp_path):
+    script = f"case {{distributed}} in *,1) sleep 0.2; exit {AGAIN};; esac; "
+    script += f"{LIFE.format(folder=tmp_path, lives=8)}; exit {AGAIN}"
+    both = shell("both", script, hosts=2, main=True, restarts=NEVER)
+    with roles(tmp_path / "run", both) as running:
+        until(lambda: told(tmp_path / "run").count("both started") > 2, "both start again")
         running.check()
 
 
-def test_what_serves_may_not_ask_for_another_start(tmp_path):
-    with pytest.raises(RoleError, match=f"a-0 ended with code {AGAIN}"):
-        roles(tmp_path, broken("a", f"exit {AGAIN}")).start()
-
-
+@pytest.mark.slow
 def test_a_role_that_hangs_is_killed_and_started_again(tmp_path):
     health = Health(interval=0.05, timeout=0.2, silence=1.0)
     with roles(tmp_path, small("a", health=health)) as running:
@@ -243,6 +249,7 @@ def test_a_role_that_hangs_is_killed_and_started_again(tmp_path):
     assert "has not answered for 1 s" in [e.detail for e in read_events(tmp_path)]
 
 
+@pytest.mark.slow
 def test_a_role_that_is_unwell_for_a_while_stays(tmp_path):
     sick = tmp_path / "sick"
     health = Health(interval=0.05, timeout=5.0, silence=600.0)
@@ -277,7 +284,7 @@ def test_processes_of_one_program_live_and_die_together(tmp_path):
 
 def test_who_was_told_an_address_that_changed_is_started_again_with_the_new_one(tmp_path):
     mover = Role("a", ["{python}", SMALL, "{host}", "0", "{ready}"], restarts=SOON)
-    with roles(tmp_path, mover, small("b", "{a.url}", restarts=Restarts(limit=0))) as running:
+    with roles(tmp_path, mover, small("b", "{a.url}", restarts=NEVER)) as running:
         url, pid = running.url("a"), running.pids("a")[0]
         os.kill(pid, signal.SIGKILL)
         until(lambda: running.url("a") != url, "a is elsewhere")
@@ -332,6 +339,7 @@ def test_stopping_kills_what_a_role_started_and_what_does_not_listen(tmp_path):
     assert ends(child) and ends(b)
 
 
+@pytest.mark.slow
 def test_what_a_role_started_dies_with_it(tmp_path):
     pids = tmp_path / "pids"
     with roles(tmp_path, small("a", f"child={pids}")) as running:
@@ -350,6 +358,7 @@ with roles(sys.argv[1], small("a", f"child={sys.argv[1]}/pids"), small("b", "{a.
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
@@ -358,24 +367,6 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
         assert len(pids) == 3 and all(map(is_running, pids))
         parent.kill()
     assert all(map(ends, pids))
-
-
-def test_events_are_told_as_they_are_written(tmp_path):
-    seen = []
-    with roles(tmp_path, small("a"), tell=seen.append) as running:
-        os.kill(running.pids("a")[0], signal.SIGKILL)
-        until(lambda: len(seen) == 5, "it is back")
-    assert seen == read_events(tmp_path)
-    assert [(e.what, e.life) for e in seen] == [
-        *(("started", 1), ("ready", 1), ("died", 1)),
-        *(("started", 2), ("ready", 2), ("stopped", 2)),
-    ]
-    assert (
-        sorted(e.time for e in seen) == [e.time for e in seen]
-        and abs(time.time() - seen[0].time) < 600
-    )
-    assert seen[0].pid == seen[2].pid != seen[3].pid
-    assert [e.detail for e in seen[1:3]] == [seen[4].detail, "was killed by SIGKILL"]
 
 
 def test_a_port_that_is_asked_for_is_kept_to(tmp_path):

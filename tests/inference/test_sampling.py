@@ -127,27 +127,17 @@ def test_only_rules_that_cut_need_a_sort():
     assert cuts([Sampling(), Sampling(top_p=0.9)]) and cuts([Sampling(min_p=0.1)])
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_p", 1.1),
-        ("top_p", 0),
-        ("top_k", -1),
-        ("min_p", 2),
-        ("seed", -1),
-        ("top_logprobs", 21),
-    ],
-)
-def test_values_out_of_range_are_named(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        Sampling(**{field: value})
-
-
-def test_empty_stops_and_too_many_biases_are_named():
+def test_names_values_out_of_range():
+    values = {
+        "max_tokens": [0],
+        "temperature": [-0.1, float("nan"), float("inf")],
+        "top_p": [1.1, 0],
+    }
+    values |= {"top_k": [-1], "min_p": [2], "seed": [-1], "top_logprobs": [21]}
+    for field, wrong in values.items():
+        for value in wrong:
+            with pytest.raises(ValueError, match=f"{field} is {value}"):
+                Sampling(**{field: value})
     with pytest.raises(ValueError, match="must not be empty"):
         Sampling(stop=("a", ""))
     with pytest.raises(ValueError, match="logit_bias has 2 tokens, room is 1"):

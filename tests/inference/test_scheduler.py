@@ -202,28 +202,19 @@ def test_chunks_of_one_prompt_lie_between_decodes_of_others():
     assert steps[0] == (0, [3, 5]) and all(step == (1, [8]) for step in steps[1:9])
 
 
-def test_a_sequence_that_fits_into_no_cache_is_refused():
+def test_refuses_limits_and_sequences_that_cannot_be():
     scheduler = Scheduler(3, SIZE, LIMITS["plain"])
     scheduler.check(12)
     with pytest.raises(ValueError, match="13 tokens, those to come included, exceed the 12"):
         scheduler.check(13)
-
-
-@pytest.mark.parametrize(
-    "bad, words",
-    [
-        (dict(max_batch=0), "max_batch is 0"),
-        (dict(chunk=-1), "chunk is -1"),
-        (dict(step_tokens=0), "step_tokens is 0"),
-        (dict(num_draft=-1), "num_draft is -1"),
-        (dict(num_draft=2, aligned=True), "use num_draft=0 with batch_invariant"),
-    ],
-)
-def test_limits_refuse(bad, words):
-    with pytest.raises(ValueError, match=words):
-        Limits(**bad)
-
-
-def test_chunks_of_whole_pages_alone_are_aligned():
+    for words, options in {
+        "max_batch is 0": dict(max_batch=0),
+        "chunk is -1": dict(chunk=-1),
+        "step_tokens is 0": dict(step_tokens=0),
+        "num_draft is -1": dict(num_draft=-1),
+        "use num_draft=0 with batch_invariant": dict(num_draft=2, aligned=True),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            Limits(**options)
     with pytest.raises(ValueError, match="chunk 6 is no multiple of page_size 4"):
         Scheduler(8, SIZE, Limits(chunk=6, aligned=True))

@@ -48,6 +48,7 @@ def closest_choice(ids):
     return min(gap for gap in gaps if gap > 0)
 
 
+@pytest.mark.slow
 def test_more_tokens_bring_closer_choices():
     ids = prompts(1)[0]
     gaps = [closest_choice(ids[:count]) for count in (4, 12, len(ids))]
@@ -82,6 +83,6 @@ def test_fifty_random_schedules_of_a_kind(kind):
             choice = closest_choice(ids)
             print(f"{kind}/{seed}: {off:.1e} off; token gap {token:.1e}, choice gap {choice:.1e}")
             assert min(token, choice) < CLOSE
-        assert made.num_free_pages == len(made._schedulers[0].pool) - made.num_cached_pages
+        assert made.num_free_pages == made.description["num_pages"] - made.num_cached_pages
     print(f"{replies} replies, {apart} apart; log-probs of the others within {largest:.1e}")
     assert apart < replies / 100

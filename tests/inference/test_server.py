@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import functools
 import http.client
 import json
 import os
@@ -21,7 +20,7 @@ from glm5_jax.inference.gauges import Gauges
 from glm5_jax.inference.protocol import Asked
 from glm5_jax.inference.request import Handle, Request, Token
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.server import _Waiting
+from glm5_jax.inference.server import Waiting
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
@@ -65,21 +64,22 @@ def greedy(messages, most, **options):
     """What the engine gives for a chat, taken apart."""
     ids = render_chat(messages, TOKENIZER, **options).ids
     sampling = Sampling(max_tokens=most, temperature=0)
-    got = alone(ids, sampling, page_size=16, num_pages=None, chunk=64)
+    got = alone(ids, sampling, page_size=16, num_pages=None)
     thinking = options.get("enable_thinking", True)
     return got, parse_reply(got.ids, tokenizer=TOKENIZER, thinking=thinking)
 
 
-def test_a_chat_is_the_engine_s_reply(client):
+@pytest.mark.parametrize("num_top", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_chat_is_the_engine_s_reply(client, num_top):
     want, reply = greedy(HI, 12)
-    got = client.chat.completions.create(
-        model="tiny", messages=HI, max_tokens=12, temperature=0, logprobs=True, top_logprobs=1
-    )
+    options = dict(max_tokens=12, temperature=0, logprobs=True, top_logprobs=num_top)
+    got = client.chat.completions.create(model="tiny", messages=HI, **options)
     [choice] = got.choices
     assert choice.message.reasoning_content == reply.reasoning_content
     assert choice.message.content == reply.content and choice.finish_reason == "length"
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(want.logprobs)
-    assert all(one.top_logprobs[0].logprob == one.logprob for one in choice.logprobs.content)
+    for one in choice.logprobs.content:
+        assert [top.logprob for top in one.top_logprobs] == [one.logprob] * num_top
     usage = got.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (
         len(render_chat(HI, TOKENIZER).ids),
@@ -124,17 +124,18 @@ def test_a_stream_is_the_whole_reply(client):
 
 def test_the_client_s_stream_helper_and_several_choices(client):
     end = str(TOKENIZER.special_ids["<|user|>"])
-    with client.chat.completions.stream(model="tiny", messages=HI, logit_bias={end: 100}) as stream:
+    asked = dict(model="tiny", messages=HI, top_p=1)  # by the programs of other tests
+    with client.chat.completions.stream(**asked, logit_bias={end: 100}) as stream:
         final = list(stream) and stream.get_final_completion()
     assert final.choices[0].finish_reason == "stop" and final.choices[0].message.content == ""
-    got = client.chat.completions.create(model="tiny", messages=HI, max_tokens=5, n=3, seed=1)
+    got = client.chat.completions.create(**asked, max_tokens=5, n=3, seed=1)
     texts = [choice.message.reasoning_content for choice in got.choices]
     assert len(set(texts)) > 1 and got.usage.completion_tokens == 15
 
 
 def test_completions_and_generate_continue_text(client, healthy):
     ids = TOKENIZER.encode("To be")
-    want = alone(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None, chunk=64)
+    want = alone(ids, Sampling(max_tokens=6, temperature=0), page_size=16, num_pages=None)
     got = client.completions.create(
         model="tiny", prompt="To be", max_tokens=6, temperature=0, echo=True
     )
@@ -155,15 +156,6 @@ def test_completions_and_generate_continue_text(client, healthy):
     assert "".join(chunk.choices[0].text for chunk in stream) == TOKENIZER.decode(
         want.ids, errors="replace"
     )
-
-
-def test_a_conversation_finds_its_beginning_in_the_cache(healthy):
-    prompt = TOKENIZER.encode("All the world's a stage, and all the men and women")
-    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
-    first = post(healthy, "/generate", body)[1]
-    body["input_ids"] = prompt + first["output_ids"] + prompt[:2]
-    second = post(healthy, "/generate", body)[1]
-    assert second["meta_info"]["cached_tokens"] == (len(prompt) + 3) // 16 * 16 > 0
 
 
 def test_what_the_server_says_of_itself(client, healthy):
@@ -192,11 +184,7 @@ def metrics(server):
     "path, body, status, words",
     [
         ("/v1/chat/completions", {"messages": [{"role": "x"}]}, 400, "message 0 has role 'x'"),
-        ("/v1/chat/completions", {"messages": HI, "model": "gpt"}, 404, "'gpt' is not served"),
-        ("/v1/chat/completions", {"messages": HI, "weight_version": 9}, 409, "9 was asked for"),
         ("/v1/chat/completions", {"messages": HI, "max_tokens": 99}, 400, "exceed the 64"),
-        ("/v1/chat/completions", b"{", 400, "no JSON"),
-        ("/v1/completions", {"prompt": [5] * 64}, 400, "64 tokens; with a reply at most 64"),
         ("/v1/completions", {"prompt": [10**9]}, 400, "token id 1000000000"),
         ("/generate", {}, 400, "either text or input_ids"),
         (
@@ -205,8 +193,7 @@ def metrics(server):
             400,
             "group 1 is not there; there are 1,",
         ),
-        ("/update_weights", {"path": "x"}, 400, "version"),
-        ("/update_weights", {"path": "x", "version": 1}, 400, "invalid literal"),
+        ("/update_weights", {"path": "x", "version": 1}, 400, "no checkpoint that this server"),
         ("/v1/chat/completion", {}, 404, "no /v1/chat/completion; there are GET /, /v1/models, "),
         ("/nowhere", {}, 404, "POST /v1/chat/completions, /v1/completions, /generate, /pause"),
         ("/health", {}, 405, "Method Not Allowed"),
@@ -230,7 +217,8 @@ def test_the_client_raises_its_own_errors(client):
         client.chat.completions.create(model="other", messages=HI)
 
 
-def test_two_hundred_requests_at_once(client, healthy):
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_serves_many_requests_at_once(client, healthy, count):
     def one(seed):
         body = {"prompt": f"{seed} of", "max_tokens": 3, "seed": seed, "stream": seed % 2 == 0}
         if seed % 2:
@@ -240,8 +228,8 @@ def test_two_hundred_requests_at_once(client, healthy):
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        texts = list(pool.map(one, range(200)))
-    assert len(texts) == 200 and texts[7] == one(7)
+        texts = list(pool.map(one, range(count)))
+    assert len(texts) == count and texts[7] == one(7)
 
 
 def raw(server, body, path="/v1/completions"):
@@ -260,17 +248,18 @@ def until(true, seconds=20):
         time.sleep(0.02)
 
 
-def test_an_end_is_told_once_whenever_it_is_heard_of():
+def test_reports_the_end_of_each_choice_once():
     """Of three choices one has ended before anything is heard, one after a piece, and one later."""
-    asked = Asked((Request([1]),) * 3)
     token = Token(5, -1.0, 0)
 
+    class Taking:
+        def submit(self, request, listener):
+            return Handle(request, listener)
+
     async def told():
-        waiting = _Waiting(asyncio.get_running_loop(), asked, Gauges(engine()))
-        waiting.handles = [
-            Handle(request, functools.partial(waiting._listen, i))
-            for i, request in enumerate(asked.requests)
-        ]
+        asked = Asked((Request([1]),) * 3)
+        waiting = Waiting(asyncio.get_running_loop(), asked, Gauges(engine()))
+        waiting.submit(Taking())
         first, second, third = waiting.handles
         first.tell([token], "length")
         second.tell([token], None)
@@ -331,7 +320,7 @@ def test_pause_and_new_weights(healthy):
         assert post(healthy, "/resume", {}) == (200, {"paused": False})
         got = waiting.result()[1]
     sampling = Sampling(max_tokens=5, temperature=0)
-    want = alone(ids, sampling, seed=1, page_size=16, num_pages=None, chunk=64)
+    want = alone(ids, sampling, seed=1, page_size=16, num_pages=None)
     assert got["output_ids"] == want.ids and got["meta_info"]["weight_versions"] == [4] * 5
     assert post(healthy, "/generate", {**body, "weight_version": 0})[0] == 409
     assert post(healthy, "/update_weights", {"path": "0", "version": 0})[0] == 200
@@ -416,10 +405,10 @@ def test_an_engine_that_fails_says_so():
     with serving() as server:
         assert post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
 
-        def broken(works):
+        def broken():
             raise RuntimeError("no device")
 
-        server.engine._runner.launch = broken
+        server.engine.step = broken
         code, answer = post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})
         assert code == 503 and answer["error"]["message"] == "the engine has failed"
         assert get(server, "/health") == (503, '{"status":"failed"}')

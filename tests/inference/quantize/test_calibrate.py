@@ -13,7 +13,7 @@ from glm5_jax.model import block, glm5
 from tests.mesh import cases
 
 GROUP = 4
-CFG = cases.config(num_hidden_layers=2, indexer_types=None)
+CFG = cases.config("dense", num_hidden_layers=2, indexer_types=None, index_topk=None)
 TOKENS = cases.batch()["token_ids"][:4]
 LARGE = 40.0
 

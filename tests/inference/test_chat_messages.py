@@ -1,0 +1,82 @@
+"""Messages and tools in bodies of chats: the same prompt for every spelling, and a 400 for what would be lost."""
+
+import pytest
+
+from glm5_jax.core.server import ApiError
+from glm5_jax.inference.protocol import Reader
+from glm5_jax.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.default()
+READER = Reader(TOKENIZER, model="m")
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "look"}}
+CALLS = [
+    {"id": i, "type": "function", "function": {"name": "look", "arguments": "{}"}} for i in "ab"
+]
+
+
+def prompt(*messages, **fields):
+    [request] = READER.chat({"messages": list(messages), **fields}, 0).requests
+    return TOKENIZER.decode(request.ids)
+
+
+def result(id_, text):
+    return {"role": "tool", "tool_call_id": id_, "content": text}
+
+
+def test_lays_out_results_in_the_order_of_their_calls():
+    before = USER, {"role": "assistant", "tool_calls": CALLS}
+    text = prompt(*before, result("b", "Rome"), result("a", "Oslo"))
+    assert text == prompt(*before, result("a", "Oslo"), result("b", "Rome"))
+    assert text.index("Oslo") < text.index("Rome")
+
+
+def test_reads_a_developer_as_the_system():
+    brief = {"content": "Be brief."}
+    assert prompt(brief | {"role": "developer"}, USER) == prompt(brief | {"role": "system"}, USER)
+
+
+def test_keeps_reasoning_that_a_client_calls_otherwise():
+    said = {"role": "assistant", "content": "4", "reasoning": "two and two"}
+    text = prompt(USER, said, USER, thinking={"clear_thinking": False})
+    assert "<think>two and two</think>4" in text
+
+
+def test_reads_again_what_it_gave_of_a_broken_call():
+    written = "<tool_call>look<arg_key>n</arg_key><arg_value>1"
+    call = {**CALLS[0], "function": {"name": "look", "arguments": written}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    text = prompt(USER, said, result("a", "Error: no JSON"), tools=[TOOL])
+    assert f"{written}<|observation|><tool_response>Error" in text
+    # Markers of a client's text are text.
+    [request] = READER.chat({"messages": [USER, said, result("a", "x")]}, 0).requests
+    assert TOKENIZER.special_ids["<arg_key>"] not in request.ids
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}], ids=str
+)
+def test_accepts_single_calls_where_there_are_none(fields):
+    assert prompt(USER, parallel_tool_calls=False, **fields) == prompt(USER)
+
+
+def test_refuses_single_calls_with_tools():
+    assert "look" in prompt(USER, tools=[TOOL], parallel_tool_calls=True)
+    with pytest.raises(ApiError, match="parallel_tool_calls is false.*leave it out") as caught:
+        prompt(USER, tools=[TOOL], parallel_tool_calls=False)
+    assert (caught.value.status, caught.value.param) == (400, "parallel_tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([{**USER, "colour": "red"}], "the field 'colour', which no chat shows; leave it out"),
+        ([USER, {"role": "assistant", "content": "4", "thinking": "r"}], "has thinking, which would"),
+        ([USER, {"role": "assistant", "tool_calls": CALLS}, result("z", "?")], "of no call 'z'"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}], "type 'input_audio'"),
+    ],
+)  # fmt: skip
+def test_refuses_what_the_prompt_would_not_show(messages, said):
+    with pytest.raises(ApiError, match=said) as caught:
+        prompt(*messages)
+    assert (caught.value.status, caught.value.param) == (400, "messages")

@@ -1,0 +1,148 @@
+"""Every numeric field of every endpoint, with values at the edges of number types: one request never ends the engine."""
+
+import concurrent.futures
+import json
+
+import pytest
+
+from glm5_jax.inference import protocol
+from tests.inference.conftest import serving
+from tests.inference.test_server import get, post
+
+EDGES = ["2.0", "2147483648", "9223372036854775808", "1e300", "1e-30", "NaN", "-1"]
+VALUES = [*EDGES, "2", "1e400", "-2147483649", "true", '"2"', "9" * 500]
+HI = [{"role": "user", "content": "hi"}]
+# A valid body of each endpoint, its schema, and where in the body a field of the schema stands.
+ENDPOINTS = {
+    "/v1/chat/completions": (
+        protocol.CHAT,
+        {"messages": HI, "max_tokens": 1, "logprobs": True, "thinking": {"type": "disabled"}},
+    ),
+    "/v1/completions": (protocol.COMPLETION, {"prompt": "hi", "max_tokens": 1}),
+    "/generate": (protocol.GENERATE, {"text": "hi", "sampling_params": {"max_new_tokens": 1}}),
+    "/update_weights": (protocol.UPDATE, {"path": "nowhere", "version": 1}),
+    "/weights/begin": (
+        protocol.BEGIN,
+        {"push": "p", "version": 1, "tensors": {}, "arithmetic": {}},
+    ),
+}
+
+
+def numeric_fields(schema, path=()):
+    """Yields the paths of all fields that a schema says are numbers, those of lists and maps too."""
+    if schema.get("type") in ("integer", "number"):
+        yield path
+    for name, own in schema.get("properties", {}).items():
+        yield from numeric_fields(own, (*path, name))
+    if isinstance(schema.get("items"), dict):
+        yield from numeric_fields(schema["items"], (*path, 0))
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from numeric_fields(schema["additionalProperties"], (*path, "7"))
+
+
+def body_with(body, path, value):
+    """Returns the JSON of a body whose field at a path has a value, which is given as text."""
+    body = node = json.loads(json.dumps(body))
+    for name, following in zip(path, (*path[1:], None)):
+        if isinstance(name, int):
+            node.append(None)
+        inner = [] if isinstance(following, int) else {}
+        if following is None:
+            node[name] = "VALUE"
+        elif isinstance(node, list) or name not in node:
+            node[name] = inner
+        node = node[name]
+    return json.dumps(body).replace('"VALUE"', value).encode()
+
+
+def cases():
+    for path, (schema, body) in ENDPOINTS.items():
+        for field in numeric_fields(schema):
+            for value in VALUES:
+                yield path, body, field, value
+
+
+def strict_post(server, path, body):
+    """Posts a body; the answer must be JSON without Infinity and NaN."""
+    status, answer = post(server, path, body)
+    json.dumps(answer, allow_nan=False)
+    return status, answer
+
+
+def try_all(server, chosen, num_clients=8):
+    """Sends all cases; returns {(path, field, value): status}."""
+
+    def one(case):
+        path, body, field, value = case
+        status, answer = strict_post(server, path, body_with(body, field, value))
+        if status != 200:
+            assert status in (400, 404, 409, 429), (case, answer)
+            assert len(answer["error"]["message"]) < 1500, case
+        return (path, field, value), status
+
+    with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
+        found = dict(pool.map(one, chosen))
+    assert get(server, "/health") == (200, '{"status":"ok"}')
+    assert strict_post(server, "/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+    return found
+
+
+def test_covers_numbers_of_every_kind():
+    found = {(path, field) for path, _, field, _ in cases()}
+    assert ("/generate", ("sampling_params", "top_k")) in found
+    assert ("/v1/chat/completions", ("top_logprobs",)) in found
+    assert ("/v1/completions", ("logit_bias", "7")) in found
+    assert ("/v1/completions", ("stop_token_ids", 0)) in found
+    assert ("/weights/begin", ("base", "version")) in found
+    assert len(found) > 35
+
+
+def test_survives_numbers_at_the_edges(healthy):
+    """One endpoint for each field and value; the slow test has all of them, and those with drafts."""
+    chosen = {}
+    for path, body, field, value in cases():
+        if value in EDGES:
+            # Greedy ones one by one take few programs; top_k and others become arrays all the same.
+            greedy = json.loads(json.dumps(body))
+            greedy.get("sampling_params", greedy)["temperature"] = 0
+            usable = body if path.startswith(("/weights", "/update")) else greedy
+            chosen[field[-1], value] = (path, usable, field, value)
+    found = try_all(healthy, chosen.values(), num_clients=1)
+    assert {status for (*_, value), status in found.items() if value == "NaN"} == {400}
+
+
+@pytest.mark.parametrize(
+    "path, field",
+    [
+        ("/v1/completions", ("logprobs",)),
+        ("/v1/completions", ("n",)),
+        ("/v1/completions", ("max_tokens",)),
+        ("/v1/chat/completions", ("top_logprobs",)),
+        ("/generate", ("top_logprobs_num",)),
+        ("/generate", ("sampling_params", "top_k")),
+        ("/generate", ("sampling_params", "max_new_tokens")),
+        ("/generate", ("sampling_params", "stop_token_ids", 0)),
+    ],
+)
+def test_serves_whole_numbers_written_as_floats(healthy, path, field):
+    body = ENDPOINTS[path][1]
+    answers = [strict_post(healthy, path, body_with(body, field, v)) for v in ("2", "2.0")]
+    assert [status for status, _ in answers] == [200, 200]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("num_draft", [0, 2])
+def test_survives_all_numbers_of_all_endpoints(num_draft):
+    load = lambda path: {}  # noqa: E731
+    with serving(options={"num_draft": num_draft}, load=load) as server:
+        for path, (_, body) in ENDPOINTS.items():
+            if path.startswith(("/v1", "/generate")):
+                assert post(server, path, body)[0] == 200
+        found = try_all(server, list(cases()))
+        fields = {key[:2] for key in found}
+        for path, field in fields:
+            for value in ("NaN", "1e400", '"2"', "true", "9" * 500):
+                assert found[path, field, value] == 400, (path, field, value)
+            if not path.startswith(("/weights", "/update")):
+                assert found[path, field, "2"] == found[path, field, "2.0"], (path, field)
