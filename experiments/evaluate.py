@@ -16,6 +16,10 @@ OUT/results.json, {task: {reward, error, seconds}}, is written as tasks are done
 OUT/logs, what a policy wrote and was answered in OUT/chats. reward is null, with the reason, where nothing can be said
 of the attempt, as when its server fails; the same command again attempts these and what is left.
 
+A reward of less than 1 says what the attempt changed that is not graded ("changed, not graded: PATH"): of a task with
+environment_mode = "shared" everything is, since its tests run in the agent's sandbox. Where the form of a task's tests
+lets an attempt forge its reward, a warning says so (envs/terminal/forms.py lists the forms).
+
 --experiment.images='{"python:3.12": "DIR"}' names root file systems that stand for images; "host", as for debian and
 ubuntu, is this machine's programs. It needs root, for sandboxes with users of their own; there never is a network.
 """
@@ -24,6 +28,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -39,7 +44,7 @@ from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
 from glm5_jax.agents.loop import Trace
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.server import check_url
+from glm5_jax.core.server import check_url, read_key
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import (
     Agent,
@@ -50,13 +55,17 @@ from glm5_jax.envs.terminal import (
     Result,
     Script,
     TaskError,
+    TaskLimits,
     TerminalTask,
     Trials,
     find_tasks,
     load_task,
 )
+from glm5_jax.envs.terminal.forms import forgeable
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +75,7 @@ class EndpointConfig:
     Attributes:
       base_url: of a server with OpenAI's API, without /v1; None: there is none.
       model: its name there; None: whatever the server has.
-      api_key: that the server wants.
+      api_key_file: file that holds the API key that the server wants; None: it wants none.
       tokenizer: the checkpoint by whose tokenizer tokens are counted; None: the shipped one, which counts more than
         those of large models.
       temperature, top_p: of each reply; None: as the server has it.
@@ -74,7 +83,7 @@ class EndpointConfig:
 
     base_url: str | None = None
     model: str | None = None
-    api_key: str | None = None
+    api_key_file: str | None = None
     tokenizer: str | None = None
     temperature: float | None = 0.7  # GLM-5 B.2, of Terminal-Bench 2.0
     top_p: float | None = 1.0  # GLM-5 B.2
@@ -89,6 +98,11 @@ class EndpointConfig:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
 
+    @property
+    def key(self) -> str | None:
+        """Returns the API key that the file holds. Raises ValueError if it holds none."""
+        return None if self.api_key_file is None else read_key(self.api_key_file)
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
@@ -101,6 +115,7 @@ class EvaluateConfig:
       endpoint, policy: where the agent `policy` is asked, and its limits.
       images: names of images and the root file systems that stand for them, or "host".
       at_once: how many tasks are attempted at a time; each has its own limit of processors and memory.
+      limits: what tasks may ask of this machine; one that asks for more gets no reward.
     """
 
     tasks: str | None = None
@@ -110,6 +125,7 @@ class EvaluateConfig:
     policy: AttemptConfig = AttemptConfig()
     images: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_once: int = 2
+    limits: TaskLimits = TaskLimits()
 
     def __post_init__(self):
         if self.at_once < 1:
@@ -143,7 +159,7 @@ def _policy(config: EvaluateConfig, workdir: pathlib.Path) -> Agent:
 
     def connect() -> ChatClient:
         seconds = config.policy.reply_seconds
-        return ChatClient(end.base_url, end.model, api_key=end.api_key, seconds=seconds)
+        return ChatClient(end.base_url, end.model, api_key=end.key, seconds=seconds)
 
     def told(task: TerminalTask, trace: Trace) -> None:
         chats.mkdir(exist_ok=True)
@@ -199,7 +215,7 @@ class Evaluation:
             raise ValueError("no tasks; give --experiment.tasks=DIR, a folder of task folders")
         self._folders = {folder.name: folder for folder in find_tasks(config.tasks)}
         self._agent = AGENTS[config.agent](config, workdir)
-        self._trials = Trials(dict(config.images))
+        self._trials = Trials(dict(config.images), config.limits)
         self._at_once, self._workdir = config.at_once, workdir
         self._results: dict[str, dict] = {}
         told = {"tasks": str(pathlib.Path(config.tasks).resolve()), "agent": config.agent}
@@ -208,7 +224,7 @@ class Evaluation:
         if config.agent == "policy":
             for part in ("endpoint", "policy"):
                 own = dataclasses.asdict(getattr(config, part))
-                told |= {f"{part}.{name}": own[name] for name in own if name != "api_key"}
+                told |= {f"{part}.{name}": own[name] for name in own if name != "api_key_file"}
         workdir.mkdir(parents=True, exist_ok=True)
         self._go_on(told)
 
@@ -255,6 +271,8 @@ class Evaluation:
             task = await asyncio.to_thread(load_task, self._folders[name])
         except (TaskError, OSError) as error:
             return Result(None, str(error), 0.0)
+        for form in forgeable(task):
+            log.warning("task %s: its reward can be forged: %s", name, form)
         return await self._trials.run(task, self._agent)
 
     def _reward(self, name: str) -> float | None:

@@ -30,7 +30,7 @@ from glm5_jax.envs import code_child, final_answer
 from glm5_jax.envs.search import answers
 from glm5_jax.envs.turns import Turns
 from glm5_jax.rl.types import Attempt, Message, Reward, Task, settled
-from glm5_jax.text.chat import tool_function
+from glm5_jax.text.messages import tool_function
 
 START_SECONDS = 120  # for a child that loads SymPy on a machine under load
 MOST_CODE = 100_000  # bytes of a program, which goes to its Python as one argument

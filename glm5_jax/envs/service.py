@@ -52,7 +52,7 @@ class ChatService(TaskService):
     async def attempt(self, asked: Asked, place: int) -> Outcome:
         task = (self._held_out if asked.held_out else self._tasks)[place]
         client = ChatClient(
-            asked.base_url, api_key=self.config.api_key, seconds=self._reply_seconds, concurrency=1
+            asked.base_url, api_key=self.api_key, seconds=self._reply_seconds, concurrency=1
         )
         async with client:
             trace, reward = await self.work(task, client)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Iterable
 
@@ -25,6 +26,17 @@ def processes_in(namespace: int) -> list[str]:
         except OSError:  # gone meanwhile, or another user's
             continue
     return found
+
+
+async def first_process(box) -> int:
+    """The number that a sandbox's first process has outside."""
+    namespace = int((await box.exec("stat -Lc %i /proc/self/ns/pid")).stdout)
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            numbers = re.search(r"NSpid:(.*)", (folder / "status").read_text())[1].split()
+            if numbers[-1] == "1" and os.stat(folder / "ns/pid").st_ino == namespace:
+                return int(folder.name)
+    raise AssertionError("the sandbox has no first process")
 
 
 def descendants(top: int) -> dict[tuple[int, int], int]:

@@ -46,7 +46,7 @@ async def main(probe: str, host: str) -> dict:
         except SandboxFileError as error:
             told["link"] = str(error)
         layer = await box.snapshot()
-        namespace = os.readlink(f"/proc/{box._monitor.pid}/ns/user")
+        namespace = (await box.exec("readlink /proc/self/ns/user")).stdout.decode().strip()
     try:
         async with Sandbox(SandboxConfig(base=layer)) as box:
             again = await box.exec("rm -r a; mkdir a; ls -A a; echo on > a/y; cat a/y; ls -A")

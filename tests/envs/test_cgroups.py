@@ -36,9 +36,9 @@ class Tree:
     def __init__(self, top: pathlib.Path, controllers: str = "cpu memory pids", kills: bool = True):
         self.top, self.kills = top, kills
         top.mkdir()
-        self._fill(top, controllers)
+        self.fill(top, controllers)
 
-    def _fill(self, folder, controllers):
+    def fill(self, folder, controllers):
         given = {"cgroup.controllers": controllers, **FILES[""]}
         if self.kills and folder != self.top:
             given["cgroup.kill"] = ""
@@ -51,7 +51,7 @@ class Tree:
         if (parent / name).exists():
             return None
         (parent / name).mkdir()
-        self._fill(parent / name, (parent / "cgroup.subtree_control").read_text())
+        self.fill(parent / name, (parent / "cgroup.subtree_control").read_text())
         return parent / name
 
     def write(self, folder, file, value):
@@ -116,10 +116,10 @@ def tree(tmp_path, monkeypatch):
             "22 1 0:20 / /proc rw,nosuid - proc proc rw\n"
             f"30 23 0:26 / {tree.top} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
         )
-        found = cgroups._hierarchies(proc)
-        monkeypatch.setattr(cgroups, "_hierarchies", lambda: found)
-        for name in ("make", "write", "read", "remove"):
-            monkeypatch.setattr(cgroups, f"_{name}", getattr(tree, name))
+        found = cgroups.hierarchies(proc)
+        monkeypatch.setattr(cgroups, "hierarchies", lambda: found)
+        for name in ("make_group", "write_file", "read_file", "remove_group"):
+            monkeypatch.setattr(cgroups, name, getattr(tree, name.partition("_")[0]))
         return tree, folder
 
     return made
@@ -137,7 +137,7 @@ def test_a_sandbox_stands_beside_the_group_that_holds_processes(tree):
     """That one cannot give controllers on."""
     made, own = tree("system.slice/run.service")
     made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made._fill(made.top / "system.slice", "cpu memory pids")
+    made.fill(made.top / "system.slice", "cpu memory pids")
     groups = Groups(**LIMITS)
     assert groups.limits == dict.fromkeys(("memory", "pids", "cpu"), "cgroup v2")
     [folder] = groups_below(made.top)
@@ -149,7 +149,7 @@ def test_a_sandbox_stands_beside_the_group_that_holds_processes(tree):
 def test_a_group_without_processes_is_the_place(tree):
     made, own = tree("work")
     made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made._fill(own, "cpu memory pids")
+    made.fill(own, "cpu memory pids")
     assert Groups(**LIMITS).limits and groups_below(made.top)[0].parent == own
     assert said(own, "cgroup.subtree_control") == ["cpu memory pids"]
 
@@ -194,7 +194,7 @@ def test_commands_have_groups_of_their_own_within(tree):
     # One hierarchy: who joins the command is in the sandbox.
     assert groups.joined_by(one) == [str(one / "cgroup.procs")]
     for command in (one, two):
-        made._fill(command, "")
+        made.fill(command, "")
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
     assert groups.memory_kills() == 2
     (two / "cgroup.procs").write_text(f"{os.getpid()}\n")
@@ -210,7 +210,7 @@ def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
     monkeypatch.setattr(cgroups.os, "kill", lambda *given: one_by_one.append(given) or KILL(*given))
     groups = Groups(**LIMITS)
     command = groups.command()
-    made._fill(command, "")
+    made.fill(command, "")
     started = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
     try:
         (command / "cgroup.procs").write_text("".join(f"{child.pid}\n" for child in started))
@@ -227,9 +227,9 @@ def test_a_command_is_ended_with_all_that_it_started(tree, kills, monkeypatch):
 def test_none_goes_on_when_another_is_killed(tree, tmp_path, monkeypatch):
     made, _ = tree(kills=False)
     command = (groups := Groups(**LIMITS)).command()
-    made._fill(command, "")
+    made.fill(command, "")
     # Time enough to go on.
-    monkeypatch.setattr(cgroups.os, "kill", lambda *given: KILL(*given) or time.sleep(0.2))
+    monkeypatch.setattr(cgroups.os, "kill", lambda *given: KILL(*given) or time.sleep(0.1))
     text = f"sleep 60; echo > {tmp_path}/said; sleep 60"
     with subprocess.Popen(["sh", "-c", text]) as shell:
         inside = pathlib.Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
@@ -245,7 +245,7 @@ def test_groups_of_the_dead_are_swept_and_others_are_left(tree):
     """Beside the group that holds processes, where those of sandboxes stand."""
     made, own = tree("system.slice/run.service")
     made.write(made.top, "cgroup.subtree_control", "+cpu +memory +pids")
-    made._fill(own.parent, "cpu memory pids")
+    made.fill(own.parent, "cpu memory pids")
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
     mine = remains.mark()
@@ -270,6 +270,6 @@ def test_which_group_is_whose(tmp_path):
         f"34 31 0:30 / {tmp_path}/systemd rw - cgroup cgroup rw,xattr,name=systemd\n"
         f"35 31 0:31 / {tmp_path}/unified rw - cgroup2 cgroup2 rw\n"
     )
-    first, second, top = cgroups._hierarchies(tmp_path)
+    first, second, top = cgroups.hierarchies(tmp_path)
     assert first == {"memory": tmp_path / "memory/own", "cpu": tmp_path / "cpu"}
     assert (second, top) == (tmp_path / "unified/own", tmp_path / "unified")

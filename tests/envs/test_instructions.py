@@ -5,7 +5,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from glm5_jax.envs.instruction_kinds import (
     KINDS,
@@ -34,86 +34,54 @@ AT_LEAST, LESS = RELATIONS
 # Kind, arguments, replies that keep the instruction, near misses.
 VECTORS = [
     (
-        "keywords:existence",
-        {"keywords": ["river", "C++"]},
-        ["The RIVER runs on c++.", "C++ has no riverbank."],
+        "keywords:existence", {"keywords": ["river", "C++"]}, ["The RIVER runs on c++.", "C++ has no riverbank."],
         ["The river runs on C+.", "C++ is not a r iver.", "Neither."],
     ),
     (
-        "keywords:frequency",
-        {"keyword": "war", "frequency": 2, "relation": AT_LEAST},
-        ["War and war.", "Towards the warm sea: twice inside a word."],
-        ["War, then peace.", "wa r war"],
+        "keywords:frequency", {"keyword": "war", "frequency": 2, "relation": AT_LEAST},
+        ["War and war.", "Towards the warm sea: twice inside a word."], ["War, then peace.", "wa r war"],
     ),
     (
-        "keywords:frequency",
-        {"keyword": "a.b ", "frequency": 2, "relation": LESS},
-        ["a.b and axb", "none"],
+        "keywords:frequency", {"keyword": "a.b ", "frequency": 2, "relation": LESS}, ["a.b and axb", "none"],
         ["a.b A.B", "a.ba.b"],
     ),
     (
-        "keywords:forbidden_words",
-        {"forbidden_words": ["field", "rock"]},
-        ["fields and rocks", "a rock_garden", "f ield"],
-        ["A Field.", "rock", "on-the-rock-again"],
+        "keywords:forbidden_words", {"forbidden_words": ["field", "rock"]},
+        ["fields and rocks", "a rock_garden", "f ield"], ["A Field.", "rock", "on-the-rock-again"],
     ),
     (
-        "keywords:letter_frequency",
-        {"letter": "!", "let_frequency": 3, "let_relation": AT_LEAST},
-        ["!!!", "Oh! No! Yes!"],
-        ["!!", "Oh! No! Yes"],
+        "keywords:letter_frequency", {"letter": "!", "let_frequency": 3, "let_relation": AT_LEAST},
+        ["!!!", "Oh! No! Yes!"], ["!!", "Oh! No! Yes"],
     ),
     (
-        "keywords:letter_frequency",
-        {"letter": "T", "let_frequency": 2, "let_relation": LESS},
-        ["The end", "no one"],
+        "keywords:letter_frequency", {"letter": "T", "let_frequency": 2, "let_relation": LESS}, ["The end", "no one"],
         ["The cat", "TT"],
     ),
     (
-        "language:response_language",
-        {"language": "hi"},
-        ["यह एक अच्छा दिन है।"],
+        "language:response_language", {"language": "hi"}, ["यह एक अच्छा दिन है।"],
         ["This is a good day.", "हा राजा आहे आणि ती राणी आहे.", "Yah ek accha din hai."],
     ),
     (
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": AT_LEAST},
+        "length_constraints:number_sentences", {"num_sentences": 3, "relation": AT_LEAST},
         ["One. Two! Three?", "One.\nTwo.\nThree", "他来了。她走了。完了！"],
-        [
-            "One. Two!",
-            "One, two, three.",
-            "Mr. A. Smith paid 3.50 at 5 p.m. today. So.",
-            "1.\n2.\n3.",
-        ],
+        ["One. Two!", "One, two, three.", "Mr. A. Smith paid 3.50 at 5 p.m. today. So.", "1.\n2.\n3."],
     ),
     (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": LESS},
-        ["Dr. Who came... late.", "No stop\nand a new line"],
-        ["He came. She left.", 'He said "Go." She went.'],
+        "length_constraints:number_sentences", {"num_sentences": 2, "relation": LESS},
+        ["Dr. Who came... late.", "No stop\nand a new line"], ["He came. She left.", 'He said "Go." She went.'],
     ),
     (
-        "length_constraints:number_paragraphs",
-        {"num_paragraphs": 2},
+        "length_constraints:number_paragraphs", {"num_paragraphs": 2},
         ["One.\n***\nTwo.", "***One***Two***", "a *** b"],
         ["One.\n\nTwo.", "a***b***c", "a\n***\n***\nb", "a ** b", "***"],
     ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, ["a***b***c"], ["a\n***\n***\nb", "a***b"]),
     (
-        "length_constraints:number_paragraphs",
-        {"num_paragraphs": 3},
-        ["a***b***c"],
-        ["a\n***\n***\nb", "a***b"],
+        "length_constraints:number_words", {"num_words": 4, "relation": AT_LEAST},
+        ["one two three four", "don't stop now"], ["one two three", "one-two, three..."],
     ),
     (
-        "length_constraints:number_words",
-        {"num_words": 4, "relation": AT_LEAST},
-        ["one two three four", "don't stop now"],
-        ["one two three", "one-two, three..."],
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 4, "relation": LESS},
-        ["one two three"],
+        "length_constraints:number_words", {"num_words": 4, "relation": LESS}, ["one two three"],
         ["one two three four", "don't stop now"],
     ),
     (
@@ -130,114 +98,79 @@ VECTORS = [
         ],
     ),
     (
-        "detectable_content:number_placeholders",
-        {"num_placeholders": 2},
+        "detectable_content:number_placeholders", {"num_placeholders": 2},
         ["[name] lives at [address].", "[a][b]", "[[x] [y]"],
         ["[name] lives.", "[na\nme] [address]", "(a) (b)", "]a[ [b]"],
     ),
     (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        ["Bye.\nP.S. Write.", "p. s. more", "Bye. P.S."],
-        ["Bye.\nPS: write", "P.S"],
+        "detectable_content:postscript", {"postscript_marker": "P.S."},
+        ["Bye.\nP.S. Write.", "p. s. more", "Bye. P.S."], ["Bye.\nPS: write", "P.S"],
     ),
     (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.P.S"},
-        ["P.P.S more", "p. p. s"],
+        "detectable_content:postscript", {"postscript_marker": "P.P.S"}, ["P.P.S more", "p. p. s"],
         ["P.S. more", "PPS"],
     ),
     (
-        "detectable_format:number_bullet_lists",
-        {"num_bullets": 2},
+        "detectable_format:number_bullet_lists", {"num_bullets": 2},
         ["* a\n* b", "Here:\n- a\n  - b\nDone.", "*a\n-b"],
         ["* a", "* a\n* b\n* c", "* a\n** b", "a * b\n* c", "1. a\n2. b", "* a\n* b\n---"],
     ),
     (
-        "detectable_format:constrained_response",
-        {},
-        ["My answer is yes.", " So: My answer is maybe. "],
+        "detectable_format:constrained_response", {}, ["My answer is yes.", " So: My answer is maybe. "],
         ["My answer is yes", "my answer is no.", "Yes."],
     ),
     (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
+        "detectable_format:number_highlighted_sections", {"num_highlights": 2},
         ["*one* and *two*", "**one** *two*", "**one** two **three**"],
         ["*one* and two", "**once**", "*one\nline*", "** **", "* * *x*"],
     ),
     (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
+        "detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2},
         ["SECTION 1\na\nSECTION 2\nb", "SECTION1 SECTION9 SECTION 10"],
-        [
-            "Section 1\na\nSection 2",
-            "SECTION 1\na",
-            "SECTION I\nSECTION II",
-            "SECTION  1 SECTION 2",
-        ],
+        ["Section 1\na\nSection 2", "SECTION 1\na", "SECTION I\nSECTION II", "SECTION  1 SECTION 2"],
     ),
     (
-        "detectable_format:json_format",
-        {},
-        ['{"a": [1]}', '```json\n{"a": 1}\n```', "```\n[]\n```", "3"],
+        "detectable_format:json_format", {}, ['{"a": [1]}', '```json\n{"a": 1}\n```', "```\n[]\n```", "3"],
         ["{'a': 1}", 'Here: {"a": 1}', '{"a": 1', '```python\n{"a": 1}\n```', "[" * 100_000],
     ),
     (
-        "detectable_format:title",
-        {},
-        ["<<Of joy>>\nText", "so: << a >> b"],
+        "detectable_format:title", {}, ["<<Of joy>>\nText", "so: << a >> b"],
         ["<Of joy>", "<<>>", "<< >>", "<<of\njoy>>", ">>a<<"],
     ),
     (
-        "combination:two_responses",
-        {},
-        ["one\n******\ntwo", "******one******two******"],
+        "combination:two_responses", {}, ["one\n******\ntwo", "******one******two******"],
         ["one ****** one", "one ***** two", "a******b******c", "a******\n******b", "a****** "],
     ),
     (
-        "combination:repeat_prompt",
-        {"prompt_to_repeat": "Write a poem."},
+        "combination:repeat_prompt", {"prompt_to_repeat": "Write a poem."},
         ["Write a poem. Roses are red.", "\n write a Poem.\n\nRoses"],
         ["Sure! Write a poem. Roses", "Write a poem: roses", "Write  a poem."],
     ),
     (
-        "startend:end_checker",
-        {"end_phrase": "That is all."},
+        "startend:end_checker", {"end_phrase": "That is all."},
         ["So. That is all.", "so that IS all.", '"That is all." '],
         ["That is all. Bye.", "That is all", "That is all.)"],
     ),
+    ("startend:quotation", {}, ['"All\nof it"', ' "" '], ["All of it", '"All of it', '"', "'All'", "“All”"]),
     (
-        "startend:quotation",
-        {},
-        ['"All\nof it"', ' "" '],
-        ["All of it", '"All of it', '"', "'All'", "“All”"],
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 3, "capital_relation": AT_LEAST},
+        "change_case:capital_word_frequency", {"capital_frequency": 3, "capital_relation": AT_LEAST},
         ["I like NASA and COVID-19.", "A B C", "(U.S.) **BOLD** NASA's"],
         ["I like NASA and Covid-19.", "ONE TWO", "iOS, mRNA 123"],
     ),
     (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": LESS},
-        ["only ONE here", "none"],
-        ["ONE TWO", "WELL-KNOWN FACT"],
+        "change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": LESS},
+        ["only ONE here", "none"], ["ONE TWO", "WELL-KNOWN FACT"],
     ),
     (
-        "change_case:english_capital",
-        {},
-        ["THIS IS THE END!", "3 OF THE 4"],
+        "change_case:english_capital", {}, ["THIS IS THE END!", "3 OF THE 4"],
         ["THIS IS THE eND!", "DAS IST DER TAG UND DIE NACHT", "ЭТО И ТО", "123"],
     ),
     (
-        "change_case:english_lowercase",
-        {},
-        ["this is the end!", "3 of the 4"],
+        "change_case:english_lowercase", {}, ["this is the end!", "3 of the 4"],
         ["This is the end!", "das ist der tag und die nacht", "это и то", "123"],
     ),
     ("punctuation:no_comma", {}, ["a; b", "也，好"], ["a, b", ","]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -296,6 +229,7 @@ def test_one_relation_is_the_opposite_of_the_other(count, threshold):
     assert at_least == (count >= threshold) and at_least != has_words(text, threshold, LESS)
 
 
+@settings(max_examples=40)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
@@ -315,74 +249,61 @@ def test_no_text_breaks_a_checker(text):
         assert Instruction(kind, arguments).kept(text) in (True, False)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["[", "<<", "<", "*", "\n", "a.", ". ", "1. ", '"', "P.", "***", "`", "A", "* \n", "U.S. "],
-)
-def test_long_replies_take_no_quadratic_time(unit):
-    """Seconds where they do: 10^10 steps."""
-    reply, started = unit * (100_000 // len(unit)), time.process_time()
-    for kind, arguments, *_ in VECTORS:
-        Instruction(kind, arguments).kept(reply)
-    assert time.process_time() - started < 10
+@pytest.mark.parametrize("size", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_checks_long_replies_in_linear_time(size):
+    """Quadratic checks take minutes: 10^10 steps at 100,000 characters."""
+    units = (
+        "[",
+        "<<",
+        "<",
+        "*",
+        "\n",
+        "a.",
+        ". ",
+        "1. ",
+        '"',
+        "P.",
+        "***",
+        "`",
+        "A",
+        "* \n",
+        "U.S. ",
+    )
+    for unit in units:
+        reply, started = unit * (size // len(unit)), time.process_time()
+        for kind, arguments, *_ in VECTORS:
+            Instruction(kind, arguments).kept(reply)
+        assert time.process_time() - started < size / 10_000, unit
 
 
 @pytest.mark.parametrize(
     ("kind", "arguments", "message"),
     [
         ("keywords:all", {}, "instruction is 'keywords:all'; use one of keywords:existence"),
+        ("startend:quotation", {"n": 1}, r"startend:quotation has arguments \['n'\]; it takes none"),
+        ("punctuation:no_comma", [], r"the arguments of punctuation:no_comma are \[\]; give an object"),
         (
-            "startend:quotation",
-            {"n": 1},
-            r"startend:quotation has arguments \['n'\]; it takes none",
-        ),
-        (
-            "punctuation:no_comma",
-            [],
-            r"the arguments of punctuation:no_comma are \[\]; give an object",
-        ),
-        (
-            "keywords:frequency",
-            {"keyword": "a", "frequency": 1, "relation": None},
+            "keywords:frequency", {"keyword": "a", "frequency": 1, "relation": None},
             r"has arguments \['frequency', 'keyword'\]; it takes \['frequency', 'keyword', 'relation'\]",
         ),
         (
-            "length_constraints:number_words",
-            {"num_words": "300", "relation": AT_LEAST},
+            "length_constraints:number_words", {"num_words": "300", "relation": AT_LEAST},
             "num_words of length_constraints:number_words is '300'; it must be a whole number from 0",
         ),
+        ("length_constraints:number_words", {"num_words": True, "relation": AT_LEAST}, "num_words .* is True"),
+        ("length_constraints:number_words", {"num_words": -1, "relation": AT_LEAST}, "num_words .* is -1"),
         (
-            "length_constraints:number_words",
-            {"num_words": True, "relation": AT_LEAST},
-            "num_words .* is True",
-        ),
-        (
-            "length_constraints:number_words",
-            {"num_words": -1, "relation": AT_LEAST},
-            "num_words .* is -1",
-        ),
-        (
-            "length_constraints:number_words",
-            {"num_words": 3, "relation": "at most"},
+            "length_constraints:number_words", {"num_words": 3, "relation": "at most"},
             "relation .* is 'at most'; it must be one of at least, less than",
         ),
         ("keywords:existence", {"keywords": "word"}, "keywords .* is 'word'; it must be a list"),
         ("keywords:existence", {"keywords": []}, r"keywords .* is \[\]"),
+        ("keywords:forbidden_words", {"forbidden_words": ["a", " "]}, "must be a list of texts that are"),
         (
-            "keywords:forbidden_words",
-            {"forbidden_words": ["a", " "]},
-            "must be a list of texts that are",
-        ),
-        (
-            "keywords:letter_frequency",
-            {"letter": "ab", "let_frequency": 1, "let_relation": LESS},
+            "keywords:letter_frequency", {"letter": "ab", "let_frequency": 1, "let_relation": LESS},
             "letter .* is 'ab'; it must be one character",
         ),
-        (
-            "language:response_language",
-            {"language": "xx"},
-            "language .* is 'xx'; it must be one of en",
-        ),
+        ("language:response_language", {"language": "xx"}, "language .* is 'xx'; it must be one of en"),
         ("length_constraints:number_paragraphs", {"num_paragraphs": 0}, "a whole number from 1"),
         ("detectable_content:postscript", {"postscript_marker": ""}, "a text that is not empty"),
         (
@@ -391,7 +312,7 @@ def test_long_replies_take_no_quadratic_time(unit):
             "nth_paragraph .* is 3; there are to be only 2 paragraphs",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_asked_is_refused(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
         Instruction(kind, arguments)

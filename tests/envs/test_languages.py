@@ -9,18 +9,12 @@ TEXTS = {
     "ar": ("ذهبت إلى السوق في الصباح واشتريت الخبز.", "هذا الكتاب جميل جدا ولكن لا أعرف من كتبه."),
     "bg": ("Утре ще отидем на пазар, защото няма хляб.", "Тази книга е много хубава и аз я чета."),
     "bn": ("আমি আজ সকালে বাজারে গিয়েছিলাম।", "বইটি খুব ভালো।"),
-    "de": (
-        "Morgen gehen wir auf den Markt, weil das Brot fehlt.",
-        "Dieses Buch ist schön, aber lang.",
-    ),
+    "de": ("Morgen gehen wir auf den Markt, weil das Brot fehlt.", "Dieses Buch ist schön, aber lang."),
     "en": ("Tomorrow we go to the market, for there is no bread.", "This book is good but long."),
     "es": ("Mañana vamos al mercado porque no hay pan.", "Este libro es muy bueno, pero largo."),
     "fa": ("من امروز صبح به بازار رفتم و نان خریدم.", "این کتاب خیلی خوب است اما طولانی است."),
     "fi": ("Huomenna menemme torille, koska leipä on loppu.", "Tämä kirja on hyvä mutta pitkä."),
-    "fr": (
-        "Demain nous allons au marché car il n'y a plus de pain.",
-        "Ce livre est beau mais long.",
-    ),
+    "fr": ("Demain nous allons au marché car il n'y a plus de pain.", "Ce livre est beau mais long."),
     "gu": ("હું આજે સવારે બજારમાં ગયો હતો.", "આ પુસ્તક સારું છે."),
     "he": ("מחר נלך לשוק כי אין לחם.", "הספר הזה טוב מאוד."),
     "hi": ("मैं आज सुबह बाज़ार गया था और रोटी लाया।", "यह किताब बहुत अच्छी है, पर लंबी भी है।"),
@@ -34,14 +28,8 @@ TEXTS = {
     "pa": ("ਮੈਂ ਅੱਜ ਸਵੇਰੇ ਬਜ਼ਾਰ ਗਿਆ ਸੀ।", "ਇਹ ਕਿਤਾਬ ਚੰਗੀ ਹੈ।"),
     "pl": ("Jutro idziemy na targ, bo nie ma chleba.", "Ta książka jest bardzo dobra, ale długa."),
     "pt": ("Amanhã vamos ao mercado porque não há pão.", "Este livro é muito bom, mas longo."),
-    "ru": (
-        "Завтра мы пойдём на рынок, потому что нет хлеба.",
-        "Эта книга очень хорошая, но длинная.",
-    ),
-    "sw": (
-        "Kesho tutakwenda sokoni kwa sababu hakuna mkate.",
-        "Kitabu hiki ni kizuri sana lakini kirefu.",
-    ),
+    "ru": ("Завтра мы пойдём на рынок, потому что нет хлеба.", "Эта книга очень хорошая, но длинная."),
+    "sw": ("Kesho tutakwenda sokoni kwa sababu hakuna mkate.", "Kitabu hiki ni kizuri sana lakini kirefu."),
     "ta": ("நான் இன்று காலை சந்தைக்குச் சென்றேன்.", "இந்தப் புத்தகம் நன்றாக இருக்கிறது."),
     "te": ("నేను ఈ ఉదయం మార్కెట్‌కు వెళ్ళాను.", "ఈ పుస్తకం చాలా బాగుంది."),
     "th": ("พรุ่งนี้เราจะไปตลาดเพราะไม่มีขนมปัง", "หนังสือเล่มนี้ดีมาก"),
@@ -49,7 +37,7 @@ TEXTS = {
     "ur": ("میں آج صبح بازار گیا تھا اور روٹی لایا۔", "یہ کتاب بہت اچھی ہے لیکن لمبی ہے۔"),
     "vi": ("Ngày mai chúng tôi đi chợ vì không có bánh mì.", "Quyển sách này rất hay nhưng dài."),
     "zh": ("明天我们去市场，因为没有面包。", "这本书非常好。"),
-}
+}  # fmt: skip
 
 
 def test_every_language_has_texts():

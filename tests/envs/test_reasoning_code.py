@@ -1,17 +1,21 @@
 """Programs are judged by what they give: honest ones pass, and no trick does."""
 
 import asyncio
+import functools
 import json
+import re
 
 import pytest
 
 from glm5_jax.data import chat_tasks
-from glm5_jax.envs import code_child
+from glm5_jax.envs import code_child, reasoning
 from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig, verifier_for
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from glm5_jax.rl.types import Attempt, Task
 from tests.envs.local_sandbox import LocalSandbox, Ran
+from tests.envs.terminal.folders import slow_but
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 CONFIG = VerifierConfig(seconds=60, code_seconds=20)
 QUICK = VerifierConfig(seconds=60, code_seconds=1)  # for what takes all there is
 ADD = {"tests": "assert add(1, 2) == 3\nassert add(70, 7) == 77", "names": ["add"]}
@@ -49,7 +53,7 @@ def failures(kind, count=None):
 
 @pytest.mark.parametrize("kind", ("mbpp", "humaneval"))
 def test_reference_solutions_pass(kind):
-    assert not list(failures(kind, 12))
+    assert not list(failures(kind, 2))
 
 
 @pytest.mark.slow
@@ -58,9 +62,10 @@ def test_all_reference_solutions_pass(kind):
     assert not list(failures(kind))
 
 
-def test_no_solution_passes_the_tests_of_another():
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_no_solution_passes_the_tests_of_another(count):
     """Nor does the function that a HumanEval problem begins with, which is there before the program."""
-    some = list(shipped("humaneval", 8))
+    some = list(shipped("humaneval", count))
     for (task, _), (_, other) in zip(some, some[1:]):
         assert is_wrong(judged(task.data, other))
 
@@ -68,13 +73,13 @@ def test_no_solution_passes_the_tests_of_another():
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (ADD, HONEST),
+        slow(ADD, HONEST),
         (ADD, "print('x' * 5_000_000)\n" + HONEST + "print(add(1, 1))"),
-        (ADD, HONEST + "if __name__ == '__main__':\n    raise SystemExit(1)"),
+        slow(ADD, HONEST + "if __name__ == '__main__':\n    raise SystemExit(1)"),
         (ADD, "import threading, time\n" + HONEST + "threading.Thread(target=time.sleep, args=[99]).start()"),
-        (DOUBLE, "print(2 * int(input()))"),
+        slow(DOUBLE, "print(2 * int(input()))"),
         (DOUBLE, "import sys\nsys.stdout.write(f'{2 * int(sys.stdin.read())}  \\n\\n')"),
-        (DOUBLE, "if __name__ == '__main__':\n    print(2 * int(input()))  # ünï"),
+        slow(DOUBLE, "if __name__ == '__main__':\n    print(2 * int(input()))  # ünï"),
     ],
 )  # fmt: skip
 def test_honest_programs_pass(data, code):
@@ -89,37 +94,25 @@ def test_honest_programs_pass(data, code):
         ("p = Point(1, 2)\nassert norm(p, scale=2) == 10 and norm(Point(0, 1), 1) == 1",
          "class Point:\n    def __init__(self, x, y): self.x, self.y = x, y\n"
          "def norm(p, scale): return scale * (p.x ** 2 + p.y ** 2)"),
-        ("c = counter()\nassert c() == 1\nassert c() == 2",
+        slow("c = counter()\nassert c() == 1\nassert c() == 2",
          "def counter():\n    n = 0\n    def c():\n        nonlocal n\n        n += 1\n        return n\n    return c"),
         # What is called depends on what was returned.
         ("n = 6\nwhile n != 1:\n    n = step(n)\nassert n == 1",
          "def step(n): return n // 2 if n % 2 == 0 else 3 * n + 1 if n > 9 else 1"),
-        ("assert all(is_even(n) == (n % 2 == 0) for n in range(20))", "def is_even(n): return n % 2 == 0"),
+        slow("assert all(is_even(n) == (n % 2 == 0) for n in range(20))", "def is_even(n): return n % 2 == 0"),
         ("assert nothing() is None\nassert isinstance(one(), int)\nassert not none()\nassert -one() < 0",
          "def nothing(): pass\ndef one(): return 1\ndef none(): return []"),
-        ("try:\n    half(3)\n    raise RuntimeError\nexcept ValueError as error:\n    assert 'odd' in str(error)\n"
+        slow("try:\n    half(3)\n    raise RuntimeError\nexcept ValueError as error:\n    assert 'odd' in str(error)\n"
          "assert half(4) == 2", "def half(n):\n    if n % 2: raise ValueError('odd')\n    return n // 2"),
         # They draw the same whenever they run.
-        ("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
-        ("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
+        slow("import random\nn = random.randrange(10**9)\nassert half(2 * n) == n", "def half(n): return n // 2"),
+        slow("import math\nassert math.isclose(third(1), 1 / 3)\nassert round(third(1), 2) == 0.33",
          "def third(n): return n / 3"),
-        ("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
+        slow("for n in (1, 2):\n    for m in (1, 2):\n        assert sum([n, m]) == n + m", "def sum(n): return n[0] + n[1]"),
     ],
 )  # fmt: skip
 def test_tests_may_be_any_python(tests, code):
-    names = [
-        "Point",
-        "norm",
-        "counter",
-        "step",
-        "is_even",
-        "nothing",
-        "one",
-        "none",
-        "half",
-        "third",
-    ]
-    names = [name for name in (*names, "sum") if f"def {name}" in code or f"class {name}" in code]
+    names = re.findall(r"^(?:def|class) (\w+)", code, re.MULTILINE)
     assert judged({"tests": tests, "names": names}, code).value == 1.0
 
 
@@ -196,7 +189,18 @@ CHEATS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+# What ends early, what forges an answer, what equals everything, what patches, what spies, and what is no program.
+SOME_CHEATS = (
+    "leaves when called",
+    "writes true and leaves",
+    "equals everything",
+    "patches the judge",
+    "looks for the tests",
+    "deep",
+)
+
+
+@pytest.mark.parametrize("cheat", slow_but(SOME_CHEATS, CHEATS))
 def test_cheats_get_nothing(cheat):
     assert is_wrong(judged(ADD, CHEATS[cheat]))
 
@@ -218,7 +222,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", slow_but(["a loop when called", "a large value"], BOMBS))
 def test_what_takes_all_there_is_gets_nothing(bomb):
     assert is_wrong(judged(ADD, BOMBS[bomb], QUICK))
 
@@ -226,15 +230,15 @@ def test_what_takes_all_there_is_gets_nothing(bomb):
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("", "output is another"),
+        slow("", "output is another"),
         ("print(4)", "case 1 of 2: the output is another"),
         ("print(2 * int(input()))\nraise SystemExit(1)", "ended with code 1"),
-        ("import os\nos._exit(0)", "output is another"),
-        ("print(4); print(42)", "output is another"),
-        ("while True: print(4)", "case 0"),
+        slow("import os\nos._exit(0)", "output is another"),
+        slow("print(4); print(42)", "output is another"),
+        slow("while True: print(4)", "case 0"),
         ("print('x' * 5_000_000)", "wrote too much"),
         ("print(4)\n\0", "zero bytes"),
-        ("while True: pass", "took more than 1 s"),
+        slow("while True: pass", "took more than 1 s"),
     ],
 )
 def test_wrong_output_gets_nothing(code, why):
@@ -290,11 +294,10 @@ class Fragile(LocalSandbox):
 @pytest.mark.parametrize(
     ("data", "code"),
     [
-        (ADD, HONEST + "# poison"),
-        ({**ADD, "tests": 'assert add("poi", "son")'}, HONEST),
-        (DOUBLE, "print(2 * int(input()))  # poison"),
+        slow(ADD, HONEST + "# poison", id="the program"),
+        slow({**ADD, "tests": 'assert add("poi", "son")'}, HONEST, id="what it gave"),
+        pytest.param(DOUBLE, "print(2 * int(input()))  # poison", id="a case"),
     ],
-    ids=["the program", "what it gave", "a case"],
 )
 def test_a_program_that_breaks_its_sandbox_is_wrong(data, code, monkeypatch):
     """Twice, where others run: or bad programs had better break theirs."""
@@ -341,8 +344,8 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
     ("data", "sandbox", "why"),
     [
         (ADD, Broken, "RuntimeError: the sandbox is gone"),
-        (DOUBLE, Broken, "RuntimeError: the sandbox is gone"),
-        (ADD, Hangs, "TimeoutError"),
+        slow(DOUBLE, Broken, "RuntimeError: the sandbox is gone"),
+        slow(ADD, Hangs, "TimeoutError"),
         ({}, LocalSandbox, "neither tests nor cases"),
         ({"cases": []}, LocalSandbox, "'t' has cases []"),
         ({"cases": [{"input": "1"}]}, LocalSandbox, "'t' has a case without input and output"),
@@ -350,7 +353,7 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
         ({**ADD, "tests": "assert 1 == 1"}, LocalSandbox, "call nothing of the code"),
         ({**ADD, "tests": "add(1, 2)"}, LocalSandbox, "the tests assert nothing"),
         ({**ADD, "tests": "assert add(lambda: 1, 2)"}, LocalSandbox, "an object of class function"),
-        (
+        slow(
             {**ADD, "tests": "while True: pass\nassert add(1, 2)"},
             LocalSandbox,
             "took more than 1 s",
@@ -363,11 +366,13 @@ def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
     assert reward.value is None and why in reward.error
 
 
+@pytest.mark.slow
 def test_tests_that_hang_on_what_a_program_returns_are_its_fault():
     data = {"tests": "n = add(1, 2)\nassert n == 3 or [x for x in iter(int, 1)]", "names": ["add"]}
     assert is_wrong(judged(data, "def add(a, b): return 4", QUICK), "took more than 1 s")
 
 
+@pytest.mark.slow
 def test_the_time_of_tests_is_that_of_all_their_runs_together():
     data = {
         "tests": "import time\ntime.sleep(0.3)\nn = 5\nwhile n:\n    n = less(n)\nassert n == 0",
@@ -384,7 +389,8 @@ def test_an_assert_that_is_never_reached_holds_nothing():
     assert judged(data, "def primes(n): return [2, 3, 5, 7]").value == 1.0
 
 
-def test_calls_that_never_settle_are_wrong():
+def test_calls_that_never_settle_are_wrong(monkeypatch):
+    monkeypatch.setattr(reasoning, "MOST_ROUNDS", 2)
     data = {
         "tests": "n = 0\nwhile n < 99:\n    n = next_of(n)\nassert n == 99",
         "names": ["next_of"],

@@ -2,20 +2,15 @@
 
 import pytest
 
-from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig
+from glm5_jax.envs.reasoning import VerifierConfig
+from tests.envs.local_sandbox import LocalSandbox
+from tests.envs.terminal.folders import slow_but
 from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, is_wrong, judged
 
-pytest.importorskip("glm5_jax.envs.sandbox")
+sandbox = pytest.importorskip("glm5_jax.envs.sandbox")
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
 CONFIG = VerifierConfig(seconds=60, code_seconds=20)
 QUICK = VerifierConfig(seconds=60, code_seconds=2)
-SOME = (
-    "leaves",
-    "exits when called",
-    "looks for the tests",
-    "kills its group",
-    "writes true and leaves",
-)
 
 
 def in_sandbox(data, code, config=CONFIG):
@@ -39,29 +34,24 @@ def test_a_program_has_no_network_and_not_the_files_of_the_host():
     assert in_sandbox(ADD, code).value == 1.0
 
 
-@pytest.mark.parametrize("cheat", SOME)
+@pytest.mark.parametrize("cheat", slow_but(["looks for the tests", "kills its group"], CHEATS))
 def test_cheats_get_nothing(cheat):
     assert is_wrong(in_sandbox(ADD, CHEATS[cheat]))
 
 
-@pytest.mark.parametrize("bomb", ["forks", "a large value"])
+@pytest.mark.parametrize("bomb", slow_but(["forks"], BOMBS))
 def test_bombs_get_nothing(bomb):
     assert is_wrong(in_sandbox(ADD, BOMBS[bomb], QUICK))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cheat", sorted(CHEATS.keys() - {*SOME}))
-def test_all_other_cheats_get_nothing(cheat):
-    assert is_wrong(in_sandbox(ADD, CHEATS[cheat]))
+def test_the_sandbox_has_the_limits_of_the_config(monkeypatch):
+    configs = []
 
+    def made(config):
+        configs.append(config)
+        return LocalSandbox()
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bomb", sorted(BOMBS.keys() - {"forks", "a large value"}))
-def test_all_other_bombs_get_nothing(bomb):
-    assert is_wrong(in_sandbox(ADD, BOMBS[bomb], QUICK))
-
-
-def test_the_sandbox_has_the_limits_of_the_config():
-    box = CodeVerifier(VerifierConfig(code_seconds=7, code_memory=2**28))._sandbox()
-    assert (box.config.seconds, box.config.memory_bytes) == (7, 2**28)
-    assert box.config.disk_bytes == 2**27
+    monkeypatch.setattr(sandbox, "Sandbox", made)
+    assert in_sandbox(DOUBLE, "", VerifierConfig(code_seconds=7, code_memory=2**28)).value == 0.0
+    config = configs[0]
+    assert (config.seconds, config.memory_bytes, config.disk_bytes) == (7, 2**28, 2**27)

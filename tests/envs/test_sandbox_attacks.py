@@ -21,8 +21,8 @@ from glm5_jax.envs.sandbox import (
     extract,
     recipe,
 )
-from tests.envs.leftovers import run
-from tests.envs.test_sandbox import first_process, in_box, root_only
+from tests.envs.leftovers import first_process, run
+from tests.envs.test_sandbox import in_box, root_only
 
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
 PROBE = pathlib.Path(__file__).with_name("probe.py")
@@ -72,7 +72,7 @@ AGENT = {
 ROOT = {
     "kill_all_others": "the first process lives on",
     "stop_first_process": "state S: not stopped, not dead",
-    "gain_capabilities": "only [0, 1, 3, 4, 5, 6, 7, 10]",
+    "gain_capabilities": "only [0, 1, 2, 3, 4, 5, 6, 7, 10]",
 }
 # What the probe would do if nothing stood in its way, as far as that harms nobody.
 HARMLESS = ("read_host_file", "read_host_environment", "connect_to_host", "connect_to_host_by_name")
@@ -139,14 +139,15 @@ def test_the_probe_gets_through_where_nothing_stands_in_its_way(tmp_path):
 
 def test_no_command_enters_before_the_sandbox_is_set_up(monkeypatch):
     """Bubblewrap tells the first process's number before that: who goes by it finds half a sandbox."""
-    shell, option, program = recipe._HOLDER
-    late = "sleep 1; echo done > /tmp/set-up; " + program
-    monkeypatch.setattr(recipe, "_HOLDER", (shell, option, late))
+    shell, option, program = recipe.HOLDER
+    late = "sleep 0.4; echo done > /tmp/set-up; " + program
+    monkeypatch.setattr(recipe, "HOLDER", (shell, option, late))
     assert in_box(lambda box: box.exec("cat /tmp/set-up")).stdout == b"done\n"
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_is_not_set_up_in_time_is_an_error(monkeypatch):
-    monkeypatch.setattr(recipe, "_HOLDER", ("/bin/sleep", "infinity"))
+    monkeypatch.setattr(recipe, "HOLDER", ("/bin/sleep", "infinity"))
     with pytest.raises(SandboxError, match="nothing happened within 1 s"):
         in_box(lambda box: box.exec("true"), start_seconds=1)
 
@@ -229,6 +230,7 @@ def test_links_and_pipes_in_a_folder_are_not_followed(tmp_path):
     assert os.listdir(tmp_path / "out") == ["file"]
 
 
+@pytest.mark.slow
 def test_files_that_come_and_go_while_they_are_read_are_no_failure_of_the_sandbox():
     churn = "import os\nwhile True:\n  for i in range(50):\n"
     churn += (
@@ -283,7 +285,7 @@ def test_an_agents_work_is_graded_where_the_agent_never_was():
             )
             await asyncio.sleep(0.2)
             assert await box.get("/logs/reward", 10) == b"1\n"
-            os.kill(first_process(box), signal.SIGSTOP)
+            os.kill(await first_process(box), signal.SIGSTOP)
             files = await box.get_folder("/app", 10_000)
         async with Sandbox(SandboxConfig(base=layer)) as fresh:
             await fresh.put_tar("/app", files)

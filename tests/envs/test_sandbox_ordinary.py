@@ -54,7 +54,7 @@ def told(_isolation):
 def test_nothing_leads_out(told):
     found, _ = told
     # Agent and root are one user there, without and with what capabilities root keeps.
-    for user, capabilities in (("root", [0, 1, 3, 4, 5, 6, 7, 10]), ("agent", [])):
+    for user, capabilities in (("root", [0, 1, 2, 3, 4, 5, 6, 7, 10]), ("agent", [])):
         expected = REFUSED | ROOT | {"gain_capabilities": f"only {capabilities}"}
         assert found[user] == expected
 

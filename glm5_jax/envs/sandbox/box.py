@@ -1,16 +1,16 @@
 """The sandbox: bubblewrap over an overlay in a user namespace, entered from outside for each command."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
 import pathlib
-import select
 import shutil
 import signal
 import stat
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Self
 
 from glm5_jax.envs.sandbox import remains, seccomp, transfer
 from glm5_jax.envs.sandbox.cgroups import Groups, counts_processes_apart
@@ -20,11 +20,13 @@ from glm5_jax.envs.sandbox.config import (
     PATH,
     ExecResult,
     Layer,
+    RightsPolicy,
     SandboxConfig,
     SandboxError,
     SandboxFileError,
 )
-from glm5_jax.envs.sandbox.recipe import AGENT, HOMES, ROOT_CAPABILITIES, launch_task
+from glm5_jax.envs.sandbox.processes import end_of, has_ended, kill, to_the_end
+from glm5_jax.envs.sandbox.recipe import AGENT, HOMES, HOST_SETTINGS, ROOT_CAPABILITIES, launch_task
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _END_SECONDS = 10.0  # for killed processes to be gone: large ones give their me
 _LOSS_SECONDS = 0.2  # for what is left of a sandbox that lost a command by SIGKILL to be gone too
 _SAID_BYTES = 4096  # of what a gate and bubblewrap say
 _LONGEST_ARGUMENT = 1 << 17  # bytes, of Linux
+_LONGEST_PATH = 1 << 12  # bytes, of Linux
 _told: set[tuple] = set()
 _NO_BWRAP = (
     "untrusted programs are not run without isolation, and bubblewrap (bwrap) is not installed; "
@@ -118,8 +121,11 @@ class Sandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes = b"",
         user: str = "agent",
+        policy: RightsPolicy | None = None,
     ) -> ExecResult:
         """Runs a program (a list of its name and arguments) or a shell's text (a string).
+
+        policy: which of the programs that it starts keep root's rights; None: all of them.
 
         What it leaves running runs on, unless it is ended for its time: then all that it started is,
         or, where there are no groups of processes (`limits`), all that runs in the sandbox.
@@ -146,6 +152,7 @@ class Sandbox:
             rlimits=self._rlimits(),
             filter=self._filter,
             groups=self._groups.joined_by(group),
+            policy=policy and {**dataclasses.asdict(policy), "user": AGENT},
         )
         try:
             ended = await child.wait(seconds)
@@ -161,7 +168,7 @@ class Sandbox:
         kind, _, rest = child.status.partition(" ")
         if self._isolated and ended and not kills and child.status == "signal 9":
             # The sandbox may be lost: its first process ends last.
-            await _end_of(self._first, _LOSS_SECONDS)
+            await end_of(self._first, _LOSS_SECONDS)
         self._check_running()
         if ended and kind not in ("exit", "signal"):
             raise SandboxError(f"{command!r} could not be run: {rest or child.output['stderr']}")
@@ -194,6 +201,29 @@ class Sandbox:
         """Unpacks what `get_folder` returned, or another tar of files, folders and links."""
         await self._put(path, await asyncio.to_thread(transfer.pack_tar, data), user)
 
+    async def save(self, path: str, file: IO[bytes], max_bytes: int) -> None:
+        """Writes a regular file, or a folder with what lies below it, into a file of the host for `put_saved`.
+
+        Links are kept as links. SandboxFileError for anything else, and for more than max_bytes.
+        """
+        fields = {"file": file.fileno(), "descriptors": (file.fileno(),), "max_bytes": max_bytes}
+        await self._transfer("save", path, **fields)
+
+    async def put_saved(self, path: str, file: IO[bytes], *, user: str = "agent") -> None:
+        """Writes what `save` wrote into the file to an absolute path, where it belongs to `user`."""
+        file.seek(0)
+        await self._put(path, b"", user, file)
+
+    async def changes(self, max_paths: int) -> list[str]:
+        """Paths of the files and links that have been written or removed, at most so many of them."""
+        fields = {"monitor": self._monitor_pidfd, "descriptors": (self._monitor_pidfd,)}
+        size = max_paths * _LONGEST_PATH
+        data = await self._transfer(
+            "changes", "/", output_bytes=size, max_paths=max_paths, **fields
+        )
+        paths = [os.fsdecode(path) for path in data.split(b"\0")[:-1]]
+        return [path for path in paths if path not in HOST_SETTINGS]  # where those are mounted
+
     async def get(self, path: str, max_bytes: int) -> bytes:
         """A regular file's content; SandboxFileError for anything else, and if it is larger."""
         return await self._transfer("get", path, output_bytes=max_bytes, max_bytes=max_bytes)
@@ -208,6 +238,15 @@ class Sandbox:
             "get_folder", path, output_bytes=max_bytes, max_bytes=max_bytes
         )
         return await asyncio.to_thread(transfer.to_tar, records)
+
+    async def stop_links(self, folders: Sequence[str]) -> None:
+        """Has nothing in the sandbox follow links in these folders from now on; they can still be made and read.
+
+        Nothing untrusted should run yet. Folders that are missing, or links themselves, are left as they are.
+        """
+        if not self._isolated:
+            raise ValueError("a sandbox with isolation='none' has no mounts of its own")
+        await self._transfer("stop_links", "/", folders=list(folders))
 
     async def snapshot(self) -> Layer:
         """What has been written, on top of what the sandbox started from; `Layer.remove` deletes it, or once this
@@ -330,7 +369,7 @@ class Sandbox:
     def _check_running(self) -> None:
         if not self._running:
             raise SandboxError("the sandbox does not run: it was not started, or was stopped")
-        if self._isolated and _has_ended(self._first):
+        if self._isolated and has_ended(self._first):
             raise SandboxError("the sandbox is lost: its first process has ended")
 
     def _child(
@@ -396,8 +435,10 @@ class Sandbox:
             raise SandboxError(f"{operation} of {path}: {said if ended else late}")
         return bytes(child.output["stdout"])
 
-    async def _put(self, path: str, data: bytes, user: str) -> None:
-        await self._transfer("put", path, stdin=data, user=self._identity(user))
+    async def _put(self, path: str, data: bytes, user: str, file: IO[bytes] | None = None) -> None:
+        number = None if file is None else file.fileno()
+        fields = {"file": number, "descriptors": () if number is None else (number,)}
+        await self._transfer("put", path, stdin=data, user=self._identity(user), **fields)
 
     async def _end(self, child: Child, group: pathlib.Path | None) -> None:
         """Ends what a command started, and waits until it is gone."""
@@ -410,7 +451,7 @@ class Sandbox:
                 try:
                     await self._transfer("kill_all", "/", seconds=_END_SECONDS)
                 except SandboxError:  # as a rule the sandbox has ended, and all in it
-                    if _has_ended(self._first):
+                    if has_ended(self._first):
                         child.kill()
             else:
                 child.kill()
@@ -423,7 +464,7 @@ class Sandbox:
     async def _stop(self) -> None:
         self._running = False
         if self._first >= 0:
-            _kill(self._first)  # and with it, by the kernel, all that runs inside
+            kill(self._first)  # and with it, by the kernel, all that runs inside
         elif self._monitor is not None:
             self._monitor.kill()  # which the sandbox does not survive
         for child in self._children:
@@ -455,44 +496,3 @@ async def run_python(
         path = f"{box.config.workdir}/main.py"
         await box.put(path, code.encode())
         return await box.exec(["python3", "-I", "main.py"], stdin=stdin)
-
-
-async def to_the_end(work: Awaitable) -> None:
-    """Waits for the work even if this is cancelled meanwhile, and passes that on afterwards."""
-    task = asyncio.ensure_future(work)
-    cancelled = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:  # told below
-            break
-    if cancelled is None:
-        task.result()
-    elif not task.cancelled() and task.exception() is not None:
-        log.error("while a sandbox was cancelled: %s", task.exception())
-    if cancelled is not None:
-        raise cancelled
-
-
-def _has_ended(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-async def _end_of(pidfd: int, seconds: float) -> bool:
-    """Whether the process ends within so many seconds."""
-    clock = asyncio.get_running_loop().time
-    last = clock() + seconds
-    while not (ended := _has_ended(pidfd)) and clock() < last:
-        await asyncio.sleep(0.005)
-    return ended
-
-
-def _kill(pidfd: int) -> None:
-    try:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

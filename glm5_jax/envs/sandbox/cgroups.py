@@ -18,7 +18,7 @@ _PERIOD = 100_000  # microseconds; of each the sandbox has its share, the kernel
 _numbers = itertools.count()
 
 
-def _hierarchies(
+def hierarchies(
     proc: pathlib.Path = pathlib.Path("/proc/self"),
 ) -> tuple[dict[str, pathlib.Path], pathlib.Path | None, pathlib.Path | None]:
     """A process's own group of each version 1 controller, and of version 2 with its mount."""
@@ -42,7 +42,8 @@ def _hierarchies(
     return first, second, top
 
 
-def _make(parent: pathlib.Path, name: str) -> pathlib.Path | None:
+def make_group(parent: pathlib.Path, name: str) -> pathlib.Path | None:
+    """Makes a group and returns its folder; None if the kernel refuses."""
     try:
         (parent / name).mkdir()
     except OSError:
@@ -50,7 +51,8 @@ def _make(parent: pathlib.Path, name: str) -> pathlib.Path | None:
     return parent / name
 
 
-def _write(folder: pathlib.Path, file: str, value: object) -> bool:
+def write_file(folder: pathlib.Path, file: str, value: object) -> bool:
+    """Writes a value into a group's file; returns whether the kernel took it."""
     try:
         (folder / file).write_text(str(value))
     except OSError:
@@ -76,7 +78,7 @@ class Groups:
         self._folders: dict[str, pathlib.Path] = {}
         self._commands: list[pathlib.Path] = []
         self._name = f"{mark()}{next(_numbers)}"
-        first, second, top = _hierarchies()
+        first, second, top = hierarchies()
         _sweep(*first.values())
         quota = int(cpus * _PERIOD)
         self._try_version_1(first, memory_bytes, processes, quota)
@@ -90,12 +92,12 @@ class Groups:
             "cpu": {"cpu.cfs_period_us": _PERIOD, "cpu.cfs_quota_us": quota},
         }
         for controller, parent in parents.items():
-            if folder := _make(parent, self._name):
+            if folder := make_group(parent, self._name):
                 self._folders[controller] = folder
-                if all([_write(folder, *item) for item in settings[controller].items()]):
+                if all([write_file(folder, *item) for item in settings[controller].items()]):
                     self.limits[controller] = "cgroup v1"
                 if controller == "memory":  # there only where swap is counted
-                    _write(folder, "memory.memsw.limit_in_bytes", memory_bytes)
+                    write_file(folder, "memory.memsw.limit_in_bytes", memory_bytes)
 
     def _try_version_2(self, own, top, memory_bytes: int, processes: int, quota: int) -> None:
         settings = {
@@ -110,17 +112,17 @@ class Groups:
             if {"memory", "pids"} <= offered:
                 # In one write, so that it is all or nothing.
                 wanted = " ".join(f"+{controller}" for controller in sorted(offered))
-                _write(parent, "cgroup.subtree_control", wanted)
-            folder = _make(parent, self._name)
+                write_file(parent, "cgroup.subtree_control", wanted)
+            folder = make_group(parent, self._name)
             if folder and (folder / "memory.max").exists() and (folder / "pids.max").exists():
                 self._folders = dict.fromkeys(CONTROLLERS, folder)
-                _write(folder, "memory.swap.max", 0)
+                write_file(folder, "memory.swap.max", 0)
                 for controller, item in settings.items():
-                    if _write(folder, *item):
+                    if write_file(folder, *item):
                         self.limits[controller] = "cgroup v2"
                 return
             if folder:
-                _remove(folder)
+                remove_group(folder)
             if parent == top:
                 return
 
@@ -147,16 +149,16 @@ class Groups:
             return 0
         file = folder / "memory.events"
         file = file if file.exists() else folder / "memory.oom_control"
-        counts = dict(line.split() for line in _read(file).splitlines())
+        counts = dict(line.split() for line in read_file(file).splitlines())
         return int(counts.get("oom_kill", 0))
 
     async def end(self, command: pathlib.Path, seconds: float) -> bool:
         """Kills all of the command's processes; whether they are gone within so many seconds."""
-        _write(command, "pids.max", 0)  # version 1 kills one by one: nothing new may come up
-        whole = _write(command, "cgroup.kill", 1)
+        write_file(command, "pids.max", 0)  # version 1 kills one by one: nothing new may come up
+        whole = write_file(command, "cgroup.kill", 1)
         clock = asyncio.get_running_loop().time
         last = clock() + seconds
-        while pids := _read(command / "cgroup.procs").split():
+        while pids := read_file(command / "cgroup.procs").split():
             # Stopped first: a shell would go on to its next line when what it waits for is killed before it.
             for number in () if whole else (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:
@@ -171,7 +173,7 @@ class Groups:
 
     def tidy(self) -> list[pathlib.Path]:
         """Removes the groups of commands that nothing runs in any more; those that are left."""
-        self._commands = [folder for folder in self._commands if not _remove(folder)]
+        self._commands = [folder for folder in self._commands if not remove_group(folder)]
         return self._commands
 
     async def remove(self, seconds: float) -> list[str]:
@@ -182,20 +184,22 @@ class Groups:
             for command in self.tidy():
                 await self.end(command, 0)
             left = [*self.tidy()]
-            left += [folder for folder in set(self._folders.values()) if not _remove(folder)]
+            left += [folder for folder in set(self._folders.values()) if not remove_group(folder)]
             if not left or clock() > last:
                 return [str(folder) for folder in left]
             await asyncio.sleep(0.002)
 
 
-def _read(file: pathlib.Path) -> str:
+def read_file(file: pathlib.Path) -> str:
+    """Returns the text of a group's file; empty if the group is gone."""
     try:
         return file.read_text()
     except OSError:  # removed meanwhile
         return ""
 
 
-def _remove(folder: pathlib.Path) -> bool:
+def remove_group(folder: pathlib.Path) -> bool:
+    """Removes a group; returns whether it is gone."""
     try:
         folder.rmdir()
     except FileNotFoundError:
@@ -210,5 +214,5 @@ def _sweep(*parents: pathlib.Path) -> None:
     for parent in parents:
         for name in left_of(os.listdir(parent)):
             for command in (parent / name).glob("command-*"):
-                _remove(command)
-            _remove(parent / name)
+                remove_group(command)
+            remove_group(parent / name)

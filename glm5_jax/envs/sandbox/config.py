@@ -127,6 +127,27 @@ class SandboxConfig:
             raise ValueError(f"isolation is {self.isolation!r}; it can be 'bubblewrap' or 'none'")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RightsPolicy:
+    """Which programs keep root's rights when a process of root starts them; all others become the agent's.
+
+    Attributes:
+      data: names of programs that take files for data only.
+      launchers: names of programs that execute what their arguments say.
+      shells: names of shells, which keep rights for scripts that the agent cannot have written.
+      standins: beginning of an interpreter's name -> path of the program that runs in its place.
+      helper: arguments of the one interpreter process that the stand-ins themselves start.
+      folders: folders whose files can be trusted although their permissions change while the policy holds.
+    """
+
+    data: tuple[str, ...] = ()
+    launchers: tuple[str, ...] = ()
+    shells: tuple[str, ...] = ()
+    standins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    helper: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class ExecResult:
     """How a command ended and what it wrote, cut off at the sandbox's `output_bytes` each.

@@ -8,11 +8,11 @@ from glm5_jax.envs.sandbox.config import Layer, SandboxConfig
 AGENT = 1000  # user and group of the agent inside
 HOMES = {"root": "/root", "agent": "/var/agent"}
 # What root of the sandbox keeps: enough to install and to change users, not to mount, trace or reboot.
-# CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, NET_BIND_SERVICE
-ROOT_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 10)
+# CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, KILL, SETGID, SETUID, NET_BIND_SERVICE
+ROOT_CAPABILITIES = (0, 1, 2, 3, 4, 5, 6, 7, 10)
 # As first process it cannot be killed from inside, and as its children's deaths are ignored the kernel
 # buries them. The one capability that programs here never have keeps them from tracing it.
-_HOLDER = (
+HOLDER = (
     *("/bin/sh", "-c"),
     # Of the shells dash cannot ignore this signal, of the programs `env` GNU's alone can.
     'trap "" CHLD; with="env --ignore-signal=CHLD"; $with true 2>/dev/null || with=; '
@@ -36,7 +36,7 @@ _SKELETON = (
     ("/etc/nsswitch.conf", "file", 0o644, 0, "passwd: files\ngroup: files\nhosts: files\n"),
 )
 # Of the host's settings only what its programs do not start without.
-_HOST_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/fonts")
+HOST_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/fonts")
 
 
 def _host_programs(base: Layer) -> tuple[list[tuple], list[str]]:
@@ -50,7 +50,7 @@ def _host_programs(base: Layer) -> tuple[list[tuple], list[str]]:
             links.append((str(path), "link", 0o777, 0, os.readlink(path)))
         elif path.is_dir():
             binds += ["--ro-bind", str(path), str(path)]
-    for path in _HOST_SETTINGS:
+    for path in HOST_SETTINGS:
         binds += ["--ro-bind-try", path, path]
     return links, binds
 
@@ -82,6 +82,6 @@ def launch_task(
             *("--perms", "1777", "--size", str(config.disk_bytes), "--tmpfs", "/dev/shm"),
             *("--remount-ro", "/dev", "--chdir", "/"),
             *(() if seccomp is None else ("--seccomp", str(seccomp))),
-            *("--info-fd", str(info), "--", *_HOLDER),
+            *("--info-fd", str(info), "--", *HOLDER),
         ],
     }

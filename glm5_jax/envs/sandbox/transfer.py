@@ -12,12 +12,11 @@ import stat
 import tarfile
 from collections.abc import Iterator
 
-_KINDS = {
-    tarfile.DIRTYPE: stat.S_IFDIR,
-    tarfile.REGTYPE: stat.S_IFREG,
-    tarfile.SYMTYPE: stat.S_IFLNK,
+_TYPES = {
+    stat.S_IFDIR: tarfile.DIRTYPE,
+    stat.S_IFREG: tarfile.REGTYPE,
+    stat.S_IFLNK: tarfile.SYMTYPE,
 }
-_TYPES = {kind: letter for letter, kind in _KINDS.items()}
 END = bytes(4)
 
 
@@ -57,10 +56,11 @@ def pack_path(source: pathlib.Path, mode: int | None = None) -> bytes:
 
 def pack_tar(data: bytes) -> bytes:
     """The records of a tar archive, with the folder that they go into."""
+    kinds = {letter: kind for kind, letter in _TYPES.items()}
     parts = [record(b"", stat.S_IFDIR, 0o755, b"")]
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         for member in archive:
-            kind = _KINDS.get(member.type)
+            kind = kinds.get(member.type)
             if kind is None:
                 raise ValueError(f"{member.name} in the archive is neither a file, folder nor link")
             content = archive.extractfile(member).read() if kind == stat.S_IFREG else b""

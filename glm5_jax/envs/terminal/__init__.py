@@ -7,7 +7,7 @@ async with Trials() as trials:
 from glm5_jax.envs.terminal.bash import BashConfig
 from glm5_jax.envs.terminal.policy import AttemptConfig, Policy
 from glm5_jax.envs.terminal.shell import Shell
-from glm5_jax.envs.terminal.task import TaskError, TerminalTask, find_tasks, load_task
+from glm5_jax.envs.terminal.task import TaskError, TaskLimits, TerminalTask, find_tasks, load_task
 from glm5_jax.envs.terminal.trial import Agent, Nop, Oracle, Result, Script, Trials
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Script",
     "Shell",
     "TaskError",
+    "TaskLimits",
     "TerminalTask",
     "Trials",
     "find_tasks",

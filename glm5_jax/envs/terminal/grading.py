@@ -1,18 +1,25 @@
 """What an attempt's work is worth: the task's tests, in a fresh sandbox over the pristine image.
 
-Only the work folder and the declared artifacts go over, as files, folders and links that nobody follows; what else the
-attempt changed, started or left running stays behind. See `grader` for who runs with which rights there.
+Only the work folder, /logs/artifacts and the declared artifacts go over, as files, folders and links. What else the
+attempt changed, started or left running stays in its own sandbox, and the verdict says so. See `grader` for which rights
+programs have there.
+
+Tasks whose environment_mode is "shared" are graded in the attempt's own sandbox instead, where an attempt can write its
+reward in many ways (`forms`).
 """
 
 import asyncio
 import dataclasses
 import errno
 import shlex
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Awaitable, Mapping
+from typing import IO
 
 from glm5_jax.envs.sandbox import (
     ExecResult,
     Layer,
+    RightsPolicy,
     Sandbox,
     SandboxConfig,
     SandboxError,
@@ -21,11 +28,21 @@ from glm5_jax.envs.sandbox import (
 from glm5_jax.envs.terminal import grader, rewards
 from glm5_jax.envs.terminal.image import Image, Images
 from glm5_jax.envs.terminal.shell import started_by
-from glm5_jax.envs.terminal.task import TerminalTask, check_workdir
+from glm5_jax.envs.terminal.task import TaskLimits, TerminalTask, can_be_workdir, check_workdir
 
-MOST_WORK = 1 << 29  # bytes of a work folder, as it is held in memory on its way
+MOST_WORK = 1 << 29  # bytes of a work folder or an artifact
+MOST_CHANGES = 1000  # paths outside of the work folder that are looked at
+_NAMED = 5  # of them that a verdict names
+ARTIFACTS = "/logs/artifacts"
 # The folders that tasks expect.
-MAKE_LOGS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
+MAKE_LOGS = f"mkdir -p /logs/agent /logs/verifier {ARTIFACTS} && chmod 777 /logs/agent {ARTIFACTS}"
+_PLAIN_FOLDER = "/var/agent"  # where commands start if the task's own folder cannot be an agent's
+# Changes there are the task's own doing, or of no use to tests.
+_PASSED_OVER = ("/logs", "/solution", "/script", "/tests", "/grader", "/proc", "/dev", "/run")
+# Bash then has them in files of root's; what comes through a pipe may have come from the attempt.
+_HERE_DOCUMENTS = {"BASH_COMPAT": "5.0"}
+_AGENT = 1000  # whose an attempt's files are in grading
+_TEMPORARY = ("/tmp", "/var/tmp")
 _NO_TARGETS = [[name] for name in ("logs", "tests", "grader", "proc")]
 
 
@@ -45,13 +62,22 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What an attempt leaves to be graded: the archive of its folder, and of each artifact there is.
+    """What an attempt leaves to be graded; a context manager that closes its files.
 
-    artifacts: path -> content of a file, or archive of a folder.
+    Attributes:
+      files: path in the sandbox -> file of the host that `Sandbox.save` wrote.
+      ungraded: paths that the attempt changed and that are not graded.
     """
 
-    folder: bytes
-    artifacts: Mapping[str, tuple[str, bytes]]
+    files: Mapping[str, IO[bytes]]
+    ungraded: tuple[str, ...] = ()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        for file in self.files.values():
+            file.close()
 
 
 class WorkError(RuntimeError):
@@ -59,61 +85,102 @@ class WorkError(RuntimeError):
 
 
 def workdir_of(task: TerminalTask, image: Image) -> str:
-    """The folder that is worked in and graded; TaskError if there is none of its own."""
+    """The folder that is worked in and graded; TaskError if it has to be taken elsewhere and cannot."""
     if task.workdir is not None:
         return task.workdir
-    return check_workdir(image.workdir or "/", "the image's WORKDIR")
+    path = image.workdir or "/"
+    return path if task.is_shared else check_workdir(path, "the image's WORKDIR")
 
 
-def sandbox_config(task: TerminalTask, image: Image, *, layers: tuple = ()) -> SandboxConfig:
+def sandbox_config(
+    task: TerminalTask, image: Image, limits: TaskLimits, *, layers: tuple = ()
+) -> SandboxConfig:
     """A sandbox over a task's image."""
     # Each once: an overlay refuses a folder that is in it already.
     folders = tuple(dict.fromkeys((*layers, *image.layer.folders)))
     layer = Layer(folders, image.layer.host_programs)
+    workdir = workdir_of(task, image)
     return SandboxConfig(
         seconds=task.agent_seconds,
         memory_bytes=task.memory_bytes,
         disk_bytes=task.disk_bytes,
         cpus=task.cpus,
+        processes=limits.processes,
         env={**image.env, **task.env},
-        workdir=workdir_of(task, image),
+        workdir=workdir if can_be_workdir(workdir) else _PLAIN_FOLDER,
         base=layer,
     )
 
 
 async def collect(box: Sandbox, task: TerminalTask, workdir: str) -> Work:
     """What is graded of a sandbox; WorkError if it cannot be."""
+    files: dict[str, IO[bytes]] = {}
     try:
-        folder = await box.get_folder(workdir, MOST_WORK)
-        artifacts = {}
-        for path in task.artifacts:
+        for path in dict.fromkeys((workdir, *task.artifacts, ARTIFACTS)):
+            file = tempfile.TemporaryFile()
             try:
-                artifacts[path] = "file", await box.get(path, MOST_WORK)
+                await box.save(path, file, MOST_WORK)
+                files[path] = file
             except SandboxFileError as error:
-                if error.errno == errno.EFBIG:
+                file.close()
+                is_optional = error.errno == errno.ENOENT or path == ARTIFACTS
+                if path == workdir or not is_optional or error.errno == errno.EFBIG:
                     raise
-                try:
-                    artifacts[path] = "folder", await box.get_folder(path, MOST_WORK)
-                except SandboxFileError as other:
-                    if other.errno != errno.ENOENT:
-                        raise
-    except SandboxFileError as error:
-        raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
-    return Work(folder, artifacts)
+        return Work(files, await _ungraded(box, tuple(files)))
+    except BaseException as error:
+        for file in files.values():
+            file.close()
+        if isinstance(error, SandboxFileError):
+            raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
+        raise
+
+
+async def _ungraded(box: Sandbox, graded: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths that were changed outside of the graded ones, but for hidden ones and caches."""
+    try:
+        paths = await box.changes(MOST_CHANGES)
+    except SandboxFileError:  # folders too deep: nothing can be said
+        return ()
+    return tuple(
+        path
+        for path in paths
+        if not _is_below(path, (*graded, *_PASSED_OVER))
+        and not any(name.startswith(".") or name == "__pycache__" for name in path.split("/"))
+    )
+
+
+def _with_ungraded(verdict: Verdict, work: Work) -> Verdict:
+    """The verdict, which says what was not graded of an attempt that has not all of the reward."""
+    if verdict.reward is None or verdict.reward >= 1 or not work.ungraded:
+        return verdict
+    names = ", ".join(work.ungraded[:_NAMED])
+    more = len(work.ungraded) - _NAMED
+    note = f"changed, not graded: {names}" + (f" and {more} more" if more > 0 else "")
+    error = "; ".join(filter(None, (verdict.error, note)))
+    return dataclasses.replace(verdict, error=error)
 
 
 class Grader:
     """Grades attempts at tasks."""
 
-    def __init__(self, images: Images):
-        self._images = images
+    def __init__(self, images: Images, limits: TaskLimits):
+        self._images, self._limits = images, limits
         self._untouched: dict[str, asyncio.Task[str | None]] = {}
 
     async def __call__(self, task: TerminalTask, image: Image, work: Work) -> Verdict:
         """The verdict on what an attempt left. Tests that give no reward to it say nothing of it if they give
         none to the untouched image either; if they do, it is the attempt's doing, and 0."""
+        return _with_ungraded(
+            await self._verdict(task, image, self._grade(task, image, work)), work
+        )
+
+    async def in_place(self, task: TerminalTask, image: Image, box: Sandbox) -> Verdict:
+        """The verdict on an attempt, whose tests run in its own sandbox, next to what it left running."""
+        return await self._verdict(task, image, self._grade_in_place(task, image, box))
+
+    async def _verdict(self, task: TerminalTask, image: Image, graded: Awaitable) -> Verdict:
         try:
-            return await self._grade(task, image, work)
+            return await graded
         except WorkError as error:
             return Verdict(0.0, str(error))
         except rewards.RewardError as error:
@@ -161,57 +228,100 @@ class Grader:
 
     async def _grade(self, task: TerminalTask, image: Image, work: Work | None) -> Verdict:
         tools = await self._images.tools()
-        config = sandbox_config(task, image, layers=tools.folders[:1])
+        config = sandbox_config(task, image, self._limits, layers=tools.folders[:1])
+        workdir = workdir_of(task, image)
         async with Sandbox(config) as box:
             # Of what the image has of the work nothing may come back that the attempt removed.
-            old = shlex.join([config.workdir, *work.artifacts] if work else [])
+            old = shlex.join(work.files if work else [])
             clear = f"rm -rf -- {old}" if old else "true"
             command = f"{MAKE_LOGS} && chmod 700 /logs/verifier && {clear}"
             await box.exec(command, user="root", cwd="/")
             await box.put("/tests", task.folder / "tests", user="root", mode=0o700)
-            if work is not None:
-                await _put_work(box, config.workdir, work)
-            done = await self._run_tests(box, task, config)
-            log = (done.stdout + done.stderr).decode(errors="replace")
-            try:
-                value, parts = await _read_reward(box, done, task)
-            except rewards.RewardError:
-                if lacking := await _lacking(box):
-                    return Verdict(None, lacking, log=log)
-                raise
-            if value <= 0 and (lacking := await _lacking(box)):
-                return Verdict(None, lacking, log=log)
-            return Verdict(value, None, parts, log)
+            # Last, so that nobody follows a link that is made while the tests run.
+            still = await _put_work(box, work) if work is not None else []
+            await box.stop_links([*_TEMPORARY, *still])
+            done = await self._run_tests(box, task, config, workdir, RightsPolicy(**grader.POLICY))
+            await _check_links(box, [*_TEMPORARY, *(work.files if work else [])])
+            return await _verdict_of(box, task, done)
 
-    async def _run_tests(self, box: Sandbox, task, config: SandboxConfig) -> ExecResult:
+    async def _grade_in_place(self, task: TerminalTask, image: Image, box: Sandbox) -> Verdict:
+        await self._images.tools()
+        command = f"rm -rf /tests /logs/verifier; {MAKE_LOGS}"
+        await box.exec(command, user="root", cwd="/")
+        try:
+            await box.put("/tests", task.folder / "tests", user="root", mode=0o755)
+            workdir = workdir_of(task, image)
+            done = await self._run_tests(
+                box, task, sandbox_config(task, image, self._limits), workdir, None
+            )
+        except SandboxFileError as error:
+            raise WorkError(
+                f"the tests cannot run in the agent's sandbox: {error.args[-1]}"
+            ) from None
+        return await _verdict_of(box, task, done)
+
+    async def _run_tests(self, box, task, config, workdir, policy) -> ExecResult:
         script = await asyncio.to_thread((task.folder / "tests" / "test.sh").read_bytes)
-        path = f"{grader.FOLDER}/bin:{config.env['PATH']}"
+        path = config.env["PATH"]
+        # What is newer than this file has been made by the tests, or by the attempt.
+        places = (workdir, *task.artifacts, ARTIFACTS)
+        clean = [f for f in path.split(":") if f.startswith("/") and not _is_below(f, places)]
+        inodes = await box.exec("find /tests -printf '%i '", user="root", cwd="/")
+        marker = f"{':'.join(clean)}\n".encode() + inodes.stdout + b"\n"
+        await box.put(f"{grader.FOLDER}/path", marker, user="root")
         return await box.exec(
             started_by(script, "/tests/test.sh"),
             user="root",
-            cwd=config.workdir,
-            env={**task.verifier_env, "PATH": path},
+            cwd=workdir,
+            env={**task.verifier_env, "PATH": f"{grader.FOLDER}/bin:{path}", **_HERE_DOCUMENTS},
             seconds=task.verifier_seconds,
+            policy=policy,
         )
 
 
-async def _put_work(box: Sandbox, workdir: str, work: Work) -> None:
+async def _verdict_of(box: Sandbox, task: TerminalTask, done: ExecResult) -> Verdict:
+    log = (done.stdout + done.stderr).decode(errors="replace")
     try:
-        # As an ordinary user's, whoever's it was: whose programs have no rights in grading.
-        await box.put_tar(workdir, work.folder)
-        for path, (kind, content) in work.artifacts.items():
-            await (box.put if kind == "file" else box.put_tar)(path, content)
+        value, parts = await _read_reward(box, done, task)
+    except rewards.RewardError:
+        if lacking := await _lacking(box):
+            return Verdict(None, lacking, log=log)
+        raise
+    if value <= 0 and (lacking := await _lacking(box)):
+        return Verdict(None, lacking, log=log)
+    return Verdict(value, None, parts, log)
+
+
+async def _put_work(box: Sandbox, work: Work) -> list[str]:
+    """Writes the work into a grading sandbox; the folders of it that hold no links."""
+    try:
+        for path, file in work.files.items():
+            # As an ordinary user's, whoever's it was: whose programs have no rights in grading.
+            await box.put_saved(path, file)
     except SandboxFileError as error:
         raise WorkError(f"what the agent left cannot be graded: {error.args[-1]}") from None
-    # Tests follow links as root: to their own answers, or to where the reward is written.
-    places = [workdir, *work.artifacts]
-    look = ["find", *places, "-type", "l", "-exec", "realpath", "-mz", "--", "{}", "+"]
-    found = await box.exec(look, user="root", cwd="/")
+    return [path for path in work.files if not await _check_links(box, [path])]
+
+
+async def _check_links(box: Sandbox, places: list[str]) -> int:
+    """The number of links in these places; WorkError if one leads to where tests or rewards are.
+
+    Tests follow links as root: to their own answers, or to where the reward is written.
+    """
+    names = shlex.join(places)
+    look = f"find {names} -type l -user {_AGENT} -exec realpath -mz -- {{}} + 2>/dev/null"
+    found = await box.exec(["/bin/sh", "-c", look], user="root", cwd="/")
     if found.truncated:
         raise WorkError("what the agent left cannot be graded: too many links")
-    for target in found.stdout.decode(errors="replace").split("\0"):
+    targets = found.stdout.decode(errors="replace").split("\0")[:-1]
+    for target in targets:
         if target.split("/")[1:2] in _NO_TARGETS:
             raise WorkError(f"what the agent left cannot be graded: a link to {target[:100]}")
+    return len(targets)
+
+
+def _is_below(path: str, folders) -> bool:
+    return any(path == folder or path.startswith(folder + "/") for folder in folders)
 
 
 async def _lacking(box: Sandbox) -> str | None:

@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import platform
-import shlex
 import shutil
 import tempfile
 import time
@@ -23,7 +22,7 @@ from glm5_jax.envs.sandbox import (
     SandboxFileError,
 )
 from glm5_jax.envs.sandbox.remains import mark
-from glm5_jax.envs.terminal import dockerfile, grader
+from glm5_jax.envs.terminal import dockerfile, grader, walls
 from glm5_jax.envs.terminal.shell import run_as
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
 
@@ -34,9 +33,11 @@ IMAGES = {"debian": "host", "ubuntu": "host"}
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TESTERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _LIB = f"{grader.FOLDER}/lib"
-_CLOSES = ["python3", "-I", "-B", "-c", f"import sys; sys.path.append('{grader.FOLDER}/code')\n"]
-_CLOSES[-1] += "import grader.guard as guard; sys.exit(not guard.close_folders())"
 _FOLDERS = ("/var/lib", "/var/log", "/var/cache", "/var/spool", "/opt", "/srv", "/mnt", "/media")
+# A here-document with a first line of its own.
+_RUN_FILE = (
+    'f=$(mktemp) && printf %s "$0" > "$f" && chmod 755 "$f" && "$f"; c=$?; rm -f "$f"; exit $c'
+)
 _SAID = 1000  # characters of what a failed instruction printed
 _NOWHERE = "/var/agent"  # a folder that is there anyway
 
@@ -130,7 +131,7 @@ class Images:
             base = self._base(task.docker_image)
             return Image(base, None, {"PATH": PATH})
         try:
-            text = task.dockerfile.read_text("utf-8")
+            text = task.dockerfile.read_text("utf-8-sig")
             recipe = dockerfile.parse(text)
             build = _Build(task, recipe, self._base)
         except (dockerfile.DockerfileError, UnicodeDecodeError) as error:
@@ -167,13 +168,9 @@ class Images:
                 command += ["-c", "/dev/null", "/tmp/test_it.py"]
                 # Which leaves its modules compiled: a second, otherwise, of each grading.
                 await box.exec(command, env={"PYTHONPATH": _LIB}, user="root", cwd="/tmp")
-                if (await box.exec(_CLOSES, user="root", cwd="/")).code:
-                    log.warning(
-                        "The kernel has no Landlock: tests that import an attempt's code into their own process can be "
-                        "made to write its reward"
-                    )
                 await box.exec("rm -rf /tmp/* /tmp/.[!.]*", user="root")
                 layer = await box.snapshot()
+                await walls.check(box)
         self._layers.append(layer)
         return layer
 
@@ -240,6 +237,7 @@ class _Build:
     def __init__(self, task: TerminalTask, recipe: list[dockerfile.Instruction], base_of):
         self._task, self._context = task, task.dockerfile.parent
         self._arguments: dict[str, str] = {}  # of ARG, which an image does not keep
+        self._defaults: dict[str, str] = {}  # of ARG before FROM
         self._env: dict[str, str] = {"PATH": PATH}
         self._workdir: str | None = None
         self._user = "root"
@@ -248,7 +246,7 @@ class _Build:
         for item in recipe[:at]:
             self._set_argument(item)
         self.base = self._from(recipe[at], base_of)
-        self._arguments = {}
+        self._defaults, self._arguments = self._arguments, {}
         self.steps = recipe[at + 1 :]
 
     def image(self, layer: Layer) -> Image:
@@ -281,21 +279,27 @@ class _Build:
         return {**self._arguments, **self._env}
 
     def _set_argument(self, item: dockerfile.Instruction) -> None:
-        for word in shlex.split(item.text):
+        for word in self._words(item):
             name, is_set, value = word.partition("=")
             if is_set:
-                self._arguments[name] = dockerfile.substitute(value, self._variables())
+                self._arguments[name] = value
+            elif name in self._defaults:
+                self._arguments[name] = self._defaults[name]
+
+    def _words(self, item: dockerfile.Instruction) -> list[str]:
+        try:
+            return dockerfile.words(item.text, self._variables())
+        except dockerfile.DockerfileError as error:
+            raise dockerfile.DockerfileError(f"line {item.line}: {item.name} {error}") from None
 
     async def _arg(self, box: Sandbox, item: dockerfile.Instruction) -> None:
         self._set_argument(item)
 
     async def _env_(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        known = self._variables()
-        for name, value in dockerfile.pairs(item).items():
-            self._env[name] = dockerfile.substitute(value, known)
+        self._env.update(dockerfile.pairs(item, self._variables()))
 
     async def _workdir_(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        path = dockerfile.substitute(item.text, self._variables()).strip("\"'")
+        path = dockerfile.substitute(item.text, self._variables())
         path = os.path.normpath(os.path.join(self._workdir or "/", path))
         done = await box.exec(["mkdir", "-p", path], user="root")
         if done.code:
@@ -306,7 +310,9 @@ class _Build:
         self._user = dockerfile.substitute(item.text, self._variables()).partition(":")[0]
 
     async def _run(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        command = list(item.arguments or ["/bin/sh", "-c", item.text])
+        command = list(item.arguments or ["/bin/sh", "-c", item.script])
+        if item.script.startswith("#!"):
+            command = ["/bin/sh", "-c", _RUN_FILE, item.script]
         left = self._end - time.monotonic()
         if left <= 0:
             raise ImageError(f"{_where(item)}: no end within {self._task.build_seconds:g} s")
@@ -320,8 +326,10 @@ class _Build:
             raise ImageError(f"{_where(item)}: exit code {done.code}: {_tail(done)}")
 
     async def _copy(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        words = item.arguments or shlex.split(item.text)
-        words = [dockerfile.substitute(word, self._variables()) for word in words]
+        words = self._words(item)
+        if item.arguments:
+            known = self._variables()
+            words = [dockerfile.substitute(word, known) for word in item.arguments]
         if len(words) < 2:
             raise dockerfile.DockerfileError(f"line {item.line}: COPY needs a source and a place")
         *patterns, place = words

@@ -81,6 +81,7 @@ class AttemptConfig:
             reply_tokens=self.reply_tokens,
             seconds=self.seconds,
             tool_seconds=self.seconds,
+            ends_on_broken_call=False,  # what it has done would be graded all the same
             context=self.context,
         )
 

@@ -7,6 +7,7 @@ asyncio.run(service.serve())
 
 import contextlib
 import dataclasses
+import logging
 import pathlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
@@ -18,12 +19,15 @@ from glm5_jax.agents.loop import Trace
 from glm5_jax.data.sources import held_out as is_held_out
 from glm5_jax.envs.service import ChatService
 from glm5_jax.envs.terminal.bash import BashConfig
+from glm5_jax.envs.terminal.forms import forgeable
 from glm5_jax.envs.terminal.policy import AttemptConfig, Policy
-from glm5_jax.envs.terminal.task import TerminalTask, find_tasks, load_task
+from glm5_jax.envs.terminal.task import TaskLimits, TerminalTask, find_tasks, load_task
 from glm5_jax.envs.terminal.trial import Trials
 from glm5_jax.rl.service import ServiceConfig
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def load_tasks(
@@ -48,6 +52,7 @@ class TerminalShare:
       held_out_fraction: share of the tasks that is for evaluation.
       images: names of images and the root file systems that stand for them, or "host".
       bash: limits of commands.
+      task_limits: what tasks may ask of the machine.
     """
 
     folder: str = ""
@@ -56,6 +61,7 @@ class TerminalShare:
     held_out_fraction: float = 0.1
     images: Mapping[str, str] = dataclasses.field(default_factory=dict)
     bash: BashConfig = BashConfig()
+    task_limits: TaskLimits = TaskLimits()
 
     def __post_init__(self):
         if not self.folder:
@@ -80,7 +86,7 @@ class TerminalService(ChatService):
     once, each with the processors and memory that its task asks for. ValueError for a task whose rollout would come to no end
     in time, for an instruction that leaves no room for a reply, and without root.
 
-    tokenizer, variant: those of the gateway, by which prompts are counted. images: see `Trials`.
+    tokenizer, variant: those of the gateway, by which prompts are counted. images, task_limits: see `Trials`.
     """
 
     def __init__(
@@ -92,12 +98,16 @@ class TerminalService(ChatService):
         limits: AttemptConfig = AttemptConfig(),
         *,
         images: Mapping[str, str] | None = None,
+        task_limits: TaskLimits = TaskLimits(),
         variant: str = "glm5",
     ):
         asked = ([limits.asked(task) for task in own] for own in (tasks, held_out))
         counter = TokenCounter(tokenizer, variant)
         super().__init__(config, *asked, counter, limits.max_tokens, limits.reply_seconds)
         for task in (*tasks, *held_out):
+            task_limits.check(task)
+            for form in forgeable(task):
+                log.warning("task %s: its reward can be forged: %s", task.name, form)
             # The tests may run twice, with the attempt's work and without.
             seconds = min(limits.seconds, task.agent_seconds) + 2 * task.verifier_seconds
             seconds += task.build_seconds
@@ -106,7 +116,7 @@ class TerminalService(ChatService):
                     f"task {task.name!r} may take {seconds:g} s with its image and its tests, and a rollout has "
                     f"{config.seconds:g} s; raise seconds of the service, or leave the task out"
                 )
-        self._limits, self._trials = limits, Trials(images)
+        self._limits, self._trials = limits, Trials(images, task_limits)
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         async with self._trials:

@@ -13,6 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MB = 1 << 20
+_LEAST_CPUS = 0.01  # of a sandbox
+_PARTS = (
+    "task.toml",
+    "instruction.md",
+    "environment",
+    "environment/Dockerfile",
+    "tests",
+    "tests/test.sh",
+    "solution",
+)
+_PARTS += ("solution/solve.sh",)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG])", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_]\w*)(:-([^}]*))?\}")
 # What no agent may make its own: the folders of grading, and those that programs come from.
@@ -29,7 +40,8 @@ class TerminalTask:
     """A task folder.
 
     name: of the folder. docker_image: what is used where there is no Dockerfile. workdir: None is that of the image.
-    user: of the agent, None is that of the image. artifacts: paths beside the work folder that are graded.
+    user: of the agent, None is that of the image. artifacts: paths other than the work folder that are graded.
+    is_shared: whether tests run in the agent's sandbox, in which an attempt can forge its reward.
     """
 
     name: str
@@ -48,10 +60,45 @@ class TerminalTask:
     memory_bytes: int = 2048 * _MB
     disk_bytes: int = 10240 * _MB
     artifacts: tuple[str, ...] = ()
+    is_shared: bool = False
 
     @property
     def dockerfile(self) -> pathlib.Path:
         return self.folder / "environment" / "Dockerfile"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskLimits:
+    """What tasks may ask of the machine that they run on. Construction refuses values that are not positive (ValueError).
+
+    Attributes:
+      memory_bytes: largest memory of a task.
+      disk_bytes: largest storage of a task.
+      cpus: largest number of processors of a task.
+      processes: number of processes and threads in a sandbox.
+    """
+
+    memory_bytes: int = 16 << 30
+    disk_bytes: int = 32 << 30
+    cpus: float = 16.0
+    processes: int = 256
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(
+                    f"{field.name} is {getattr(self, field.name)}; it must be positive"
+                )
+
+    def check(self, task: TerminalTask) -> None:
+        """Raises TaskError if the task asks for more."""
+        for name in ("memory_bytes", "disk_bytes", "cpus"):
+            wanted, limit = getattr(task, name), getattr(self, name)
+            if wanted > limit:
+                raise TaskError(
+                    f"task {task.name}: it asks for {name}={wanted:g}, and limits.{name} is {limit:g}; raise that, or "
+                    "leave the task out"
+                )
 
 
 def find_tasks(folder: str | pathlib.Path) -> list[pathlib.Path]:
@@ -77,12 +124,15 @@ def load_task(folder: str | pathlib.Path) -> TerminalTask:
 
 
 def _load(folder: pathlib.Path) -> TerminalTask:
+    _check_links(folder)
     try:
         data = tomllib.loads((folder / "task.toml").read_text("utf-8"))
     except FileNotFoundError:
         raise TaskError("it has no task.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise TaskError(f"task.toml: {error}") from None
+    except RecursionError:
+        raise TaskError("task.toml: its lists or tables are too deep") from None
     if (folder / "steps").exists() or "steps" in data:
         raise TaskError("steps: tasks of several steps are not supported")
     for name in ("environment/docker-compose.yaml", "environment/docker-compose.yml"):
@@ -97,20 +147,47 @@ def _load(folder: pathlib.Path) -> TerminalTask:
     values = _read_fields(data)
     if not (folder / "environment/Dockerfile").is_file() and not values.get("docker_image"):
         raise TaskError("it has neither environment/Dockerfile nor environment.docker_image")
+    if values.get("workdir") and not values.get("is_shared"):
+        check_workdir(values["workdir"], f"environment.workdir = {values['workdir']!r}: the folder")
     instruction = (folder / "instruction.md").read_text("utf-8", errors="replace")
     return TerminalTask(folder.name, folder, instruction, **values)
 
 
-def check_workdir(path: str, where: str) -> str:
-    """The path if an agent can have that folder to work in; TaskError."""
+def _check_links(folder: pathlib.Path) -> None:
+    """Raises TaskError if a link of the folder leads out of it: its files would be read where trials run.
+
+    Links within environment/, tests/ and solution/ are copied as links, and resolved in a sandbox. So only what is
+    opened here is looked at: the parts of a task, and what links to them.
+    """
+    for part in _PARTS:
+        path = folder / part
+        if path.is_symlink() or path.parent.is_symlink():
+            try:
+                target = path.resolve(strict=True)
+            except (OSError, RuntimeError):
+                raise TaskError(f"{part} is a link that leads nowhere") from None
+            if not target.is_relative_to(folder):
+                raise TaskError(
+                    f"{part} is a link out of the folder, to {target}; give the file itself"
+                )
+
+
+def can_be_workdir(path: str) -> bool:
+    """Whether an agent can have a folder of that path as its own."""
     parts = [part for part in path.split("/") if part]
     top = parts[0] if parts else ""
     inside = len(parts) > 1 and top in ("usr", "tmp", "var")
-    if not path.startswith("/") or ".." in parts or (top in _RESERVED and not inside):
+    return path.startswith("/") and ".." not in parts and (inside or top not in _RESERVED)
+
+
+def check_workdir(path: str, where: str) -> str:
+    """The path if an agent can have that folder to work in; TaskError."""
+    if not can_be_workdir(path):
         raise TaskError(
-            f"{where} {path!r} cannot be the folder that is worked in and graded; give one of its own, as /app"
+            f"{where} {path!r} cannot be the folder that is worked in and graded; give one of its own, as /app, or "
+            'verifier.environment_mode = "shared"'
         )
-    return "/" + "/".join(parts)
+    return "/" + "/".join(part for part in path.split("/") if part)
 
 
 # -- fields ---------------------------------------------------------------------------------------------
@@ -122,15 +199,22 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _processors(value: Any) -> float:
+    if _number(value) < _LEAST_CPUS:
+        raise TaskError(f"it must be at least {_LEAST_CPUS}")
+    return float(value)
+
+
 def _megabytes(value: Any) -> int:
     return int(_number(value)) * _MB
 
 
 def _size(value: Any) -> int:
     found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if not found or not float(found[1]):
+    number = float(found[1]) if found else 0.0
+    if not 0 < number < 1e9:
         raise TaskError("it must be a size such as 512M or 2G")
-    return int(float(found[1]) * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[found[2].upper()])
+    return int(number * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[found[2].upper()])
 
 
 def _text(value: Any) -> str:
@@ -173,8 +257,18 @@ def _paths(value: Any) -> tuple[str, ...]:
     return tuple(paths)
 
 
+def _environment_mode(value: Any) -> bool:
+    _one_of("shared", "separate")(value)
+    return value.lower() == "shared"
+
+
 def _workdir(value: Any) -> str:
-    return check_workdir(_text(value), "the folder")
+    path = _text(value)
+    if not path.startswith("/") or ".." in path.split("/"):
+        raise TaskError(
+            "it cannot be the folder that is worked in; give an absolute path, without .."
+        )
+    return "/" + "/".join(part for part in path.split("/") if part)
 
 
 def _one_of(*known: Any) -> Callable[[Any], None]:
@@ -211,7 +305,7 @@ _FIELDS: dict[str, dict[str, tuple[str | None, Callable]]] = {
         "timeout_sec": ("verifier_seconds", _number),
         "env": ("verifier_env", _env),
         "user": (None, _one_of("root", 0)),
-        "environment_mode": (None, _one_of("shared", "separate")),
+        "environment_mode": ("is_shared", _environment_mode),
         "collect": (None, _one_of([])),
         **_NETWORK,
     },
@@ -221,7 +315,7 @@ _FIELDS: dict[str, dict[str, tuple[str | None, Callable]]] = {
         "build_timeout_sec": ("build_seconds", _number),
         "docker_image": ("docker_image", _text),
         "os": (None, _one_of("linux")),
-        "cpus": ("cpus", _number),
+        "cpus": ("cpus", _processors),
         "memory_mb": ("memory_bytes", _megabytes),
         "memory": ("memory_bytes", _size),
         "storage_mb": ("disk_bytes", _megabytes),

@@ -1,6 +1,7 @@
 """A trial: an agent at a task in its sandbox, then grading in another."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -21,10 +22,12 @@ from glm5_jax.envs.terminal.grading import (
 )
 from glm5_jax.envs.terminal.image import ImageError, Images
 from glm5_jax.envs.terminal.shell import Shell, started_by
-from glm5_jax.envs.terminal.task import TaskError, TerminalTask
+from glm5_jax.envs.terminal.task import TaskError, TaskLimits, TerminalTask
 from glm5_jax.inference.client import ServerError
 
 log = logging.getLogger(__name__)
+
+_WORKS_AT_ONCE = 16  # of up to MOST_WORK bytes each and per artifact, on disk
 
 
 class Agent(Protocol):
@@ -87,18 +90,20 @@ class Result:
 
 
 class Trials:
-    """Runs trials; an asynchronous context manager that removes at its end what it built. images: see `Images`.
+    """Runs trials; an asynchronous context manager that removes at its end what it built.
 
+    images: see `Images`. limits: what tasks may ask for; one that asks for more gets no reward.
     SandboxError, as it is entered, if no sandbox starts here.
     """
 
-    def __init__(self, images: Mapping[str, str] | None = None):
+    def __init__(self, images: Mapping[str, str] | None = None, limits: TaskLimits = TaskLimits()):
         if os.getuid() != 0:
             raise ValueError(
                 "trials need root: any other user's sandboxes have one user, and an attempt could write its own reward"
             )
         self._images = Images(images)
-        self._grader = Grader(self._images)
+        self._grader, self._limits = Grader(self._images, limits), limits
+        self._places = asyncio.Semaphore(_WORKS_AT_ONCE)
 
     async def __aenter__(self):
         try:
@@ -128,26 +133,38 @@ class Trials:
         return Result(verdict.reward, verdict.error, seconds, verdict.log, verdict.parts)
 
     async def _run(self, task: TerminalTask, agent: Agent) -> Verdict:
+        self._limits.check(task)
         image = await self._images.of(task)
         workdir = workdir_of(task, image)
-        limit, broken = None, None
-        async with Sandbox(sandbox_config(task, image)) as box:
-            await box.exec(MAKE_LOGS, user="root", cwd="/")
-            shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
-            try:
+        limit, broken, work, verdict = None, None, None, None
+        # Until it is graded, work lies on disk.
+        async with contextlib.AsyncExitStack() as stack:
+            async with Sandbox(sandbox_config(task, image, self._limits)) as box:
+                await box.exec(MAKE_LOGS, user="root", cwd="/")
+                shell = Shell(box, task.user or image.user, workdir, task.agent_seconds)
                 try:
-                    async with asyncio.timeout(task.agent_seconds) as time_limit:
-                        limit = await agent.run(task, shell)
-                except TimeoutError:
-                    if not time_limit.expired():
-                        raise
-                    limit = f"the agent had no end within {task.agent_seconds:g} s"
-                work = await collect(box, task, workdir)
-            except (SandboxError, WorkError) as error:
-                broken = error
-        if broken is not None:
-            verdict = await self._grader.blame(task, image, broken)
-        else:
-            verdict = await self._grader(task, image, work)
+                    limit = await _attempt(task, agent, shell)
+                    if task.is_shared:
+                        verdict = await self._grader.in_place(task, image, box)
+                    else:
+                        await stack.enter_async_context(self._places)
+                        work = stack.enter_context(await collect(box, task, workdir))
+                except (SandboxError, WorkError) as error:
+                    broken = error
+            if broken is not None:
+                verdict = await self._grader.blame(task, image, broken)
+            elif work is not None:
+                verdict = await self._grader(task, image, work)
         error = "; ".join(filter(None, (limit, verdict.error))) or None
         return dataclasses.replace(verdict, error=error)
+
+
+async def _attempt(task: TerminalTask, agent: Agent, shell: Shell) -> str | None:
+    """Has the agent work at the task within its time; the limit that ended it, in words."""
+    try:
+        async with asyncio.timeout(task.agent_seconds) as time_limit:
+            return await agent.run(task, shell)
+    except TimeoutError:
+        if not time_limit.expired():
+            raise
+        return f"the agent had no end within {task.agent_seconds:g} s"

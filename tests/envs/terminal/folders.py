@@ -45,6 +45,20 @@ fi
 """
 
 
+def slow_but(quick, names):
+    """Parameters of which all but `quick` are slow."""
+    assert {*quick} <= {*names}
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def selected(request, parameter: str) -> list[str]:
+    """Values of a parameter of this file's tests that are going to run, for a fixture that makes the results of all at
+    once."""
+    specs = [item.callspec.params for item in request.session.items if item.path == request.path
+             and hasattr(item, "callspec")]  # fmt: skip
+    return list(dict.fromkeys(spec[parameter] for spec in specs if parameter in spec))
+
+
 def write(folder: pathlib.Path, files: dict[str, str]) -> pathlib.Path:
     """A folder of these files."""
     for path, text in files.items():

@@ -32,12 +32,26 @@ from tests.envs.leftovers import (
     processes_in,
     still_there,
 )
-from tests.envs.terminal.folders import TOML, needs_root, own, shipped
-from tests.envs.terminal.test_terminal_poison import BOMB, HEALTHY, POISONS, RUN, SCORED
+from tests.envs.terminal.folders import TOML, needs_root, own, shipped, shipped_cheats
 from tests.rl.fleet import SOON, Engine, gateway, hub_config, service_config, until
 from tests.rl.test_orchestrator import sessions
 
 pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), pytest.mark.slow, needs_root]
+HEALTHY = ("log-levels", "fix-median", "todo-cli", "csv-join")
+SCORED = "cat /app/score > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+BOMB = "python3 -c 'import os, time\nwhile True:\n  try: os.fork() or os.setsid()\n  except OSError: time.sleep(0.01)'"
+# As an agent's script, and as a program that the tests of an ordinary task run.
+POISONS = {
+    "forks": BOMB,
+    "memory": "python3 -c 'x = []\nwhile True: x.append(bytearray(b\"x\" * 2**20))'",
+    "output": "head -c 300M /dev/zero; head -c 300M /dev/zero >&2",
+    "endless output": "yes; true",
+    "disk": "head -c 900M /dev/zero > /app/x; cat /dev/zero > /dev/shm/x",
+    "files": "i=0; while mkdir -p d$i/d/d/d/d; do i=$((i+1)); [ $i -gt 30000 ] && break; done",
+    "stopped init": shipped_cheats()["stopped-init"][1] + BOMB,
+    "stopped neighbours": "kill -STOP -1; sleep 100",
+}
+RUN = "bash /app/answer.sh; echo 0 > /logs/verifier/reward.txt"
 TOKENIZER = Tokenizer.load("bytes")
 LIMIT = 10.0  # seconds that a poisoned attempt has
 ATTEMPT = AttemptConfig(max_turns=4)

@@ -25,7 +25,7 @@ from glm5_jax.rl.rollout import ToolError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, ScriptedServer
 from tests.envs.leftovers import run
-from tests.envs.terminal.folders import TOML, needs_root, own, shipped
+from tests.envs.terminal.folders import TOML, needs_root, own, selected, shipped, slow_but
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
 COUNTER = TokenCounter(Tokenizer.default())
@@ -116,54 +116,34 @@ CASES = {
     "nothing done": ([[bash("true")], "Done."], {}, 0.0, "answer", None),
     "reward forged": ([FORGES, "Done."], {}, 0.0, "answer", None),
     "done": ([SCORES, "Done."], {}, 0.5, "answer", None),
-    "turns": (
-        [SCORES] * 9,
-        {"max_turns": 2},
-        0.5,
-        "max_turns",
-        "ended after 2 replies (max_turns)",
-    ),
-    "tokens": (
-        [SCORES] * 99,
-        {"max_tokens": FEW},
-        0.5,
-        "max_tokens",
-        f"after {FEW} tokens (max_tokens)",
-    ),
+    "turns": ([SCORES] * 9, {"max_turns": 2}, 0.5, "max_turns", "ended after 2 replies (max_turns)"),
+    "tokens": ([SCORES] * 99, {"max_tokens": FEW}, 0.5, "max_tokens", f"after {FEW} tokens (max_tokens)"),
     "seconds": ([SCORES, SLEEPS], {"seconds": 4.0}, 0.5, "seconds", "ended after 4 s (seconds)"),
     "cut off": ([SCORES, LENGTH], {}, 0.5, "length", "ended by a reply that was cut off"),
-    "unread": (
-        [SCORES, TOO_LONG],
-        {},
-        0.5,
-        "refused",
-        "reads no more of it (the prompt has 99 tokens)",
-    ),
+    "unread": ([SCORES, TOO_LONG], {}, 0.5, "refused", "reads no more of it (the prompt has 99 tokens)"),
     "short command": ([SCORES, SLEEPS], {}, 0.5, "seconds", LATE),
     "short reply": ([SCORES, SILENT], {}, 0.5, "seconds", LATE),
     # From here on the server fails.
     "down": ([DOWN], {}, None, None, f"{FAILED}no engine answers"),
     "later down": ([SCORES, DOWN], {}, None, None, f"{FAILED}no engine answers"),
-    "key": (
-        [ApiError("the API key is wrong", 401)],
-        {},
-        None,
-        None,
-        f"{FAILED}the API key is wrong",
-    ),
+    "key": ([ApiError("the API key is wrong", 401)], {}, None, None, f"{FAILED}the API key is wrong"),
     "unread at once": ([TOO_LONG], {}, None, None, f"{FAILED}the prompt has 99 tokens"),
     "garbage": ([{"message": "none"}], {}, None, None, f"{FAILED}the answer is no chat completion"),
     "slow": ([SCORES, SILENT], {"reply_seconds": 0.5}, None, None, "has not answered within 0.5 s"),
     "short silent": ([SILENT], {}, None, None, f"{FAILED}no reply has come in all the time"),
     "gone": (None, {}, None, None, f"{FAILED}no server answers at http://127.0.0.1:9"),
     "no room": (["Done."], {"max_tokens": 50}, None, None, "max_tokens is 50; raise it"),
-}
+}  # fmt: skip
+
+
+# One for each way in which an attempt ends.
+QUICK = ("done", "reward forged", "turns", "down", "gone")
 
 
 @pytest.fixture(scope="module")
-def attempted(tmp_path_factory):
+def attempted(tmp_path_factory, request):
     """(result, trace or None) of each case by name."""
-    folder = tmp_path_factory.mktemp("tasks")
+    folder, names = tmp_path_factory.mktemp("tasks"), selected(request, "name")
     usual = own(folder, test=SCORED)
     short = own(
         folder, "short", test=SCORED, toml=TOML.replace("timeout_sec = 30.0", "timeout_sec = 4.0")
@@ -180,17 +160,18 @@ def attempted(tmp_path_factory):
                 )
 
         async with Trials() as trials:
-            return await asyncio.gather(*(one(trials, name) for name in CASES))
+            return await asyncio.gather(*(one(trials, name) for name in names))
 
     with contextlib.ExitStack() as stack:
+        replies = {name: CASES[name][0] for name in names}
         urls = {
-            name: stack.enter_context(ScriptedServer(case[0]).running()) if case[0] else NOWHERE
-            for name, case in CASES.items()
+            name: stack.enter_context(ScriptedServer(own).running()) if own else NOWHERE
+            for name, own in replies.items()
         }
-        return dict(zip(CASES, run(work(urls))))
+        return dict(zip(names, run(work(urls))))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
 def test_what_an_attempt_is_worth(attempted, name):
     """Its work as it is when a limit ends it; nothing is known of it when the server fails."""
     result, trace = attempted[name]

@@ -89,6 +89,7 @@ class Shellful(Engine):
         return TOKENIZER.encode(text, parse_special=True)
 
 
+@pytest.mark.slow
 def test_its_rollouts_are_trained_on_as_the_gateway_kept_them(tmp_path):
     """With a hub, the real gateway, and an engine that writes tokens of calls."""
     task = own(tmp_path, test="cat /app/score > /logs/verifier/reward.txt")

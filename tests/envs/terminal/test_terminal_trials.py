@@ -13,8 +13,10 @@ from tests.envs.terminal.folders import (
     Text,
     needs_root,
     own,
+    selected,
     shipped,
     shipped_cheats,
+    slow_but,
 )
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
@@ -186,7 +188,7 @@ CHEATS = shipped_cheats() | {
     "skips its tests": ("ordinary", planted("import pytest\npytest.exit('done', returncode=0)")),
 }
 # One for each wall that is between an attempt and its reward; the others are slow tests.
-QUICK = (
+WALLS = (
     *shipped_cheats(),
     "poisoned python in each place",
     "settings of shells",
@@ -201,6 +203,7 @@ QUICK = (
     "gone when called",
     "becomes root when imported",
 )
+QUICK = ("tests made beforehand", "a script that forges", "imported and gone")
 SOLVED = "cat > /app/doubled.py <<'PY'\ndef double(x): return 2 * x\nPY\n"
 
 
@@ -257,8 +260,18 @@ async def all_results(tasks, attempts):
 
 @pytest.mark.usefixtures("nothing_left")
 def test_solutions_score_and_nothing_does_not(tasks):
-    attempts = {("oracle", name): (name, Oracle()) for name in tasks}
-    attempts |= {("nop", name): (name, Nop()) for name in (*SHIPPED, "ordinary")}
+    check_solutions(tasks, ["ordinary"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_all_solutions_score_and_nothing_does_not(tasks):
+    check_solutions(tasks, tasks)
+
+
+def check_solutions(tasks, names):
+    attempts = {("oracle", name): (name, Oracle()) for name in names}
+    attempts |= {("nop", name): (name, Nop()) for name in names if name not in ("direct", "scored")}
     results = run(all_results(tasks, attempts))
     assert {key: (r.reward, r.error) for key, r in results.items()} == {
         key: (float(key[0] == "oracle"), None) for key in attempts
@@ -266,12 +279,13 @@ def test_solutions_score_and_nothing_does_not(tasks):
 
 
 @pytest.fixture(scope="module")
-def cheated(tasks):
+def cheated(tasks, request):
     """The results of cheats by name."""
-    return run(all_results(tasks, {n: (CHEATS[n][0], Text(CHEATS[n][1])) for n in QUICK}))
+    attempts = {n: (CHEATS[n][0], Text(CHEATS[n][1])) for n in selected(request, "cheat")}
+    return run(all_results(tasks, attempts))
 
 
-@pytest.mark.parametrize("cheat", sorted(QUICK))
+@pytest.mark.parametrize("cheat", slow_but(QUICK, sorted(WALLS)))
 def test_cheats_score_nothing(cheated, cheat):
     assert cheated[cheat].reward == 0.0, cheated[cheat]
 

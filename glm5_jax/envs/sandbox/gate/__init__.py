@@ -30,6 +30,10 @@ def main(descriptor):
         from . import launch as module
     elif task["operation"] in ("execute", "kill_all"):
         from . import execute as module
+    elif task["operation"] == "stop_links":
+        from . import mounts as module
+    elif task["operation"] == "changes":
+        from . import changes as module
     else:
         from . import files as module
     operation = getattr(module, task["operation"])
@@ -45,7 +49,7 @@ def main(descriptor):
     except OSError as error:
         # A program that runs meanwhile can take away what is being read; a full disk outside is none
         # of its doing.
-        inside = task["operation"] in ("get", "get_folder", "put")
+        inside = task["operation"] in ("get", "get_folder", "save", "put", "changes")
         inside |= task["operation"] == "snapshot" and error.errno not in OUTSIDE
         report(task, f"refused {error.errno} {error}" if inside else f"failed {error}")
     except Exception as error:

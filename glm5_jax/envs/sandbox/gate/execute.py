@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 
+from .supervise import Policy, Supervisor, seize
 from .system import ALL_NAMESPACES, Failed, become, call, libc, report
 
 SET_SECCOMP, CAPBSET_DROP, SET_NO_NEW_PRIVS = 22, 24, 38
@@ -15,12 +16,24 @@ SECCOMP_MODE_FILTER = 2
 def execute(task):
     """Runs a command in the sandbox and reports how it ended."""
     groups = [os.open(path, os.O_WRONLY) for path in task["groups"]]
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if task["policy"] else None
     if task["sandbox"] is not None:
         call("setns", task["sandbox"], ALL_NAMESPACES)
+    waiting, ready = os.pipe()
     child = os.fork()
     if not child:
-        start_program(task, groups)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(ready)
+        if os.read(waiting, 1):
+            start_program(task, groups)
+        os._exit(1)
+    if task["policy"]:
+        policy = Policy(**task["policy"])
+        seize(child)
+    os.write(ready, b"1")
+    if task["policy"]:
+        code = Supervisor(child, policy, proc).run()
+    else:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     # A child that failed before the program started has reported that itself.
     report(task, f"exit {code}" if code >= 0 else f"signal {-code}")
 

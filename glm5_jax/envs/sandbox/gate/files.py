@@ -9,6 +9,7 @@ from .system import NEWNS, NEWUSER, Refused, become, call, report
 
 DEEPEST = 200  # folders in folders; each level of a walk keeps a descriptor open
 CHUNK = 1 << 20
+ZEROS = bytes(CHUNK)
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -114,36 +115,76 @@ def walk(folder, visit, path="", depth=0):
                 os.close(inner)
 
 
-def get_folder(task):
-    """What lies below a folder, to standard output as `pack` reads it; links stay links."""
-    left = task["max_bytes"]
+class Records:
+    """Sends files, folders and links to standard output, each with a header, up to so many bytes."""
 
-    def visit(folder, name, path, found):
-        nonlocal left
-        kind, size, data = stat.S_IFMT(found.st_mode), 0, b""
+    def __init__(self, path, max_bytes):
+        self.path, self.max_bytes, self.left = path, max_bytes, max_bytes
+        self.is_file = stat.S_ISREG(os.fstat(1).st_mode)
+
+    def send(self, path, kind, mode, size, data=b""):
+        """A header, and the data of a link."""
+        self.left -= size + 512  # the header that it will have in a tar
+        if self.left < 0:
+            raise Refused(
+                errno.EFBIG, f"{self.path}: more than the {self.max_bytes} bytes asked for"
+            )
+        header = marshal.dumps((os.fsencode(path), kind, stat.S_IMODE(mode), size))
+        send(len(header).to_bytes(4, "little") + header + data)
+
+    def send_file(self, descriptor, path):
+        """A regular file, which is closed afterwards."""
+        found = os.fstat(descriptor)
+        size = found.st_size
+        with open(descriptor, "rb", 0) as file:
+            self.send(path, stat.S_IFREG, found.st_mode, size)
+            while size and (data := file.read(min(size, CHUNK))):
+                size -= len(data)
+                self._send_content(data)
+        while size:  # it shrank meanwhile
+            data = ZEROS[:size]
+            size -= len(data)
+            self._send_content(data)
+
+    def _send_content(self, data):
+        # In a file zeros need no room.
+        if self.is_file and data == ZEROS[: len(data)]:
+            os.lseek(1, len(data), os.SEEK_CUR)
+        else:
+            send(data)
+
+    def visit(self, folder, name, path, found):
+        """Sends one of the things that a walk comes to."""
+        kind = stat.S_IFMT(found.st_mode)
         if kind == stat.S_IFLNK:
             data = os.fsencode(os.readlink(name, dir_fd=folder))
-            size = len(data)
+            self.send(path, kind, found.st_mode, len(data), data)
         elif kind == stat.S_IFREG:
-            file, found = open_file(folder, name, path)
-            size = found.st_size
-        elif kind != stat.S_IFDIR:
-            return
-        left -= size + 512  # the header that it will have in a tar
-        if left < 0:
-            text = f"{task['path']}: more than the {task['max_bytes']} bytes asked for"
-            raise Refused(errno.EFBIG, text)
-        header = os.fsencode(path), kind, stat.S_IMODE(found.st_mode), size
-        header = marshal.dumps(header)
-        send(len(header).to_bytes(4, "little") + header + data)
-        if kind == stat.S_IFREG:
-            with open(file, "rb", 0) as file:
-                while size and (data := file.read(min(size, CHUNK))):
-                    size -= len(data)
-                    send(data)
-            send(bytes(size))  # it shrank meanwhile
+            self.send_file(open_file(folder, name, path)[0], path)
+        elif kind == stat.S_IFDIR:
+            self.send(path, kind, found.st_mode, 0)
 
-    walk(open_folder(open_root(task), names_of(task["path"]), task["path"]), visit)
+
+def get_folder(task):
+    """What lies below a folder, to standard output as records (`transfer`); links stay links."""
+    records = Records(task["path"], task["max_bytes"])
+    walk(open_folder(open_root(task), names_of(task["path"]), task["path"]), records.visit)
+    report(task, "exit 0")
+
+
+def save(task):
+    """A regular file, or a folder with what lies below it, to a file outside, as records that `put` reads."""
+    os.dup2(task["file"], 1)
+    path, names = task["path"], names_of(task["path"])
+    parent = open_folder(open_root(task), names[:-1], path)
+    records = Records(path, task["max_bytes"])
+    found = os.stat(names[-1], dir_fd=parent, follow_symlinks=False)
+    if stat.S_ISDIR(found.st_mode):
+        records.send("", stat.S_IFDIR, 0o755, 0)
+        walk(open_folder(parent, names[-1:], path), records.visit)
+    else:
+        records.send_file(open_file(parent, names[-1], path)[0], "")
+    send(bytes(4))
     report(task, "exit 0")
 
 
@@ -160,6 +201,8 @@ def read_exactly(size):
 
 def put(task):
     """Files, folders and links from standard input, in the form of `get_folder`, to a path."""
+    if task["file"] is not None:
+        os.dup2(task["file"], 0)
     root, path, user = open_root(task), task["path"], task["user"]
     names = names_of(path)
     while length := int.from_bytes(read_exactly(4), "little"):
@@ -196,9 +239,15 @@ def put_one(folder, name, kind, mode, size, user):
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         made = os.open(name, flags, 0o600, dir_fd=folder)
+        is_saved = stat.S_ISREG(os.fstat(0).st_mode)
+        if is_saved:
+            os.ftruncate(made, size)
         while size:
             data = read_exactly(min(size, CHUNK))
             size -= len(data)
+            if is_saved and data == ZEROS[: len(data)]:  # which need no memory in a sparse file
+                os.lseek(made, len(data), os.SEEK_CUR)
+                continue
             while data:
                 data = data[os.write(made, data) :]
     os.fchown(made, user, user)

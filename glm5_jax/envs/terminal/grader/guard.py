@@ -7,6 +7,7 @@ are an ordinary user's. And folders can be closed to writing for good, also to w
 
 import ctypes
 import os
+import signal
 import struct
 
 USER = 1000  # whose the attempt's files are, too: its programs may write their own folder
@@ -24,7 +25,9 @@ CLOSED = (
     "root",
     "proc",
 )
-_SET_KEEPCAPS, _SET_NO_NEW_PRIVS = 8, 38
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_KEEPCAPS, _SET_NO_NEW_PRIVS, _CAP_AMBIENT = 1, 4, 8, 38, 47
+_AMBIENT_RAISE = 2
+_READ_ALL = 2  # CAP_DAC_READ_SEARCH
 _CAPABILITY_VERSION = 0x20080522
 # Numbers that are the same on all machines.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -50,6 +53,9 @@ def keep_rights_here():
             header, struct.pack("6I", permitted, permitted, 0, permitted_high, permitted_high, 0)
         )
     )
+    # Nobody reads its memory or its descriptors, whatever fs.suid_dumpable is.
+    _check(_libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0))
+    _check(_libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))  # as one with the stand-in
     os.environ.update(HOME=HOME, USER="agent", LOGNAME="agent")
     for name in ("setuid", "setreuid", "setresuid"):
         setattr(os, name, _giving_up(getattr(os, name)))
@@ -65,6 +71,16 @@ def _giving_up(change):
             _check(_libc.capset(header, bytes(24)))
 
     return changed
+
+
+def keep_reading():
+    """Becomes the ordinary user, who may read all files, and so may all that it starts."""
+    _check(_libc.prctl(_SET_KEEPCAPS, 1, 0, 0, 0))
+    leave_root()
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    kept = 1 << _READ_ALL
+    _check(_libc.capset(header, struct.pack("6I", kept, kept, kept, 0, 0, 0)))
+    _check(_libc.prctl(_CAP_AMBIENT, _AMBIENT_RAISE, _READ_ALL, 0, 0))
 
 
 def leave_root():

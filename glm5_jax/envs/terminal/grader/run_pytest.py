@@ -1,27 +1,33 @@
 """pytest, whose verdict is what it reported of each test.
 
-Tests may import what an attempt wrote. That can end the process with any exit code, at once or when Python ends, so
-the code alone says nothing: a run has passed if it reported of every test it collected, and its own end.
+Modules of an attempt run in another process (`apart`). A run has passed if it reported of every test that it collected
+and its own end, and if after it a test that must fail fails and one that must pass passes (`canary`).
 """
 
+import contextlib
+import importlib
+import importlib.metadata
 import importlib.util
+import io
 import json
 import os
 import pathlib
 import re
-import secrets
+import shutil
 import stat
 import sys
 import tempfile
-import threading
 
-from . import guard
+from . import apart, guard, watched
 
 _LIB = "/grader/lib"
+_CANARY = pathlib.Path(__file__).with_name("canary.py")
 _MOST_BYTES = 1 << 24  # of a report
 _USAGE_ERROR = 4
-_NOT_FINISHED = 70
 REPORTS = "/logs/"
+# Options whose value is the next word.
+_VALUED = """-c -k -m -n -o -p -r -W --basetemp --confcutdir --config-file --deselect --ignore --import-mode --junitxml
+--maxfail --rootdir --tb""".split()
 
 
 class Missing(Exception):
@@ -34,40 +40,26 @@ def run(args, paths=()):
     paths: folders that tests may import from, behind all others.
     """
     args, ctrf = _without_ctrf(args)
-    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+    place = tempfile.mkdtemp(
+        dir="/tmp"
+    )  # root's, so that no program of an attempt gets at a report
+    try:
         args, reports = _redirected(args, place)
-        nonce = secrets.token_hex(16)
-        receiving, sending = os.pipe()
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            os.close(receiving)
-            code = _NOT_FINISHED
-            try:
-                code = _run_tests(_hardened(args), paths, sending, nonce)
-            except BaseException as error:
-                print(f"pytest did not run: {type(error).__name__}: {error}", file=sys.stderr)
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        os.close(sending)
-        lines = []
-        # A process that an attempt leaves behind may hold the pipe open for ever.
-        reader = threading.Thread(target=_read, args=(receiving, lines), daemon=True)
-        reader.start()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        reader.join(2)
-        told = _told(b"".join(lines), nonce)
+        is_apart = not _are_of_attempt(args)
+        hardened = _hardened(args)
+        code, records = watched.run(lambda send: _run_tests(hardened, paths, is_apart, send))
+        told = _told(records)
         for made, wanted in reports.items():
             _keep(made, wanted)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
     if ctrf:
         _write(ctrf, json.dumps(_as_ctrf(told["tests"])).encode())
     if code == _USAGE_ERROR and told["unknown"]:
         raise Missing(f"pytest with {told['unknown']}")
     if code == 0 and (problem := _problem(told)):
         print(f"the tests have not passed: {problem}", file=sys.stderr)
-        return _NOT_FINISHED
+        return watched.NOT_FINISHED
     return code
 
 
@@ -80,7 +72,7 @@ def available():
 
 
 def _hardened(args):
-    """Nothing that lies in a folder of work configures pytest."""
+    """Nothing that lies in a folder of work configures pytest, or is loaded by it."""
     given = {arg.partition("=")[0] for arg in args}
     extra = ["-p", "no:cacheprovider"]
     if not given & {"-c", "--config-file"}:
@@ -88,33 +80,50 @@ def _hardened(args):
         extra += ["-c", own if os.path.isfile(own) else os.devnull]
     if "--rootdir" not in given:
         extra += ["--rootdir", "/tests"]
-    return [*extra, *args]
+    if "--confcutdir" not in given:
+        extra += ["--confcutdir", "/tests"]
+    return [*extra, *_image_plugins(args), *args]
 
 
-def _run_tests(args, paths, sending, nonce):
-    """In the child: all that tests and attempts do happens here."""
+def _image_plugins(args):
+    """Options for the plug-ins of the image, found before any folder of work is on sys.path."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    off = {after.removeprefix("no:") for arg, after in zip(args, args[1:]) if arg == "-p"}
+    off |= {arg[5:] for arg in args if arg.startswith("-pno:")}
+    found = importlib.metadata.entry_points(group="pytest11")
+    names = {point.value.partition(":")[0] for point in found if point.name not in off}
+    return [word for name in sorted(names) for word in ("-p", name)]
+
+
+def _run_tests(args, paths, is_apart, send):
+    """Runs pytest in a child process. is_apart: nothing of an attempt runs in it."""
     writes_itself = any(
         "/logs" in path.read_text(errors="replace") for path in pathlib.Path("/tests").rglob("*.py")
     )
     guard.keep_rights_here()
     if not writes_itself:
         guard.close_folders()
-    sys.path.extend(paths)
     pytest = importlib.import_module("pytest")
-
-    def tell(**record):
-        os.write(sending, (json.dumps({**record, "nonce": nonce}) + "\n").encode())
+    if is_apart:
+        apart.install()
+        apart.install_in_pytest()
+    sys.path.extend(paths)
+    temporary = pathlib.Path(guard.HOME, "pytest")  # where links may be followed
+    temporary.mkdir(exist_ok=True)
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
 
     class Reporter:
-        """Tells of each test as it is done."""
+        """Reports each test as it is done."""
 
         def pytest_collection_finish(self, session):
-            tell(collected=len(session.items))
+            send(collected=len(session.items))
 
         def pytest_runtest_logreport(self, report):
-            seconds = getattr(report, "duration", 0.0)
-            tell(
-                test=report.nodeid[:500], when=report.when, outcome=report.outcome, seconds=seconds
+            send(
+                test=report.nodeid[:500],
+                when=report.when,
+                outcome=report.outcome,
+                seconds=getattr(report, "duration", 0.0),
             )
 
     said = _Said(sys.stderr)
@@ -122,8 +131,42 @@ def _run_tests(args, paths, sending, nonce):
     code = int(pytest.main(args, plugins=[Reporter()]))
     sys.stderr = said.stream
     found = re.search(r"unrecognized arguments: (.*)", said.text) if code == _USAGE_ERROR else None
-    tell(end=code, unknown=found[1][:200] if found else "")
+    send(end=code, unknown=found[1][:200] if found else "", canaries=_canaries(pytest))
     return code
+
+
+def _are_of_attempt(args):
+    """Whether tests are the attempt's own files, which cannot be kept out of the process that runs them."""
+    pairs = zip(("", *args), args)
+    words = [word for before, word in pairs if word[:1] != "-" and before not in _VALUED]
+    places = [place for word in words if os.path.exists(place := word.partition("::")[0])]
+    return any(apart.is_of_attempt(place) for place in places or [os.getcwd()])
+
+
+def _canaries(pytest):
+    """Outcomes of the two tests of `canary`, by name."""
+    outcomes = {}
+
+    class Listener:
+        """Keeps the outcome of each test's call."""
+
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call":
+                outcomes[report.nodeid.rpartition("::")[2]] = report.outcome
+
+    options = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(_CANARY.parent),
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+    ]
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*options, str(_CANARY)], plugins=[Listener()])
+    return outcomes
 
 
 class _Said:
@@ -140,20 +183,9 @@ class _Said:
         return getattr(self.stream, name)
 
 
-def _read(descriptor, lines):
-    while data := os.read(descriptor, 1 << 16):
-        lines.append(data)
-
-
-def _told(data, nonce):
-    told = {"collected": 0, "tests": {}, "end": None, "unknown": ""}
-    for line in data.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if not isinstance(record, dict) or record.pop("nonce", None) != nonce:
-            continue
+def _told(records):
+    told = {"collected": 0, "tests": {}, "end": None, "unknown": "", "canaries": None}
+    for record in records:
         if "test" in record:
             phases = told["tests"].setdefault(record["test"], {})
             phases[record["when"]] = record["outcome"], record["seconds"]
@@ -171,6 +203,8 @@ def _problem(told):
         return f"{len(outcomes)} of {told['collected']} tests told how they ended"
     if "failed" in outcomes:
         return "a test failed"
+    if told["canaries"] != {"test_that_fails": "failed", "test_that_passes": "passed"}:
+        return f"tests whose outcomes are known came to {told['canaries']}"
     return None
 
 

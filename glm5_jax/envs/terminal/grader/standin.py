@@ -6,10 +6,22 @@ import os
 import re
 import runpy
 import shutil
+import stat
 import sys
 import types
 
-from . import FETCHERS, INTERPRETERS, MISSING, PACKAGERS, PYTHONS, guard, run_pytest
+from . import (
+    FETCHERS,
+    FOLDER,
+    INTERPRETERS,
+    MISSING,
+    PACKAGERS,
+    PYTHONS,
+    apart,
+    guard,
+    run_pytest,
+    watched,
+)
 
 _NOT_FOUND = 127
 _NO_NETWORK = 6  # of curl: a host that cannot be found
@@ -18,14 +30,16 @@ _PROVIDED = ("pytest", "pytest-json-ctrf", "uv", "pip", "setuptools", "wheel")
 _LOCAL = re.compile(r"^(https?://)?(localhost|127\.0\.0\.1|\[::1\]|0\.0\.0\.0)([:/]|$)")
 _UV_VALUED = ("-p", "--python", "-w", "--with", "--from", "--project", "--directory")
 
-_path_before = None
+_path_before = ""
 
 
 def main():
     """The program named by the first argument, with the others; does not return."""
     global _path_before
     name, *args = sys.argv[1:]
-    _path_before = os.environ.pop("PATH_BEFORE", None)
+    _path_before = os.environ.pop("PATH_BEFORE", os.environ["PATH"])
+    folders = _path_before.split(":")
+    os.environ["PATH"] = ":".join(place for place in folders if place != f"{FOLDER}/bin")
     if os.getuid():
         _become(name, args)
     try:
@@ -49,13 +63,13 @@ def _run(name, args):
         return _packager(name, args)
     if name in FETCHERS:
         return _fetch(name, args)
-    if name in INTERPRETERS and not any(_is_of_attempt(arg) for arg in args):
-        _become(name, args, path=_path_before)  # what it starts is stood in for, too
-    guard.leave_root()
-    return _become(name, args)
+    if name in INTERPRETERS:
+        return _interpreter(name, args)
+    return _become(name, args)  # whether it keeps rights is decided when it is executed
 
 
-def _become(name, args, path=None):
+def _become(name, args):
+    """Executes the program itself; where it keeps rights, what it starts is stood in for, too."""
     if name == "python" and shutil.which(name) is None:
         name = "python3"
     program = shutil.which(name)
@@ -63,11 +77,26 @@ def _become(name, args, path=None):
         if os.getuid() == 0:
             _note_missing(f"program {name}")
         sys.exit(_NOT_FOUND)
-    os.environ["PATH"] = path or os.environ["PATH"]
+    if os.getuid() == 0:
+        os.environ["PATH"] = _path_before
     try:
         os.execv(program, [name, *args])
     except OSError as error:  # the arguments are too long
         sys.exit(f"{name}: {error.strerror}")
+
+
+def _become_ordinary(name, args):
+    guard.leave_root()
+    return _become(name, args)
+
+
+def _interpreter(name, args):
+    """An interpreter, which may read the tests if its script is one of them."""
+    script = next((arg for arg in args if not arg.startswith("-")), None)
+    if script is None or not os.path.isfile(script) or apart.is_of_attempt(script):
+        return _become_ordinary(name, args)
+    guard.keep_reading()
+    return _become(name, args)
 
 
 def _note_missing(what):
@@ -79,51 +108,81 @@ def _note_missing(what):
     return _NOT_FOUND
 
 
-def _is_of_attempt(path):
-    """Whether there is a file of that path that the attempt left: all of them are this user's."""
-    try:
-        return os.stat(path).st_uid == guard.USER
-    except (OSError, ValueError):
-        return False
-
-
 # -- Python -----------------------------------------------------------------------------------------
 
 
 def _python(name, args):
     kind, what, rest, isolated = _parse_python(args)
+    if kind == "script" and os.path.basename(what) in ("pytest", "py.test"):
+        kind, what = "module", "pytest"
     if kind == "module" and what in ("pytest", "py.test"):
         return _pytest(rest, isolated, folder=True)
     if kind == "module" and what in PACKAGERS:
         return _packager(what, rest)
     if kind is None or (kind == "input" and sys.stdin.isatty()):
-        _become(name, args)
-    folder = "" if kind != "script" else os.path.dirname(os.path.realpath(what))
-    if kind == "script" and _is_of_attempt(what):
-        guard.leave_root()
-        _become(name, args)
+        return _become_ordinary(name, args)
+    if kind == "script" and apart.is_of_attempt(what):
+        return _become_ordinary(name, args)
     sys.path.extend(_paths(isolated, folder=kind != "script"))
     if kind == "script" and not isolated:
-        sys.path.insert(0, folder)
-    if kind == "module":
-        found = importlib.util.find_spec(what.partition(".")[0])
-        places = [found.origin, *(found.submodule_search_locations or ())] if found else ()
-        if any(place and _is_of_attempt(place) for place in places):
-            guard.leave_root()
-            _become(name, args)
-    text = what
-    if kind == "input":
-        text = sys.stdin.read()
-    elif kind == "script":
-        try:
-            with open(what, errors="replace") as file:
-                text = file.read()
-        except OSError:
-            _become(name, args)
-    guard.keep_rights_here()
-    if kind != "module" and "/logs" not in text:
-        guard.close_folders()
+        sys.path.insert(0, os.path.dirname(os.path.realpath(what)))
+    if kind == "module" and _is_module_of_attempt(what):
+        return _become_ordinary(name, args)
+    text = _text_of(kind, what)
+    if text is None:
+        return _become_ordinary(name, args)
+    is_own_judge = kind == "module" and _runs_tests_of_attempt(what, rest)
     sys.argv = [{"module": "-m", "code": "-c", "input": "-"}.get(kind, what), *rest]
+    return watched.run(lambda send: _run_python(kind, what, text, is_own_judge))[0]
+
+
+def _runs_tests_of_attempt(name, args):
+    """Whether the arguments of unittest or doctest lead to tests in an attempt's own files."""
+    if name not in ("unittest", "doctest"):
+        return False
+    names = [arg for arg in args if not arg.startswith("-") and arg != "discover"]
+    return any(apart.is_of_attempt(n) or _is_module_of_attempt(n) for n in names or ["."])
+
+
+def _is_module_of_attempt(name):
+    if "/" in name or not name.partition(".")[0]:
+        return False
+    found = importlib.util.find_spec(name.partition(".")[0])
+    places = [found.origin, *(found.submodule_search_locations or ())] if found else ()
+    return any(place and apart.is_of_attempt(place) for place in places)
+
+
+def _text_of(kind, what):
+    """The program that Python is to run, or None if an attempt wrote it or it cannot be read."""
+    if kind == "input":
+        found = os.fstat(sys.stdin.fileno())
+        # A here-document is a file of root's without a name; what comes through a pipe may be anybody's.
+        is_here_document = stat.S_ISREG(found.st_mode) and not (found.st_nlink or found.st_uid)
+        is_trusted = stat.S_ISREG(found.st_mode) and not apart.is_of_attempt("/proc/self/fd/0")
+        if not is_here_document and not is_trusted:
+            return None
+        return sys.stdin.read()
+    if kind != "script":
+        return what
+    try:
+        with open(what, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+def _run_python(kind, what, text, is_own_judge):
+    """Runs tests in a child process; modules of an attempt run in another one.
+
+    is_own_judge: whether the tests are the attempt's own, and run in this process without rights.
+    """
+    if is_own_judge:
+        guard.leave_root()
+    else:
+        guard.keep_rights_here()
+        apart.install()
+    if kind == "module" or "/logs" not in text:
+        guard.close_folders()
     if kind == "module":
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     elif kind == "script":
@@ -132,7 +191,6 @@ def _python(name, args):
         module = types.ModuleType("__main__")
         sys.modules["__main__"] = module
         exec(compile(text, "<string>" if kind == "code" else "<stdin>", "exec"), module.__dict__)
-    return 0
 
 
 def _parse_python(args):
@@ -253,5 +311,4 @@ def _fetch(name, args):
     if addresses and not all(_LOCAL.match(address) for address in addresses):
         _note_missing(f"network ({addresses[0].partition('://')[2].partition('/')[0]})")
         return _NO_NETWORK
-    guard.leave_root()
-    return _become(name, args)
+    return _become_ordinary(name, args)

@@ -1,0 +1,195 @@
+"""Tests see an attempt's objects in another process as they would see their own, and the attempt reaches nothing of theirs."""
+
+import collections
+import datetime
+import decimal
+import inspect
+import os
+import threading
+import types
+
+import pytest
+
+from glm5_jax.envs.terminal.grader.wire import Peer, Proxy, RemoteError, RemoteExit
+
+
+class Stack:
+    """Of an attempt."""
+
+    limit = 3
+
+    def __init__(self, *items):
+        self.items = list(items)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __eq__(self, other):
+        return isinstance(other, Stack) and other.items == self.items
+
+    def map(self, function):
+        return [function(item) for item in self.items]
+
+
+class StackError(KeyError):
+    def __init__(self, text, code):
+        super().__init__(text)
+        self.code = code
+
+
+def attempts_module():
+    def fail():
+        raise StackError("empty", 7)
+
+    def leave():
+        raise SystemExit(0)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def read(value, name):
+        return getattr(value, name)
+
+    async def later(x):
+        return x + 1
+
+    names = {
+        "Stack": Stack,
+        "StackError": StackError,
+        "fail": fail,
+        "leave": leave,
+        "interrupt": interrupt,
+    }
+    return types.SimpleNamespace(
+        **names,
+        read=read,
+        later=later,
+        sort=lambda items: items.sort(),
+        echo=lambda x: x,
+        gen=lambda: (x for x in "ab"),
+    )
+
+
+class Nothing:
+    def before(self, extra=None):
+        return None
+
+    def after(self, extra=None):
+        return None
+
+
+def pipe():
+    """Files for reading and for writing."""
+    reading, writing = os.pipe()
+    return open(reading, "rb"), open(writing, "wb")
+
+
+@pytest.fixture
+def module():
+    """A module of an attempt's as its tests have it."""
+    (answers, answering), (requests, requesting) = pipe(), pipe()
+    client = Peer(answers, requesting, is_open=False, around=Nothing())
+    server = Peer(requests, answering, is_open=True)
+    source = attempts_module()
+
+    async def finished(number):
+        return await server.taken(number)
+
+    def wait(number):
+        import asyncio
+
+        return asyncio.run(finished(number))
+
+    operations = {"load": lambda: source, "await": wait}
+    thread = threading.Thread(target=server.serve, args=(operations, Nothing()), daemon=True)
+    thread.start()
+    yield client.request("load")
+    requesting.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    for file in (answers, answering, requests):
+        file.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 10**40, -1.5, float("inf"), "a\u00e4\ud800", b"\0x", [1, (2, {3: {4}})], {"a": frozenset({1})}, 2 + 3j,
+     decimal.Decimal("1.10"), datetime.date(2026, 1, 2), datetime.timedelta(1, 2, 3), range(1, 9, 2), slice(1, None),
+     collections.Counter("aab"), collections.deque([1, 2]), collections.OrderedDict(b=1, a=2), int, Ellipsis],
+)  # fmt: skip
+def test_copies_plain_values(module, value):
+    found = module.echo(value)
+    assert found == value and type(found) is type(value) and not isinstance(found, Proxy)
+
+
+def test_shows_objects_like_ones_of_its_own(module):
+    stack = module.Stack(1, 2)
+    assert (len(stack), stack.items, stack.limit, module.Stack.limit) == (2, [1, 2], 3, 3)
+    assert stack == module.Stack(1, 2) != module.Stack(1)
+    assert (
+        isinstance(stack, module.Stack)
+        and not isinstance(3, module.Stack)
+        and isinstance(module.Stack, type)
+    )
+    assert stack.map(lambda x: x * 10) == [10, 20]
+    stack.items = [5]
+    assert stack.map(str) == ["5"] and type(stack).__name__ == "Stack"
+    assert (
+        str(inspect.signature(module.read)) == "(value, name)"
+        and module.Stack.__doc__ == "Of an attempt."
+    )
+    assert inspect.isgenerator(module.gen()) and list(module.gen()) == ["a", "b"]
+    assert not hasattr(stack, "nothing") and callable(module.echo) and not callable(stack)
+
+
+def test_changes_lists_of_caller(module):
+    items = [3, 1, 2]
+    module.sort(items)
+    assert items == [1, 2, 3]
+
+
+def test_waits_for_coroutines(module):
+    import asyncio
+
+    assert asyncio.run(module.later(3)) == 4
+
+
+def test_raises_errors_of_attempt(module):
+    with pytest.raises(module.StackError) as error:
+        module.fail()
+    assert isinstance(error.value, KeyError) and (error.value.args, error.value.code) == (
+        ("empty",),
+        7,
+    )
+
+
+def test_tells_ends_of_attempt_from_ends_of_tests(module):
+    with pytest.raises(SystemExit) as error:
+        module.leave()
+    assert type(error.value) is RemoteExit
+    with pytest.raises(RuntimeError):
+        module.interrupt()
+
+
+@pytest.mark.parametrize(
+    "name", ["__globals__", "__self__", "_x", "gi_frame", "f_globals", "tb_frame"]
+)
+def test_keeps_attempt_from_insides_of_tests(module, name):
+    def function():
+        return 1
+
+    with pytest.raises(RuntimeError, match="may not read"):
+        module.read(function, name)
+    assert module.read(types.SimpleNamespace(x=3), "x") == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"\x02\0\0\0[]", b"\xff\xff\xff\xffxx", b"\x02\0\0\0x", b"\x02\0\0\0{]"]
+)
+def test_says_that_attempt_has_ended(answer):
+    (answers, answering), (requests, requesting) = pipe(), pipe()
+    with answers, requests, requesting:
+        with answering:
+            answering.write(answer)
+        with pytest.raises(RemoteError, match="has ended"):
+            Peer(answers, requesting, is_open=False).request("load")

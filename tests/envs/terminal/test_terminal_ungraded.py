@@ -1,0 +1,85 @@
+"""Right work outside of the work folder: graded in shared mode, brought over as an artifact, or named in the result."""
+
+import pytest
+
+from glm5_jax.envs.terminal import Nop, Trials, load_task
+from tests.envs.leftovers import run
+from tests.envs.terminal.folders import TOML, Text, needs_root, own, tried
+
+pytestmark = [pytest.mark.usefixtures("isolation", "nothing_left"), needs_root]
+SHARED = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
+PASS = (
+    "if {}; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi\n"
+)
+IN_TMP = PASS.format('[ "$(cat /tmp/solution.txt)" = 4 ]')
+
+
+def attempt(folder, script, **files):
+    """What came of a script as the agent."""
+    return run(tried(own(folder, **files), Text(script)))
+
+
+def test_names_changes_that_are_not_graded(tmp_path):
+    result = attempt(
+        tmp_path, "echo 4 > /tmp/solution.txt; mkdir /data; echo x > /data/out", test=IN_TMP
+    )
+    assert result.reward == 0.0
+    assert result.error == "changed, not graded: /data/out, /tmp/solution.txt"
+
+
+def test_names_no_changes_where_nothing_is_lost(tmp_path):
+    ok = PASS.format("[ -e done ]")
+    assert attempt(tmp_path, "touch done /tmp/x ~/.cache", test=ok).error is None
+
+
+def test_grades_shared_task_in_sandbox_of_agent(tmp_path):
+    """A file in /tmp, a folder of its own, and a process that the agent left running."""
+    script = (
+        "echo 4 > /tmp/solution.txt; mkdir /data; echo 5 > /data/out; "
+        "(while sleep 0.05; do cat /data/out > /data/served; done) > /dev/null 2>&1 &"
+    )
+    test = PASS.format(
+        '[ "$(cat /tmp/solution.txt)" = 4 ] && echo 6 > /data/out && '
+        "for i in $(seq 100); do grep -q 6 /data/served && break; sleep 0.05; done; grep -q 6 /data/served"
+    )
+
+    async def both():
+        task = load_task(own(tmp_path, toml=SHARED, test=test, dockerfile="FROM debian\n"))
+        async with Trials() as trials:
+            return await trials.run(task, Text(script)), await trials.run(task, Nop())
+
+    right, nothing = run(both())
+    assert (right.reward, right.error) == (1.0, None)
+    assert (nothing.reward, nothing.error) == (0.0, None)
+
+
+@pytest.mark.slow
+def test_runs_pytest_of_shared_task(tmp_path):
+    tests = "import subprocess\ndef test():\n    assert open('/tmp/a').read() == '1'\n    assert subprocess.run(['true']).returncode == 0\n"
+    test = PASS.format("uvx -w pytest==8.4.1 pytest /tests/test_outputs.py")
+    result = attempt(tmp_path, "printf 1 > /tmp/a", toml=SHARED, test=test, tests=tests)
+    assert (result.reward, result.error) == (1.0, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workdir", ["/", "/tmp", "/solution"])
+def test_lets_shared_task_work_in_any_folder(tmp_path, workdir):
+    dockerfile = f"FROM debian\nWORKDIR {workdir}\n"
+    result = attempt(
+        tmp_path,
+        "pwd > /srv/here",
+        toml=SHARED,
+        dockerfile=dockerfile,
+        test=PASS.format(f"grep -qx {workdir} /srv/here"),
+    )
+    assert (result.reward, result.error) == (1.0, None)
+
+
+def test_brings_artifacts_of_agent_over(tmp_path):
+    test = PASS.format('[ "$(cat /logs/artifacts/a/b)" = 4 ] && [ ! -e /logs/agent/x ]')
+    result = attempt(
+        tmp_path,
+        "mkdir /logs/artifacts/a; echo 4 > /logs/artifacts/a/b; touch /logs/agent/x",
+        test=test,
+    )
+    assert (result.reward, result.error) == (1.0, None)
