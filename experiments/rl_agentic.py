@@ -6,7 +6,8 @@ WORKDIR is a run of sft.py or of a later stage. Several programs on devices of t
 what was sampled token by token, a hub that shares the engines out among the services of the tasks, these services, and
 what trains. launch/local.py starts them all on this machine, and again what dies; launch/on_ray.py, slurm.py and gke.py
 do so on several. DIR has the report, in which a timeline shows who did what when, and what each program said in
-DIR/roles. The same command goes on with a run that was stopped or killed.
+DIR/roles. DIR/run.key is the API key of the run, made at its start with mode 600, which every program sends and requires.
+The same command goes on with a run that was stopped or killed.
 
 :tiny    two services, on two CPU cores in about ten minutes: products, by a calculator that must be called and whose
          answer must be told, and chains of four values
@@ -30,10 +31,9 @@ from glm5_jax.agents.context import CONTEXTS, ContextConfig
 from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.checkpoint import models
-from glm5_jax.core.activity import FOLDER
 from glm5_jax.core.editable import flags_between
 from glm5_jax.core.placement import Role
-from glm5_jax.core.server import HttpServer, ListenConfig
+from glm5_jax.core.server import HttpServer
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.envs.service import AgentService
@@ -48,6 +48,7 @@ from glm5_jax.rl.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
 from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
+from glm5_jax.rl.place import PlaceConfig
 from glm5_jax.rl.pushed import SyncConfig
 from glm5_jax.rl.registry import RegistryConfig
 from glm5_jax.rl.remote import RemoteConfig
@@ -70,24 +71,6 @@ ALL = (
     Share(TaskConfig("products", size=10_000, digits=6)),
     Share(TaskConfig("mbpp", size=10_000)),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class PlaceConfig:
-    """Which program of the run this is, where it listens and whom it asks: set by `roles`. role: none is the whole run.
-    number: of the service's tasks; engines: URLs, with commas between."""
-
-    role: str = ""
-    number: int = 0
-    engines: str = ""
-    gateway: str = ""
-    hub: str = ""
-    listen: ListenConfig = ListenConfig()
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """The engines'."""
-        return tuple(self.engines.split(","))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +168,14 @@ class AgenticConfig(AsynchronousConfig):
     def loop(self) -> LoopConfig:
         """The limits of an attempt."""
         own = self.rollout
-        limits = own.max_turns, self.length, own.max_tokens, self.agent_seconds, own.tool_seconds
-        return LoopConfig(*limits, self.context)
+        return LoopConfig(
+            max_turns=own.max_turns,
+            max_tokens=self.length,
+            reply_tokens=own.max_tokens,
+            seconds=self.agent_seconds,
+            tool_seconds=own.tool_seconds,
+            context=self.context,
+        )
 
     def stage(self, workdir, evaluator=None, before=None, **options) -> "Agentic":
         del evaluator
@@ -208,14 +197,19 @@ class Agentic(Asynchronous):
     """What trains; as long as it is not told where the others are, it can be checked and not run."""
 
     def __init__(self, config: AgenticConfig, workdir, before: Stage | None = None, **options):
-        hub = HubClient(config.place.hub) if config.place.role else None
+        hub, sync = None, config.sync
+        if config.place.role:
+            key = config.place.key(pathlib.Path(workdir))
+            hub = HubClient(config.place.hub, key)
+            if sync.api_key is None and sync.api_key_file is None:
+                sync = dataclasses.replace(sync, api_key=key)
         super().__init__(config, workdir, hub, None, before=before, **options)
         engines = self.config.place.addresses
         if self.config.transport == NETWORK:
-            self._pusher = Network(self.config.model, engines, config.sync)
+            self._pusher = Network(self.config.model, engines, sync)
         else:
             folder = self.workdir / "weights"
-            own = self.config.model, folder, engines, config.sync
+            own = self.config.model, folder, engines, sync
             self._pusher = SharedStorage(*own, self.tokenizer)
 
 
@@ -233,19 +227,12 @@ def serve(config: AgenticConfig, workdir: pathlib.Path) -> int | None:
     except (ValueError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    return 0
-
-
-def _listening(config: AgenticConfig, workdir: pathlib.Path, name: str) -> dict:
-    """What all servers' configs have, by the place."""
-    told = str(workdir / FOLDER / f"{name}.jsonl")
-    listen = dataclasses.replace(config.place.listen, activity_file=told)
-    return {field.name: getattr(listen, field.name) for field in dataclasses.fields(listen)}
+    return 1 if server.failed else 0
 
 
 def _engine(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
     name = f"{ENGINE}-{config.place.number}"
-    server = ServerConfig(**_listening(config, workdir, name), variant=config.rollout.variant)
+    server = ServerConfig(**config.place.listening(workdir, name), variant=config.rollout.variant)
     checkpoint = config.served or config.checkpoint
     layout = config.layout
     own = layout.warm, layout.engine_mesh, config.engine, server
@@ -257,7 +244,7 @@ def _gateway(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
     if ranks > 1:
         engines = [f"{engine}@{rank}" for engine in engines for rank in range(ranks)]
     own = GatewayConfig(
-        **_listening(config, workdir, GATEWAY),
+        **config.place.listening(workdir, GATEWAY),
         temperature=config.policy.temperature,
         max_tokens=config.rollout.max_tokens,
         seconds=config.agent_seconds,
@@ -271,7 +258,7 @@ def _gateway(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
 
 def _hub(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
     own = HubConfig(
-        **_listening(config, workdir, HUB),
+        **config.place.listening(workdir, HUB),
         gateway=config.place.gateway,
         seed=config.seed,
         journal=str(workdir / HUB),
@@ -285,9 +272,10 @@ def _hub(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
 def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
     share = config.tasks[config.place.number]
     own = ServiceConfig(
-        **_listening(config, workdir, share.name),
+        **config.place.listening(workdir, share.name),
         name=share.name,
         hub=config.place.hub,
+        url=config.place.url or None,
         weight=share.weight,
         max_inflight=config.max_inflight,
         seconds=config.agent_seconds + config.judge_seconds,
@@ -295,14 +283,14 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
     )
     if isinstance(share, TerminalShare):
         limits = AttemptConfig(
-            config.rollout.max_turns,
-            config.length,
-            config.rollout.max_tokens,
-            config.agent_seconds,
-            config.agent_seconds,
-            config.context,
-            share.bash,
-            config.rollout.thinking,
+            max_turns=config.rollout.max_turns,
+            max_tokens=config.length,
+            reply_tokens=config.rollout.max_tokens,
+            seconds=config.agent_seconds,
+            reply_seconds=config.agent_seconds,
+            context=config.context,
+            bash=share.bash,
+            thinking=config.rollout.thinking,
         )
         return TerminalService(
             own,
@@ -310,6 +298,7 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
             tokenizer_of(config),
             limits,
             images=share.images,
+            task_limits=share.task_limits,
             variant=config.rollout.variant,
         )
     tasks, held_out = share.tasks_of(), share.tasks_of(evaluation=True)
@@ -327,6 +316,7 @@ def _task(config: AgenticConfig, workdir: pathlib.Path) -> HttpServer:
 
 
 def tokenizer_of(config: AgenticConfig):
+    """Returns the checkpoint's tokenizer. Raises ValueError if there is no checkpoint."""
     if config.checkpoint is None:
         raise ValueError("there is no checkpoint; give --experiment.checkpoint=PATH")
     return models.load_tokenizer(config.checkpoint)
@@ -373,7 +363,14 @@ def roles(config: AgenticConfig, command: Sequence[str]) -> list[Role]:
     devices = {"devices": layout.engine_devices, "tpu_topology": layout.engine_topology}
     devices |= {"count": layout.engines, "memory": layout.engine_memory}
     tasks = [
-        server(f"{TASK}-{i}", f"number={i}", "hub={hub.url}", place=3 + i, program=TASK)
+        server(
+            f"{TASK}-{i}",
+            f"number={i}",
+            "hub={hub.url}",
+            "url={self.url}",
+            place=3 + i,
+            program=TASK,
+        )
         for i in range(len(config.tasks))
     ]
     own = {"devices": layout.devices, "tpu_topology": layout.topology, "memory": layout.memory}

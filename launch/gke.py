@@ -26,7 +26,7 @@ from typing import Any
 
 from absl import flags
 
-from glm5_jax.core.placement import AGAIN, Role, filled
+from glm5_jax.core.placement import AGAIN, SELF_URL, Role, filled
 from launch import topology, xla_flags
 from launch.pods import TORUS
 from pallas_kernels.chips import CHIPS as KNOWN
@@ -255,13 +255,15 @@ def _container(run: topology.Topology, role: Role, words, values) -> dict[str, A
     # In a command $(NAME) is a variable of the environment; the job's controller sets the pod's own number.
     index = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
     meeting = f"{_host(run, role, chr(0) + 'ROLE_INDEX' + chr(0))}:{_MEETING_PORT}"
+    own_index = "0" if role.slices > 1 else "\0ROLE_INDEX\0"
     own = {
         "python": "python3",
-        "index": "0" if role.slices > 1 else "\0ROLE_INDEX\0",
+        "index": own_index,
         "host": "0.0.0.0",
         "port": str(role.port),
         "ready": "/tmp/ready",
         # Of several slices GKE tells each pod its place, which jax knows.
+        SELF_URL: f"http://{_host(run, role, own_index)}:{role.port}",
         "distributed": "auto"
         if role.slices > 1
         else f"{meeting},{role.hosts},\0JOB_COMPLETION_INDEX\0",

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from glm5_jax.core.placement import AGAIN, Role, filled
+from glm5_jax.core.placement import AGAIN, SELF_URL, Role, filled
 from launch import topology, xla_flags
 from launch.pods import TORUS
 
@@ -192,6 +192,7 @@ def script(run: topology.Topology, values: flags.FlagValues) -> str:
                 lines.append(f"answers {math.ceil(needed.start_seconds)} {' '.join(urls)}")
         words = topology.words_of(role, addresses)
         for index in range(role.count):
+            words[SELF_URL] = addresses[role.name][index]
             group = groups[home[role.name].array].rpartition("_")[2]
             lines += _step(role, index, home[role.name], group, words, values.chip)
     number = sum(role.count for role in run.roles if role.main)

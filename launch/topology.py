@@ -175,6 +175,5 @@ def check_ports(roles: Sequence[Role], scheduler: str) -> None:
 
 
 def words_of(role: Role, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What stands for the words of argv that name other roles, from the addresses of their replicas."""
-    named = [word for word in role.words if "." in word]
-    return {word: ",".join(addresses[word.partition(".")[0]]) for word in named}
+    """Returns the values of the words of argv that name other roles, from the addresses of their replicas."""
+    return {word: ",".join(addresses[word.partition(".")[0]]) for word in role.addresses}

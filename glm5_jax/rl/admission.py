@@ -21,6 +21,24 @@ from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True)
+class Admitted:
+    """A group that is to be sampled.
+
+    Attributes:
+      order: its place in line, from 0; a group for one that was dropped has that one's place.
+      group_id: unlike that of any other group of buffers with the same life.
+      task, number: whose attempts.
+      tries: groups in this place before it. With order, a seed that does not depend on what came when.
+    """
+
+    order: int
+    group_id: str
+    task: str
+    number: int
+    tries: int
+
+
+@dataclasses.dataclass(frozen=True)
 class BufferConfig:
     """Construction refuses values out of range (ValueError).
 

@@ -399,10 +399,10 @@ def _keys(topk, index: Index, theirs, read):
             own, others, q, w, read = args
             # XLA's form: the arrays are on a mesh, and this is no manual region.
             scores = index_scores(q, w, k, implementation="ref")
-            return _differing(scores, own, others, read)
+            return measure_difference(scores, own, others, read)
 
         same, gap, largest = lax.map(block, tuple(map(blocks, (own, others, q, w, read))))
-        return same.sum() / read.sum(), _relative(gap.max(), largest.max())
+        return same.sum() / read.sum(), relative_gap(gap.max(), largest.max())
 
     return lax.map(layer, (topk, theirs, index))
 
@@ -413,13 +413,13 @@ def _experts(ids, scores, theirs, read):
 
     def layer(args):
         scores, own, others = args
-        same, gap, largest = _differing(scores, own, others, read)
-        return same / read.sum(), _relative(gap, largest)
+        same, gap, largest = measure_difference(scores, own, others, read)
+        return same / read.sum(), relative_gap(gap, largest)
 
     return lax.map(layer, (scores, ids, theirs))
 
 
-def _differing(scores, own, others, read):
+def measure_difference(scores, own, others, read):
     """Over those with read bool[b t]: (sum of the shares of what is in both lists int32[b t k] (-1: nothing), largest
     gap between the scores [b t s] of what is in one alone, inf for lists of other lengths, largest score)."""
     ours, theirs = (_members(ids, scores.shape[-1]) for ids in (own, others))
@@ -437,7 +437,8 @@ def _differing(scores, own, others, read):
     )
 
 
-def _relative(gap, largest):
+def relative_gap(gap, largest):
+    """Returns a gap as a share of the largest number, at most MOST_GAP."""
     return jnp.minimum(gap / jnp.where(largest > 0, largest, 1), MOST_GAP)
 
 

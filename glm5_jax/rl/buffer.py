@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from glm5_jax.rl.admission import BufferConfig, must_wait, room
+from glm5_jax.rl.admission import Admitted, BufferConfig, must_wait, room
 from glm5_jax.rl.journal import Entry, Journal
 from glm5_jax.rl.repair import FAILED, LOST, STALE, left_out, repaired, versions
 from glm5_jax.rl.trajectory import Trajectory
@@ -20,24 +20,6 @@ from glm5_jax.rl.types import Weights
 
 _STATE = "state"  # the name of the journal's entry that is no group
 _KEPT = ("group", "batch_groups", "max_staleness")  # what a journal's batches were made by
-
-
-@dataclasses.dataclass(frozen=True)
-class Admitted:
-    """A group that is to be sampled.
-
-    Attributes:
-      order: its place in line, from 0; a group for one that was dropped has that one's place.
-      group_id: unlike that of any other group of buffers with the same life.
-      task, number: whose attempts.
-      tries: groups in this place before it. With order, a seed that does not depend on what came when.
-    """
-
-    order: int
-    group_id: str
-    task: str
-    number: int
-    tries: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +60,9 @@ class _Place:
 class Buffer:
     """The groups that are outstanding. What it cannot do is a ValueError, and changes nothing.
 
+    A journal that cannot be written, as its disk is full, lags behind in order, and `unwritten` says why. Nothing that depends
+    on it should be answered until `write_journal` has succeeded.
+
     journal: a folder that outlives the process: whoever opens it next goes on with all groups that had come, taken or
     not, and is to admit those again that were under way.
 
@@ -110,6 +95,16 @@ class Buffer:
             self._journal = Journal(journal, config.durable)
             self._restore(journal)
             self._write_state()
+
+    @property
+    def unwritten(self) -> str:
+        """Why the journal lacks the last changes, and what to do; "" if it has all."""
+        return "" if self._journal is None else self._journal.error
+
+    def write_journal(self) -> None:
+        """Tries again to write what the journal lacks."""
+        if self._journal is not None:
+            self._journal.flush()
 
     @property
     def waiting(self) -> int:
@@ -182,7 +177,14 @@ class Buffer:
         self._waiting[group_id] = place
         if not self._keep(place, self.step):
             return False
-        self._write(place)
+        try:
+            self._write(place)
+        except (ValueError, TypeError, RecursionError):
+            # It holds what cannot be encoded, so that the next buffer would not have it.
+            del self._waiting[group_id]
+            place.members, place.versions = (), ()
+            self._running[group_id] = place
+            raise
         return True
 
     def cancel(self, group_id: str, again: bool = True) -> None:

@@ -4,19 +4,24 @@ import asyncio
 import dataclasses
 import http.client
 import json
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from glm5_jax.core.server import ApiError, encoded, read_json
+from glm5_jax.core.json_body import WHOLE_BYTES
+from glm5_jax.core.server import ApiError, encoded, read_json, shortened
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.trajectory import trajectory
 
+_log = logging.getLogger(__name__)
 SHOWN = 200  # bytes of an answer that cannot be read
+MAX_MESSAGE = 2000  # characters of an error that an answer tells
 NOT_BEGUN = 428  # of HTTP: the hub has not been told where the trainer is
+UNAVAILABLE = 503  # of HTTP: the hub cannot keep what it is sent, and says why
 AGAIN = 0.5  # seconds between two tries to reach a hub
 POLL = 30.0  # seconds that a hub is asked to wait at once
 MARGIN = 60.0  # seconds that an answer may take beyond those that it was asked to wait
@@ -45,27 +50,44 @@ class JsonClient:
     async def __aexit__(self, *_) -> None:
         await self._session.close()
 
-    async def ask(self, method: str, url: str, body: Any = None, *, seconds: float) -> Any:
-        """What the answer says. ServerError for whatever else comes than 200 and JSON, or nothing in time."""
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        body: Any = None,
+        *,
+        seconds: float,
+        most_bytes: int | None = None,
+    ) -> Any:
+        """Returns the value of an answer. Raises ServerError unless it is 200 and JSON, in time and not too long.
+
+        most_bytes: size of the answer; None: that of the client.
+        """
         if self._session is None:
             raise RuntimeError("the client is not open; use it within `async with`")
         data = None if body is None else encoded(body)
         try:
             async with asyncio.timeout(seconds):
-                async with self._session.request(method, url, data=data) as response:
-                    status, content = response.status, await self._read(url, response)
+                # A server that redirects would choose where the API key and the request go.
+                request = self._session.request(method, url, data=data, allow_redirects=False)
+                async with request as response:
+                    most = min(most_bytes or self._most, self._most)
+                    status, content = response.status, await self._read(url, response, most)
         except TimeoutError:
             raise ServerError(f"{url} has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"no server answers at {url}: {error}") from None
-        return _value(url, status, content)
+        if len(content) <= WHOLE_BYTES:
+            return _value(url, status, content)
+        # A large answer is read in pieces in another thread, while the answers of others are read here.
+        return await asyncio.to_thread(_value, url, status, content)
 
-    async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, url: str, response: aiohttp.ClientResponse, most: int) -> bytes:
         content = bytearray()
         async for chunk in response.content.iter_any():
             content += chunk
-            if len(content) > self._most:
-                raise ServerError(f"the answer of {url} is longer than {self._most} bytes")
+            if len(content) > most:
+                raise ServerError(f"the answer of {url} is longer than {most} bytes")
         return bytes(content)
 
 
@@ -78,11 +100,11 @@ def _value(url: str, status: int, content: bytes) -> Any:
     except (ApiError, LookupError, TypeError):
         shown = content[:SHOWN].decode(errors="replace")
         message = f"the answer of {url} is no JSON of an API ({status}): {shown}"
-    raise ServerError(str(message), status)
+    raise ServerError(shortened(str(message), MAX_MESSAGE), status)
 
 
 class HubClient:
-    """Of the hub at `url`, for a trainer and for people: it waits. patience: seconds that a hub which is not there, as it is started anew,
+    """Of the hub at `url`, for a trainer and for people: it waits, and without a limit while a hub has no room on its disk. patience: seconds that a hub which is not there, as it is started anew,
     is asked again. Then, and for what the hub refuses, as whatever a trainer says that another has replaced, all methods
     raise ServerError.
 
@@ -163,13 +185,18 @@ class HubClient:
 
     def _ask(self, path: str, body: Mapping | None = None, seconds: float = 0.0) -> Any:
         data = None if body is None else encoded(body)
-        until = time.monotonic() + self._patience
+        until, pause = time.monotonic() + self._patience, ""
         while True:
             try:
                 with self._client.open(path, data, timeout=seconds + MARGIN) as response:
                     return json.load(response)
             except ServerError as error:
-                if error.status not in (None, 503) or time.monotonic() > until:
+                if error.status == UNAVAILABLE:
+                    # The hub is there and waits for room on its disk, as must the trainer.
+                    if str(error) != pause:
+                        _log.warning("%s", error)
+                    until, pause = time.monotonic() + self._patience, str(error)
+                elif error.status is not None or time.monotonic() > until:
                     raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 # It was killed in the middle of its answer.

@@ -20,7 +20,6 @@ them.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import re
 import secrets
@@ -35,12 +34,12 @@ from aiohttp import web
 from glm5_jax.core.schema import checked, of_fields
 from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
 from glm5_jax.inference.client import INSTANCE
-from glm5_jax.inference.protocol import CHAT, thinking_of
-from glm5_jax.rl.router import NoRank, Router, RouterConfig
+from glm5_jax.inference.protocol import CHAT, thinking_of, tools_of
+from glm5_jax.rl.router import NoRank, Router, RouterConfig, parse_rank
 from glm5_jax.rl.session_journal import JournalError, SessionJournal
 from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError
 from glm5_jax.rl.trajectory import told
-from glm5_jax.rl.types import Weights
+from glm5_jax.rl.types import MAX_VERSION, Weights, check_lease
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
@@ -96,7 +95,7 @@ class GatewayConfig(ListenConfig):
 
 
 class Gateway(HttpServer):
-    """Sessions in front of engines.
+    """Sessions in front of engines, to which it sends its own API key.
 
     ranks: URLs of engines, each followed by @N if it is the rank N of several that share its URL.
     """
@@ -160,7 +159,8 @@ class Gateway(HttpServer):
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as self._client:
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as self._client:
             if self._wanted is not None:
                 await self._look(self._ranks, self._wanted)
             probe = asyncio.create_task(self._probe())
@@ -172,7 +172,7 @@ class Gateway(HttpServer):
     # -- sessions ------------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        said = checked(read_json(await request.read() or b"{}"), _BEGIN)
+        said = checked(read_json(await self.received(request) or b"{}"), _BEGIN)
         if "weights" in said:
             await self._want(Weights(**said["weights"]))
         name = said.get("id") or secrets.token_hex(16)
@@ -244,10 +244,10 @@ class Gateway(HttpServer):
         if self._draining:
             raise ApiError("the gateway is ending; ask another", 503, "unavailable")
         name, own = self._found(request)
-        said = checked(read_json(await request.read()), CHAT)
+        said = await self.read_body(request, lambda said: checked(said, CHAT))
         sampling = self._sampling(said)
         thinking, _ = thinking_of(said)
-        tools = said.get("tools") if said.get("tool_choice") != "none" else None
+        tools = tools_of(said)
         plan = own.session.plan(said["messages"], tools, enable_thinking=thinking, asked=own.asked)
         sampling["sampling_seed"] = own.session.seed_of(plan)
         own.asked.append(plan)
@@ -283,7 +283,7 @@ class Gateway(HttpServer):
         for _ in range(self.config.tries):
             own.check(name)  # the router would place it anew, and nobody would release it
             rank = self._router.rank_of(name)
-            url, number = _address(rank)
+            url, number = parse_rank(rank)
             wanted, seen = self._wanted, self._seen.get(rank)
             body = {"input_ids": plan.ids, "sampling_params": sampling, "return_logprob": True}
             if number is not None:
@@ -327,26 +327,23 @@ class Gateway(HttpServer):
         ids = found["output_ids"]
         reason = meta["finish_reason"]["type"]
         parsed = parse_reply(ids, tools, tokenizer=self._tokenizer, thinking=thinking)
-        message = parsed.message
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        turn = own.session.answer(plan, ids, logprobs, meta["weight_versions"], reason, message)
+        turn = own.session.answer(
+            plan, ids, logprobs, meta["weight_versions"], reason, parsed.message
+        )
         if self._journal is not None:
             self._journal.add(name, turn, self._router.placed.get(name))
         own.session.add(turn)
         own.cached += meta["cached_tokens"]
         own.read += len(plan.ids)
+        count = len(own.session.turns)
         calls = [
-            {
-                "id": f"call_{len(own.session.turns)}_{i}",
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
-                },
-            }
-            for i, call in enumerate(message.get("tool_calls", ()))
+            {"id": f"call_{count}_{i}", "type": "function", "function": call.function}
+            for i, call in enumerate(parsed.tool_calls)
         ]
-        message = message | ({"tool_calls": calls} if calls else {})
+        message = parsed.message | ({"tool_calls": calls} if calls else {})
+        if calls and reason == "stop" and not parsed.problem:
+            reason = "tool_calls"
         return {
             "id": f"{name}-{len(own.session.turns) - 1}",
             "object": "chat.completion",
@@ -356,7 +353,7 @@ class Gateway(HttpServer):
                 {
                     "index": 0,
                     "message": message,
-                    "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
+                    "finish_reason": reason,
                     "logprobs": None,
                 }
             ],
@@ -371,11 +368,16 @@ class Gateway(HttpServer):
     # -- engines -------------------------------------------------------------------------------------------
 
     async def _set_weights(self, request: web.Request) -> web.Response:
-        await self._want(Weights(**checked(read_json(await request.read()), _WEIGHTS)))
+        said = await self.read_body(request, lambda said: checked(said, _WEIGHTS))
+        await self._want(Weights(**said))
         return as_json(self._wanted._asdict())
 
     async def _want(self, weights: Weights) -> None:
         """From now on engines must have these, unless later ones were wanted before; who has others is lost."""
+        try:
+            check_lease(weights.lease, time.time())
+        except ValueError as error:
+            raise ApiError(str(error), param="lease") from None
         async with self._looking:
             before = self._wanted
             if before is not None and weights[:2] <= before[:2]:
@@ -414,7 +416,7 @@ class Gateway(HttpServer):
     async def _is_well(self, rank: str, wanted: Weights | None, strict: bool) -> bool:
         """Whether an engine answers and has the weights, or later ones: those are pushed before they are wanted. strict: only
         the same, as what another trainer pushed may seem to be later; so may what a new process was started with."""
-        url, _ = _address(rank)
+        url, _ = parse_rank(rank)
         if await self._asked(f"{url}/health") is None:
             return False
         if wanted is None:
@@ -451,16 +453,13 @@ class Gateway(HttpServer):
         return as_json(told | {"loads": self._router.loads, "weights": weights})
 
 
-def _address(rank: str) -> tuple[str, int | None]:
-    """(URL, number among the ranks that share it). A URL may have an @ of its own."""
-    found = re.fullmatch(r"(.+)@(\d+)", rank)
-    return (found[1], int(found[2])) if found else (rank, None)
-
-
 _FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
 _COUNT = {"type": "integer", "minimum": 0}
 _WEIGHTS = of_fields(
-    ("lease", "version"), lease=_COUNT, version=_COUNT, checksum={"type": "string"}
+    ("lease", "version"),
+    lease=_COUNT,
+    version=_COUNT | {"maximum": MAX_VERSION},
+    checksum={"type": "string"},
 )
 _BEGIN = of_fields(id={"type": "string"}, seed=_COUNT, weights=_WEIGHTS)
 

@@ -4,6 +4,7 @@ An entry is a head, which is JSON, and trajectories, whose token streams are kep
 times as long, and a group of long rollouts has millions. A digest in front tells whole files from torn ones.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -37,30 +38,65 @@ class Entry(NamedTuple):
 class Journal:
     """A folder of entries by name, which one process at a time writes.
 
+    A change that fails, as on a full disk, is kept in memory with all that follow. `flush` makes them in their order, so that
+    the folder is at each time as it was meant to be at some time.
+
     folder: made if it is not there. durable: whether an entry that was written outlives the machine's power too, and
     not only the process; that takes a disk's time for each.
+
+    Attributes:
+      error: why the last changes are not in the folder, and what to do; "" if they are.
     """
 
     def __init__(self, folder: pathlib.Path, durable: bool = False):
         self._folder, self._durable = pathlib.Path(folder), durable
+        self._changes: collections.deque[tuple[str, bytes | None]] = collections.deque()
+        self.error = ""
         self._folder.mkdir(parents=True, exist_ok=True)
         for cut_off in self._folder.glob(f"*{_NEW}"):
             cut_off.unlink()
 
     def write(self, name: str, head: Mapping[str, Any], members: Sequence[Trajectory] = ()) -> None:
-        """The entry is this from now on; whoever is killed meanwhile leaves the one before."""
-        new = self._folder / f"{name}{_NEW}"
-        with new.open("wb") as file:
-            file.write(_packed(head, members))
-            if self._durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(new, self._folder / f"{name}{_WHOLE}")
-        self._settle()
+        """Replaces an entry; a process that is killed meanwhile leaves the one before."""
+        self._changes.append((name, _packed(head, members)))
+        self.flush()
 
     def remove(self, name: str) -> None:
-        """The entry is no more; one that is not there was removed before."""
-        (self._folder / f"{name}{_WHOLE}").unlink(missing_ok=True)
+        """Removes an entry; one that is missing was removed before."""
+        self._changes.append((name, None))
+        self.flush()
+
+    def flush(self) -> None:
+        """Makes the changes that are left, and sets `error` if one fails."""
+        try:
+            while self._changes:
+                self._change(*self._changes[0])
+                self._changes.popleft()
+        except OSError as error:
+            self.error = (
+                f"the journal in {self._folder} cannot be written ({error}), so the run waits; make room for it, and the "
+                "run goes on"
+            )
+        else:
+            self.error = ""
+
+    def _change(self, name: str, packed: bytes | None) -> None:
+        """Writes the bytes of an entry, or removes it."""
+        whole = self._folder / f"{name}{_WHOLE}"
+        if packed is None:
+            whole.unlink(missing_ok=True)
+        else:
+            new = self._folder / f"{name}{_NEW}"
+            try:
+                with new.open("wb") as file:
+                    file.write(packed)
+                    if self._durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(new, whole)
+            except OSError:
+                new.unlink(missing_ok=True)  # which would take the room that is left
+                raise
         self._settle()
 
     def read(self) -> tuple[dict[str, Entry], list[str]]:
@@ -108,7 +144,16 @@ def _unpacked(packed: bytes) -> Entry | None:
     if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
         return None
     at = _LENGTH + int.from_bytes(body[:_LENGTH], "big")
-    told = json.loads(body[_LENGTH:at])
+    try:
+        return _entry(json.loads(body[_LENGTH:at]), body, at)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        # Whole, and of a release that took what this one refuses, such as a reward that is no number of float32.
+        _log.warning("an entry cannot be read: %s %s", type(error).__name__, error)
+        return None
+
+
+def _entry(told: Mapping[str, Any], body: bytes, at: int) -> Entry:
+    """Returns the entry of a text whose streams begin at a byte of the body."""
     members = []
     for said in told["members"]:
         records = []

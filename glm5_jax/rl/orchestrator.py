@@ -45,15 +45,16 @@ from glm5_jax.core.server import (
     as_json,
     check_url,
     encoded,
-    read_json,
 )
 from glm5_jax.rl.buffer import Admitted, Buffer, BufferConfig, Taken
 from glm5_jax.rl.client import NOT_BEGUN, JsonClient, told_taken
 from glm5_jax.rl.registry import Registry, RegistryConfig, Service
 from glm5_jax.rl.remote import Remote, RemoteConfig
 from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.types import MAX_VERSION
 
 _log = logging.getLogger(__name__)
+RETRY_S = 1.0  # between two tries to write the journal of a full disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Orchestrator(HttpServer):
         self._groups: dict[str, _UnderWay] = {}
         self._tasks: set[asyncio.Task] = set()  # all that run until they are cancelled
         self._paused = self._ending = False
+        self._next_write = 0.0
         self._news = asyncio.Event()
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
@@ -148,7 +150,7 @@ class Orchestrator(HttpServer):
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
         config = self.config
-        async with JsonClient(config.api_key, most_bytes=config.most_bytes) as self._client:
+        async with JsonClient(self.api_key, most_bytes=config.most_bytes) as self._client:
             own = config.gateway, config.seed, config.remote, self._clock, self._buffer.life
             self._remote = Remote(self._client, *own)
             self._remote.weights = self._buffer.weights
@@ -182,13 +184,36 @@ class Orchestrator(HttpServer):
             for service in self._registry.expire(now):
                 _log.warning("%s is lost: %s", service.spec.name, service.error)
                 self._call_off(service)
-            if self._buffer.lease and not (self._draining or self._paused):
+            if now >= self._next_write:
+                self._write_journal(now)
+            can_start = not (self._draining or self._paused or self._buffer.unwritten)
+            if self._buffer.lease and can_start:
                 self._start_groups(now)
             await self._hear(news, self.config.tick)
+
+    def _write_journal(self, now: float) -> None:
+        """Writes what a full disk has kept out of the journal, and looks again after a while if it still does."""
+        before = self._buffer.unwritten
+        self._buffer.write_journal()
+        self._next_write = now + (RETRY_S if self._buffer.unwritten else 0.0)
+        if self._buffer.unwritten and not before:
+            _log.error("%s", self._buffer.unwritten)
+        if before and not self._buffer.unwritten:
+            _log.warning("the journal can be written again")
+            self._tell()
+
+    def _check_journal(self) -> None:
+        """Raises ApiError unless everything that was answered before is in the journal."""
+        if self._buffer.unwritten:
+            self._write_journal(self._clock())
+        if self._buffer.unwritten:
+            raise ApiError(self._buffer.unwritten, 503, "journal")
 
     def _start_groups(self, now: float) -> None:
         accepted = None
         while self._buffer.room() and not self._remote.gateway.wait(now):
+            if self._buffer.unwritten:
+                return
             ready = self._registry.ready(now)
             if not ready:
                 return
@@ -228,7 +253,7 @@ class Orchestrator(HttpServer):
         own.service.in_flight -= own.left
         if not task.cancelled() and (error := task.exception()):
             _log.error("group %s", own.admitted.group_id, exc_info=error)
-            own.service.error = f"{type(error).__name__}: {error}"
+            own.service.broken(f"{type(error).__name__}: {error}", self._clock())
         if own.accepted is None:
             self._buffer.cancel(own.admitted.group_id, own.again)
         self._registry.ended(own.service, own.accepted)
@@ -258,7 +283,9 @@ class Orchestrator(HttpServer):
     # -- services ------------------------------------------------------------------------------------------
 
     async def _register(self, request: web.Request) -> web.Response:
-        service, other = self._registry.register(read_json(await request.read()), self._clock())
+        service, other = self._registry.register(
+            await self.read_body(request, lambda said: said), self._clock()
+        )
         if other:
             self._call_off(service)
         _log.info("%s is served at %s", service.spec.name, service.spec.url)
@@ -266,7 +293,7 @@ class Orchestrator(HttpServer):
         return as_json({"name": service.spec.name})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        said = await _said(request, _BEAT)
+        said = await self._said(request, _BEAT)
         name = request.match_info["name"]
         self._registry.heartbeat(name, said.get("instance", ""), self._clock())
         return as_json({"name": name})
@@ -278,11 +305,12 @@ class Orchestrator(HttpServer):
     # -- the trainer ---------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        said = await _said(request, _BEGIN)
+        said = await self._said(request, _BEGIN)
         with _conflicts():
             # By the clock they differ from those of a hub that has left no journal, too.
             least = int(1e3 * time.time())
-            self._buffer.begin(int(said["step"]), int(said["version"]), said.get("checksum"), least)
+            self._buffer.begin(said["step"], said["version"], said.get("checksum"), least)
+        self._check_journal()
         lease = self._buffer.lease
         self._collect()
         self._tell()
@@ -290,42 +318,49 @@ class Orchestrator(HttpServer):
         return as_json(self._position() | {"lease": lease})
 
     async def _take(self, request: web.Request) -> web.Response:
-        said = await _said(request, _TAKE)
+        said = await self._said(request, _TAKE)
         until = self._clock() + min(said["seconds"], self.config.poll_seconds)
         while True:
             self._check_lease(said)
             news = self._news
             with _conflicts():
-                taken = self._buffer.take(int(said["step"]))
+                taken = self._buffer.take(said["step"])
             self._collect()
-            if taken is not None:
+            # A batch is given out once the journal has that it was taken.
+            if taken is not None and not self._buffer.unwritten:
                 self._tell()
                 loop = asyncio.get_running_loop()
-                counts = self._buffer.counted(int(said["step"]))
+                counts = self._buffer.counted(said["step"])
                 body = await loop.run_in_executor(None, _batch, taken, counts)
                 return web.Response(body=body, content_type="application/json")
             left = until - self._clock()
             if left <= 0 or self._ending:
+                self._check_journal()
                 return as_json({"groups": None, "hindered": self._hindered()})
             await self._hear(news, left)
 
     async def _trained(self, request: web.Request) -> web.Response:
-        said = await _said(request, _TRAINED)
+        said = await self._said(request, _TRAINED)
         self._check_lease(said)
         with _conflicts():
-            self._buffer.trained(int(said["step"]))
+            self._buffer.trained(said["step"])
+        self._check_journal()
         self._collect()
         self._tell()
         return as_json(self._position())
 
     async def _version(self, request: web.Request) -> web.Response:
-        said = await _said(request, _VERSION)
+        said = await self._said(request, _VERSION)
         self._check_lease(said)
         with _conflicts():
-            self._buffer.push(int(said["version"]), said.get("checksum"))
+            self._buffer.push(said["version"], said.get("checksum"))
+        self._check_journal()
         self._tell()
         await self._remote.want(self._buffer.weights)
         return as_json(self._position())
+
+    async def _said(self, request: web.Request, schema: Mapping) -> Any:
+        return await self.read_body(request, lambda said: checked(said, schema))
 
     def _check_lease(self, said: Mapping[str, Any]) -> None:
         """ApiError unless it is the trainer that began last who says this."""
@@ -352,7 +387,7 @@ class Orchestrator(HttpServer):
     # -- people --------------------------------------------------------------------------------------------
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        said = await _said(request, _CANCEL)
+        said = await self._said(request, _CANCEL)
         own = self._groups.get(said["group_id"])
         if own is None:
             raise ApiError(f"no group {said['group_id']!r} is under way", 404, param="group_id")
@@ -405,6 +440,8 @@ class Orchestrator(HttpServer):
         found = []
         if not self._buffer.lease:
             found.append("no trainer has begun")
+        if self._buffer.unwritten:
+            found.append(self._buffer.unwritten)
         if self._paused:
             found.append("the hub is paused")
         if self._draining:
@@ -416,12 +453,12 @@ class Orchestrator(HttpServer):
         return found + self._registry.hindered()
 
     async def _evaluate(self, request: web.Request) -> web.Response:
-        said = await _said(request, _EVALUATE)
+        said = await self._said(request, _EVALUATE)
         able = [own for own in self._registry.services.values() if own.spec.held_out]
         self._active += 1
         try:
             found = await asyncio.gather(
-                *(self._remote.examine(own, int(said["count"]), said["seconds"]) for own in able)
+                *(self._remote.examine(own, said["count"], said["seconds"]) for own in able)
             )
         finally:
             self._active -= 1
@@ -441,17 +478,14 @@ def _batch(taken: Sequence[Taken], counts: Mapping[str, int]) -> bytes:
     return encoded({"groups": [told_taken(group) for group in taken], "counts": counts})
 
 
-async def _said(request: web.Request, schema: Mapping) -> Any:
-    return checked(read_json(await request.read()), schema)
-
-
 _COUNT, _POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
 _SECONDS = {"type": "number", "minimum": 0}
 _TEXT = {"type": "string"}
-_BEGIN = of_fields(("step", "version"), step=_COUNT, version=_COUNT, checksum=_TEXT)
-_TAKE = of_fields(("lease", "step", "seconds"), lease=_COUNT, step=_COUNT, seconds=_SECONDS)
-_TRAINED = of_fields(("lease", "step"), lease=_COUNT, step=_COUNT)
-_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_COUNT, checksum=_TEXT)
+_STEP = _COUNT | {"maximum": MAX_VERSION}
+_BEGIN = of_fields(("step", "version"), step=_STEP, version=_STEP, checksum=_TEXT)
+_TAKE = of_fields(("lease", "step", "seconds"), lease=_COUNT, step=_STEP, seconds=_SECONDS)
+_TRAINED = of_fields(("lease", "step"), lease=_COUNT, step=_STEP)
+_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_STEP, checksum=_TEXT)
 _EVALUATE = of_fields(("count", "seconds"), count=_POSITIVE, seconds=_SECONDS)
 _CANCEL = of_fields(("group_id",), group_id=_TEXT, again={"type": "boolean"})
 _BEAT = of_fields(instance=_TEXT)

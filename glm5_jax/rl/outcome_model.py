@@ -27,7 +27,8 @@ from glm5_jax.model import glm5
 from glm5_jax.model.plan import Plan
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.types import Attempt, Message, Task, Unreadable
-from glm5_jax.text.chat import render_chat, reply_of
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.messages import read_messages
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.numerics import wide
 
@@ -82,10 +83,8 @@ def read(
     """The ids of a chat that ends with the reply to be scored. ValueError if no chat can hold it, if it ends with
     something else, or if it has more than length."""
     shown = [
-        {**m, "content": reply_of(m).content, "reasoning_content": ""}
-        if m["role"] == "assistant"
-        else m
-        for m in messages
+        {**m, "reasoning_content": ""} if m["role"] == "assistant" else m
+        for m in read_messages(messages)
     ]
     ids = render_chat(shown, tokenizer, tools=tools or None, close=True, variant=variant).ids
     if len(ids) > length:

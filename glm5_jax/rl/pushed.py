@@ -26,7 +26,8 @@ class SyncConfig:
       bucket_bytes: of a message; an engine's `ServerConfig.max_part` must be more.
       delta: whether only what changed since the last push travels. Trainer and engines then keep a copy in host memory.
       keep: versions that stay in shared storage.
-      api_key: of the engines.
+      api_key: key that engines want; None: that of api_key_file, or none. No flag sets it, as `ps` shows flags.
+      api_key_file: file that holds the key; None: no file.
     """
 
     policy: str = RECOMPUTE  # as miles ("retract"); GLM-5's is not disclosed
@@ -38,7 +39,8 @@ class SyncConfig:
     bucket_bytes: int = 64 * 2**20
     delta: bool = False
     keep: int = 2
-    api_key: str | None = None
+    api_key: str | None = dataclasses.field(default=None, repr=False, metadata={"flag": False})
+    api_key_file: str | None = None
 
     def __post_init__(self):
         if self.policy not in POLICIES:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from glm5_jax.core.schema import checked, of_fields
-from glm5_jax.core.server import ApiError, check_url
+from glm5_jax.core.server import ApiError, check_url, shortened
 from glm5_jax.rl.shares import (
     CLOSED,
     Breaker,
@@ -20,6 +20,7 @@ from glm5_jax.rl.shares import (
 )
 from glm5_jax.rl.trajectory import Trajectory
 
+MAX_ERROR = 1000  # characters of a service's error that are kept
 SCHEMA = 1  # of what a service and the hub say to each other
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -114,11 +115,17 @@ class Service:
     def tried(self, error: str, now: float) -> None:
         """A rollout has come, or failed for this reason."""
         if error:
-            self.error = error
+            self.error = shortened(error, MAX_ERROR)
             self.counts["failures"] += 1
             self.breaker.failed(now, self.in_flight)
         else:
             self.breaker.succeeded()
+
+    def broken(self, error: str, now: float) -> None:
+        """Records that a whole group of it could not be kept, after which it gets no other for a while."""
+        self.error = shortened(error, MAX_ERROR)
+        self.counts["failures"] += 1
+        self.breaker.trip(now)
 
     def ended(self, trajectory: Trajectory) -> None:
         """What became of a rollout, after all tries."""
@@ -295,8 +302,7 @@ class Registry:
                 f"schema is {schema} and this hub speaks {SCHEMA}; use a service and a hub of one release",
                 param="schema",
             )
-        counts = ("size", "held_out", "max_inflight")  # 1.0 is an integer of JSON
-        spec = Spec(**said | {name: int(said[name]) for name in counts})
+        spec = Spec(**said)
         try:
             check_name(spec.name)
             check_url("url", spec.url)

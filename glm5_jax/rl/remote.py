@@ -8,7 +8,7 @@ from typing import Any
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.buffer import Admitted
+from glm5_jax.rl.admission import Admitted
 from glm5_jax.rl.client import JsonClient
 from glm5_jax.rl.registry import Service
 from glm5_jax.rl.service import Outcome, outcome
@@ -33,6 +33,7 @@ class RemoteConfig:
       look: seconds between two looks whether a service has room for an evaluation.
       sweep_seconds: between two looks for sessions that were left behind.
       slack: seconds beyond its own deadline that a service may take to answer.
+      max_answer_bytes: size of a service's answer, in bytes.
       breaker: of the gateway.
     """
 
@@ -44,11 +45,12 @@ class RemoteConfig:
     look: float = 0.1  # ours
     sweep_seconds: float = 2.0  # ours
     slack: float = 15.0  # ours
+    max_answer_bytes: int = 2**25  # ours: 200,000 tokens are about a megabyte of text
     breaker: BreakerConfig = BreakerConfig()
 
     def __post_init__(self):
         own = "tries", "call_seconds", "cancel_seconds", "look_seconds", "look", "sweep_seconds"
-        for name in own:
+        for name in (*own, "max_answer_bytes"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("again_after", "slack"):
@@ -113,6 +115,12 @@ class Remote:
                 # Without a gateway no service works.
                 if not isinstance(failure, GatewayError) and self.gateway.state == CLOSED:
                     service.tried(error, self._clock())
+            except Exception as failure:
+                # What nobody foresaw came from this service too, and must not end the rollouts of others.
+                error = f"{type(failure).__name__}: {failure}"
+                found = {"messages": (), "reward": Reward(None, error=error)}
+                _log.warning("rollout %s", name, exc_info=failure)
+                service.tried(error, self._clock())
             else:
                 service.tried("", self._clock())
             if not error or name == names[-1]:
@@ -224,7 +232,7 @@ class Remote:
             return tuple(
                 heard(record, rollout_id=name, group_id=group_id) for record in told["records"]
             )
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise GatewayError(f"the samples of session {name} are none: {error}") from None
 
     async def _opened(self, begin: Mapping[str, Any]) -> None:
@@ -249,8 +257,9 @@ class Remote:
         """The service's answer. ServerError for what is none, and once the service is lost."""
         limit = service.spec.seconds + self._config.slack
         url = service.spec.url.rstrip("/")
+        most = self._config.max_answer_bytes
         call = asyncio.create_task(
-            self._client.ask("POST", f"{url}/rollout", dict(asked), seconds=limit)
+            self._client.ask("POST", f"{url}/rollout", dict(asked), seconds=limit, most_bytes=most)
         )
         service.calls.add(call)
         try:

@@ -213,7 +213,7 @@ class _Course:
             return
         found = parse_reply(
             reply.ids,
-            self.task.tools or None,
+            self.task.tools,
             tokenizer=self._tokenizer,
             thinking=self._thinks,
         )
@@ -221,12 +221,12 @@ class _Course:
         more = reply.finish_reason, found.message
         self._session.add(self._session.answer(self.plan, *sampled, *more))
         self.messages.append(found.message)
-        self.calls = found.tool_calls if self.task.tools else ()
+        self.calls = found.tool_calls
         if reply.finish_reason == LENGTH:
             self.cut_off()
-        elif problems := [call.problem for call in self.calls if call.problem]:
-            # As GLM-4.5 has it: a call that cannot be read ends the attempt.
-            self.finish_reason, self.error = "stop", problems[0]
+        elif found.problem:
+            # As GLM-4.5 has it: a call that cannot be parsed ends the attempt.
+            self.finish_reason, self.error = "stop", found.problem
         elif not self.calls or found.stopped_by != "<|observation|>":
             self.finish_reason = "stop"
 

@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 
 
@@ -114,3 +115,9 @@ class Router:
 def _place(name: str) -> int:
     """On the ring; the same in every process, which `hash` is not."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+
+
+def parse_rank(rank: str) -> tuple[str, int | None]:
+    """Returns the URL of a rank, and its number among those that share it. A URL may have an @ of its own."""
+    found = re.fullmatch(r"(.+)@(\d+)", rank)
+    return (found[1], int(found[2])) if found else (rank, None)

@@ -19,13 +19,16 @@ import contextlib
 import dataclasses
 import logging
 import math
+import reprlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from glm5_jax.core.placement import address
 from glm5_jax.core.schema import checked, of_fields
 from glm5_jax.core.server import (
     ApiError,
@@ -34,15 +37,16 @@ from glm5_jax.core.server import (
     ListenConfig,
     as_json,
     check_url,
-    read_json,
+    shortened,
 )
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import JsonClient
-from glm5_jax.rl.registry import SCHEMA, check_name
+from glm5_jax.rl.registry import MAX_ERROR, SCHEMA, check_name
 from glm5_jax.rl.shares import shuffled
-from glm5_jax.rl.types import Message, Reward
+from glm5_jax.rl.types import Message, Reward, check_number
 
 _log = logging.getLogger(__name__)
+MAX_DEPTH = 100  # levels of a rollout's outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class ServiceConfig(ListenConfig):
     Attributes:
       name: of the task, in the hub and in metrics.
       hub: its URL.
-      url: by which the hub reaches this service; None: where it listens.
+      url: URL by which the hub reaches this service; None: where it listens. Port 0 stands for the port it listens at.
       weight: how often its tasks come, beside those of others.
       max_inflight: rollouts at once.
       rate: groups per second at most; None: any number.
@@ -112,8 +116,7 @@ class Outcome:
 
     def __post_init__(self):
         for name, value in self.metrics.items():
-            if not math.isfinite(value):
-                raise ValueError(f"metric {name} is {value}; it must be finite, or left out")
+            check_number(f"metric {name}", value)
 
     def told(self) -> dict:
         """As JSON; `outcome` is the way back."""
@@ -122,18 +125,36 @@ class Outcome:
 
 
 def outcome(said: Any) -> Outcome:
-    """The outcome that `Outcome.told` spoke of; ValueError if it is none."""
+    """Returns the outcome that `Outcome.told` encoded. Raises ValueError if it is none."""
     try:
+        _check_depth(said)
         messages, reward = said["messages"], Reward(**said["reward"])
         if not (isinstance(messages, list) and all(isinstance(m["role"], str) for m in messages)):
             raise TypeError("the messages are none")
         if not isinstance(reward.error, str):
             raise TypeError("the reward's error is no text")
         return Outcome(tuple(messages), reward, dict(said.get("metrics", {})))
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"this is no outcome of a rollout ({type(error).__name__} {error}): {said!r:.200}"
-        ) from None
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        why = shortened(f"{type(error).__name__} {error}", MAX_ERROR)
+        raise ValueError(f"this is no outcome of a rollout ({why}): {reprlib.repr(said)}") from None
+
+
+def _check_depth(value: Any) -> None:
+    """Raises ValueError for JSON that is nested too deeply to be encoded again, or that holds something else."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep; flatten it")
+        for one in level:
+            if not isinstance(one, dict | list | str | int | float | None):
+                raise TypeError(f"it holds a {type(one).__name__}; leave out long lists of numbers")
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
 
 
 class TaskService(HttpServer):
@@ -177,7 +198,7 @@ class TaskService(HttpServer):
         return app
 
     async def opened(self, app: web.Application) -> AsyncIterator[None]:
-        async with JsonClient(self.config.api_key) as self._http:
+        async with JsonClient(self.api_key) as self._http:
             announcing = asyncio.create_task(self._announce())
             yield
             announcing.cancel()
@@ -200,8 +221,8 @@ class TaskService(HttpServer):
     async def _rollout(self, request: web.Request) -> web.Response:
         if self._draining:
             raise ApiError("the service is ending; ask another", 503, "unavailable")
-        said = checked(read_json(await request.read()), _ASKED)
-        asked = Asked(**said | {name: int(said[name]) for name in ("number", "seed")})
+        said = await self.read_body(request, lambda said: checked(said, _ASKED))
+        asked = Asked(**said)
         if asked.rollout_id in self._running:
             raise ApiError(f"rollout {asked.rollout_id!r} is under way; cancel it first", 409)
         if len(self._running) >= self.config.max_inflight:
@@ -252,7 +273,8 @@ class TaskService(HttpServer):
         return int(shuffled(self.config.seed, self.config.name, epoch, self.size)[place])
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        name = checked(read_json(await request.read()), _NAMED)["rollout_id"]
+        said = await self.read_body(request, lambda said: checked(said, _NAMED))
+        name = said["rollout_id"]
         task = self._running.get(name)
         if task is not None:
             task.cancel()
@@ -301,7 +323,7 @@ class TaskService(HttpServer):
         return {
             "schema": SCHEMA,
             "name": config.name,
-            "url": config.url or f"http://{config.host}:{self.port}",
+            "url": _at_port(config.url or address(config.host, 0), self.port),
             "weight": config.weight,
             "size": self.size,
             "held_out": self.held_out,
@@ -314,6 +336,14 @@ class TaskService(HttpServer):
     async def _hub(self, method: str, path: str, body: Mapping | None = None) -> Any:
         url = self.config.hub.rstrip("/") + path
         return await self._http.ask(method, url, body, seconds=self.config.heartbeat)
+
+
+def _at_port(url: str, port: int) -> str:
+    """Returns a URL, with this port in place of port 0."""
+    parts = urlsplit(url)
+    if parts.port != 0:
+        return url
+    return parts._replace(netloc=f"{parts.netloc.removesuffix('0')}{port}").geturl()
 
 
 _TEXT, _COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}

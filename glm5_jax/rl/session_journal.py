@@ -4,11 +4,12 @@ import dataclasses
 import json
 import logging
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from glm5_jax.core.lines import append, read_whole
 from glm5_jax.rl.sessions import Session, SessionError, Turn
-from glm5_jax.rl.types import Weights
+from glm5_jax.rl.types import Weights, check_lease
 
 _WANTED = "weights.json"  # no session's file, whose names end otherwise
 # What is read may be anything: no JSON, JSON of something else, or turns that do not go on from each other.
@@ -52,10 +53,14 @@ class SessionJournal:
                 yield path.stem, session, rank
 
     def wanted(self) -> Weights | None:
-        """That were last wanted."""
+        """Returns the weights that were last wanted. A lease that no orchestrator can have given is set aside."""
         path = self._folder / _WANTED
         try:
-            return Weights(**json.loads(path.read_bytes())) if path.exists() else None
+            if not path.exists():
+                return None
+            weights = Weights(**json.loads(path.read_bytes()))
+            check_lease(weights.lease, time.time())
+            return weights
         except _UNREADABLE as error:
             _set_aside(path, error)
             return None

@@ -17,7 +17,8 @@ import numpy as np
 
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.rl.types import Message
-from glm5_jax.text.chat import ChatError, check, render_chat, reply_of, text_of
+from glm5_jax.text.chat import render_chat
+from glm5_jax.text.messages import ChatError, read_message, read_messages
 from glm5_jax.text.tokenizer import STOP_TOKENS, Tokenizer
 
 CLEAN, REALIGN, FORK = "clean", "realign", "fork"
@@ -146,7 +147,7 @@ class Session:
                 429,
             )
         try:
-            check(messages)
+            messages = read_messages(messages)
             said = tuple(plain(message) for message in messages)
             if said[-1]["role"] == "assistant":
                 raise ChatError(
@@ -323,20 +324,11 @@ class Session:
 
 
 def plain(message: Mapping) -> dict:
-    """A message by what it says, whatever way it is spelled: role, content as one text, reasoning_content (None: it is
-    not told) and tool_calls as {name, arguments}. ChatError if it says nothing that can be read."""
-    role = message["role"]
-    if role != "assistant":
-        return {
-            "role": role,
-            "content": text_of(message),
-            "reasoning_content": None,
-            "tool_calls": [],
-        }
-    parts = reply_of(message)
-    calls = [{"name": name, "arguments": arguments} for name, arguments in parts.calls]
-    said = {"content": parts.content, "reasoning_content": parts.reasoning, "tool_calls": calls}
-    return {"role": role, **said}
+    """Returns a message with all fields that say something, in the form of `read_message`.
+
+    They are role, content, reasoning_content (None: it is not given) and tool_calls. Raises ChatError.
+    """
+    return {"reasoning_content": None, "tool_calls": [], **read_message(message)}
 
 
 def alike(said: Message, known: Message) -> bool:

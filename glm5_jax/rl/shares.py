@@ -197,6 +197,10 @@ class Breaker:
         if self.state == HALF_OPEN or (self.state == CLOSED and enough):
             self.state, self._until = OPEN, now + self._config.seconds
 
+    def trip(self, now: float) -> None:
+        """Opens it at once, whatever worked before."""
+        self.state, self._until = OPEN, now + self._config.seconds
+
 
 @functools.lru_cache(16)  # a long one takes milliseconds, and tasks take turns
 def shuffled(seed: int, name: str, epoch: int, length: int) -> np.ndarray:

@@ -62,7 +62,11 @@ class World:
 
 
 class Reinforcement(Stage):
-    """Learning from attempts that an engine makes in this process, on the devices of the learner."""
+    """Learning from attempts that an engine makes in this process, on the devices of the learner.
+
+    Attributes:
+      world: tasks, their verifier and their tools.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Reinforcement(Stage):
         before: Stage | None = None,
     ):
         """known: tasks that are checked before anything starts."""
-        self._world, self._known, self._before = world, known, before
+        self.world, self._known, self._before = world, known, before
         super().__init__(config, workdir, step_maker, before)
 
     def _check(self) -> None:
@@ -96,22 +100,22 @@ class Reinforcement(Stage):
                     f"task {task.id!r} is of origin {task.origin!r}, and there are teachers of {sorted(taught)}; add "
                     'one, or one of ""'
                 )
-        if bool(config.texts) != bool(self._world.texts):
+        if bool(config.texts) != bool(self.world.texts):
             raise ValueError(
-                f"texts is {config.texts} and there are {len(self._world.texts)} texts; give some, and how many of them "
+                f"texts is {config.texts} and there are {len(self.world.texts)} texts; give some, and how many of them "
                 "a batch has"
             )
         self._texts = [
             record
-            for text in self._world.texts
+            for text in self.world.texts
             for record in records(text, self.tokenizer, variant=config.chat_variant)
         ]
         if wrong := [len(record) for record in self._texts if len(record) > config.length]:
             raise ValueError(
                 f"a text has {wrong[0]} tokens and a row {config.length}; raise length, or leave it out"
             )
-        for task in (*self._known, *(t for tasks in self._world.held_out.values() for t in tasks)):
-            check_task(task, self.tokenizer, config.rollout, longest, self._world.tools)
+        for task in (*self._known, *(t for tasks in self.world.held_out.values() for t in tasks)):
+            check_task(task, self.tokenizer, config.rollout, longest, self.world.tools)
         self._check_verifier()
 
     def _check_verifier(self) -> None:
@@ -119,7 +123,7 @@ class Reinforcement(Stage):
         that says nothing there is something to say, unless what judges fails."""
         first = {task.kind: task for task in reversed(self._known)}
         groups = [Group(task, [Attempt(())], []) for task in first.values()]
-        wait_for(judge(groups, self._world, self.config.judged_at_once))
+        wait_for(judge(groups, self.world, self.config.judged_at_once))
         for group in groups:
             [reward] = group.rewards
             if reward.value is None:
@@ -144,7 +148,7 @@ class Reinforcement(Stage):
                 raise ValueError(
                     f"the teacher of {teacher.origin!r}: {error}; set its checkpoint in --experiment.teachers"
                 ) from None
-        self._attempts = Attempts(config, self._world, self._texts)
+        self._attempts = Attempts(config, self.world, self._texts)
         return self._attempts
 
     def _is_to_come(self, teacher: Teacher) -> bool:
@@ -175,7 +179,7 @@ class Reinforcement(Stage):
         self._pusher = Reshard([self._engine])
         self._pusher.push(state["params"], self._done)
         more = self.tokenizer, config.rollout
-        tools = self._world.tools
+        tools = self.world.tools
         self._attempts.rollouts = Rollouts(self._engine, *more, config.policy.temperature, tools)
         self._examined = Rollouts(self._engine, *more, config.evaluation.temperature, tools)
         teachers = {origin: load() for origin, load in self._teachers.items()}
@@ -212,7 +216,7 @@ class Reinforcement(Stage):
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
         config = self.config.evaluation
-        held_out = {kind: tasks for kind, tasks in self._world.held_out.items() if tasks}
+        held_out = {kind: tasks for kind, tasks in self.world.held_out.items() if tasks}
         if not (config.tasks and held_out):
             return None
 
@@ -221,7 +225,7 @@ class Reinforcement(Stage):
             found, made = {}, []
             for kind, tasks in held_out.items():
                 groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
-                wait_for(judge(groups, self._world, self.config.judged_at_once))
+                wait_for(judge(groups, self.world, self.config.judged_at_once))
                 found[f"held_out/{kind}"] = mean_reward(groups)
                 made += groups
             whole = {"held_out/reward": float(np.mean(list(found.values())))}

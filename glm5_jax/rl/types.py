@@ -1,13 +1,17 @@
 """What a task asks, what a policy made of it, and what that is worth: where rewards and environments meet the learner."""
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_content, tool_calls
 
 FINISHED = ("stop", "length", "failed")
+MAX_REWARD = 1e6  # ours: advantages and their squares stay finite in float32
+MAX_NUMBER = 1e15  # ours, of parts and metrics, which are averaged for reports
+MAX_VERSION = 2**31 - 1  # `TokenRecord.weight_version` is int32
+_MAX_LEASE_AHEAD_MS = 24 * 3600 * 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +70,19 @@ class Reward:
     error: str = ""
 
     def __post_init__(self):
-        for name, value in {"value": self.value, **self.parts}.items():
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"a reward's {name} is {value}; it must be finite or None")
+        if self.value is not None:
+            check_number("a reward's value", self.value, MAX_REWARD)
+        for name, value in self.parts.items():
+            if value is not None:
+                check_number(f"a reward's {name}", value)
+
+
+def check_number(name: str, value: float, limit: float = MAX_NUMBER) -> None:
+    """Raises ValueError unless a number is finite and within plus or minus a limit."""
+    if not -limit <= value <= limit:  # which compares integers of any size exactly, and NaN is not
+        raise ValueError(
+            f"{name} is {reprlib.repr(value)}; it must be finite and from {-limit:g} to {limit:g}, or left out"
+        )
 
 
 class Weights(NamedTuple):
@@ -78,6 +92,18 @@ class Weights(NamedTuple):
     lease: int
     version: int
     checksum: str | None = None
+
+
+def check_lease(lease: int, now: float) -> None:
+    """Raises ValueError for a lease that no orchestrator can have given by now, in seconds since the epoch.
+
+    A lease is the orchestrator's time in milliseconds. A later one could never be replaced by that of another trainer.
+    """
+    if lease > 1e3 * now + _MAX_LEASE_AHEAD_MS:
+        raise ValueError(
+            f"lease is {lease}, which is more than a day ahead of this machine's clock ({1e3 * now:.0f}); give the lease "
+            "of the orchestrator, and set the clocks of both machines"
+        )
 
 
 class Unreadable(ValueError):

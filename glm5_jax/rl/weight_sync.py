@@ -34,6 +34,7 @@ from glm5_jax.checkpoint.manifest import FILE, Manifest, travelling
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import hosts
 from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.server import key_of
 from glm5_jax.inference.weights import AT, MASK, VALUES
 from glm5_jax.rl.pushed import CHANGES, HELD, WHOLE, Pushed, SyncConfig, Told, reported
 
@@ -434,7 +435,8 @@ def _message(answer) -> str:
 
 @contextlib.asynccontextmanager
 async def _opened(urls: Iterable[str], config: SyncConfig):
-    headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+    key = key_of(config)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     connector, never = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=never) as client:
         yield [_Remote(url.rstrip("/"), client, config) for url in urls]

@@ -1,6 +1,5 @@
 """The report on a pod's train step, and what the user is told if there is none."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -8,54 +7,77 @@ import pytest
 
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.metrics_log import column, read
+from glm5_jax.model.dispatch import crossing_share
+from glm5_jax.training.step_flops import trace_step
 from launch import compile as pod, pods, program_report, run
+from launch.program_report import SHAPES
+from launch.programs import kept_bytes
 
+# Few layers, matrices without Newton-Schulz and no MTP, which take most of the time to trace.
 SMALL_POD = [
     "compile",
     "--experiment=experiments/pretrain.py:tiny",
     "--experiment.mesh.fsdp=4",
     "--experiment.mesh.expert=2",
     "--experiment.model.num_hidden_layers=2",
+    "--experiment.model.num_nextn_predict_layers=0",
+    "--experiment.step.mtp_steps=0",
+    "--experiment.optimizer.matrices=adamw",
 ]
+MESH = {"fsdp": 4, "expert": 2}
 
 
-def test_report_from_shapes(capsys):
-    assert pod.main(SMALL_POD) == 0
-    out = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def program():
+    """The train step of the small pod."""
+    return pod.lower_step(run.parse(SMALL_POD).config, abstract_mesh(MESH))
+
+
+@pytest.fixture(scope="module")
+def report(program):
+    mesh = abstract_mesh(MESH)
+    return program_report.report_of("tiny", SHAPES, program, mesh, None, 0.0)[0]
+
+
+def test_describes_step_from_shapes(report):
+    out = program_report.described(report)
     assert "train step on 8 devices of no topology, fsdp 4, expert 2" in out
     assert "8 rows of 128 tokens, 128 tokens per device" in out
     assert "kept activations" in out and "temporaries" not in out
 
 
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v5p:2x2x2"])
-def test_a_pod_s_options_and_shortcuts_reach_its_compiler(name, monkeypatch):
+def test_passes_options_and_shortcuts_of_pod_to_its_compiler(name, program, monkeypatch):
     class Refused(Exception):
         pass
 
     def refuse(compiler_options):
         raise Refused(compiler_options)
 
-    config = run.parse([*SMALL_POD[:3], "--experiment.mesh.expert=2"]).config
-    mesh = abstract_mesh({"fsdp": 4, "expert": 2})
-    program = pod.lower_step(config, mesh, "tpu")
-    program = program._replace(lowered=SimpleNamespace(compile=refuse))
+    own = program._replace(lowered=SimpleNamespace(compile=refuse))
     monkeypatch.setattr(program_report, "program_hash", lambda lowered: "0")
     target = pods.parse(name)
     with pytest.raises(Refused) as caught:
-        program_report.report_of("tiny", name, program, mesh, target, 0.0)
+        program_report.report_of("tiny", name, own, abstract_mesh(MESH), target, 0.0)
     (options,) = caught.value.args
     assert options.pop("xla_dump_to")
     assert options == target.options | target.shortcuts
 
 
-def test_hashes_alone_are_told_without_a_report(capsys):
-    told = []
-    for flags in ([], ["--experiment.model.hidden_size=64"]):
-        assert pod.main([*SMALL_POD, *flags, "--json"]) == 0
-        told.append(json.loads(capsys.readouterr().out)["hash"])
-        assert pod.main([*SMALL_POD, *flags, "--hash"]) == 0
-        assert capsys.readouterr().out == f"{told[-1]}\n"
-    assert told[0] != told[1]
+def test_prints_json_and_hashes_of_program(report, capsys):
+    assert pod.main([*SMALL_POD, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    same = {"hash": report.hash, "held": report.held, "kept": report.kept, "fits": None}
+    assert {name: told[name] for name in same} == same
+    assert pod.main([*SMALL_POD, "--experiment.optimizer.weight_decay=0.5", "--hash"]) == 0
+    [other] = capsys.readouterr().out.splitlines()
+    assert len(other) == len(report.hash) and other != report.hash
+
+
+@pytest.mark.slow
+def test_prints_hash_of_json(report, capsys):
+    assert pod.main([*SMALL_POD, "--hash"]) == 0
+    assert capsys.readouterr().out == f"{report.hash}\n"
 
 
 def test_report_on_a_step_that_learns_from_samples(capsys):
@@ -67,52 +89,51 @@ def test_report_on_a_step_that_learns_from_samples(capsys):
     assert "8 rows of 64 tokens, 128 tokens per device" in out
 
 
-def test_json_has_the_bytes_of_each_kind(capsys):
-    """float32 weights and moments, of which each device has an eighth; activations are kept layer by layer."""
-    assert pod.main([*SMALL_POD, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    config = run.parse(SMALL_POD).config
-    whole = 4 * config.model.num_stored_parameters
-    assert whole / 8 <= told["held"]["params"] < 1.2 * whole / 8
-    assert told["held"]["batch"] == 5 * 4 * 128
-    assert told["fits"] is None and told["model_flops"] > 0
-    deeper = [*SMALL_POD[:-1], "--experiment.model.num_hidden_layers=4", "--json"]
-    assert pod.main(deeper) == 0
-    more = json.loads(capsys.readouterr().out)["kept"] - told["kept"]
-    assert more > 0
+def test_reports_bytes_of_each_kind(report):
+    """float32 weights and moments, of which each device has an eighth."""
+    whole = 4 * run.parse(SMALL_POD).config.model.num_stored_parameters
+    assert whole / 8 <= report.held["params"] < 1.2 * whole / 8
+    assert report.held["batch"] == 5 * 4 * 128
+    assert report.kept > 0 and report.fits is None and report.model_flops > 0
 
 
-def test_what_is_kept_of_a_microbatch(capsys):
-    """Each layer's input, on two devices, of half of their rows; in the host's memory it is not counted."""
-    flags = [
-        "--experiment.batch.start=2048",
-        "--experiment.batch.end=2048",
-        "--experiment.step.remat=full",
-        "--experiment.mesh.expert=1",
-        "--experiment.mesh.fsdp=2",
-    ]
-    kept = {}
-    for change in ("accumulate=local", "rows_per_device=4", "remat=offload"):
-        flags.append(f"--experiment.step.{change}")
-        assert pod.main([*SMALL_POD, *flags, "--json"]) == 0
-        kept[change] = json.loads(capsys.readouterr().out)["kept"]
-    model = run.parse(SMALL_POD).config.model
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        ({"accumulate": "local"}, 1),
+        pytest.param({"accumulate": "local", "rows_per_device": 4}, 1 / 2, marks=pytest.mark.slow),
+        pytest.param(
+            {"accumulate": "local", "rows_per_device": 4, "remat": "offload"},
+            0,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_counts_kept_bytes_of_microbatch(step, share):
+    """Each layer's input on two devices; in the host's memory it is not counted."""
+    fields = {"batch.start": 2048, "batch.end": 2048, "mesh.expert": 1, "mesh.fsdp": 2}
+    fields |= {f"step.{name}": value for name, value in ({"remat": "full"} | step).items()}
+    flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
+    config = run.parse([*SMALL_POD, *flags]).config
+    made = trace_step(config, abstract_mesh({"fsdp": 2}))
+    model = config.model
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     inputs = layers * 1024 * model.hidden_size * 4
-    assert kept == {
-        "accumulate=local": inputs,
-        "rows_per_device=4": inputs // 2,
-        "remat=offload": 0,
-    }
+    assert kept_bytes(made.traced.jaxpr.jaxpr) == share * inputs
 
 
-def test_a_step_says_what_share_of_tokens_crosses_to_a_slice_of_experts():
+def test_counts_share_of_tokens_that_crosses_to_a_slice():
     """Two experts of sixteen, of which eight are elsewhere."""
+    assert crossing_share(16, 2, 2) == pytest.approx(1 - 8 * 7 / (16 * 15))
+
+
+@pytest.mark.slow
+def test_lowers_step_with_share_of_tokens_that_crosses():
     config = run.parse([*SMALL_POD, "--experiment.step.expert_slices=2"]).config
-    mesh = pod.abstract_mesh(dataclasses.asdict(config.mesh))
-    assert pod.lower_step(config, mesh).crossing == pytest.approx(1 - 8 * 7 / (16 * 15))
+    assert pod.lower_step(config, abstract_mesh(MESH)).crossing == crossing_share(16, 2, 2) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experiment", "fields"),
     [

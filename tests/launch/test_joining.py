@@ -16,7 +16,7 @@ TINY = f"--experiment={ROOT}/experiments/pretrain.py:tiny"
 CODE = """
 import sys
 from launch import run
-run._join(sys.argv[1])
+run.join_pod(sys.argv[1])
 import jax
 from glm5_jax.core import hosts
 print(hosts.everyones(jax.process_index()), jax.device_count(), jax.local_device_count())
@@ -72,6 +72,7 @@ def test_processes_of_a_list_of_hosts_are_one_program():
     assert said == ["[0, 1] 4 2"] * 2
 
 
+@pytest.mark.slow
 def test_tasks_of_slurm_are_one_program():
     job = job_with_a_free_port()
     said = joined([("auto", slurm(job, index)) for index in range(2)])
@@ -85,7 +86,8 @@ cluster.running_in_cloud_tpu_vm = tpu.running_in_cloud_tpu_vm = True
 """
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_hosts_of_slices_of_tpus_are_one_program(slices):
     """As GKE tells them where they are; only that these are TPU machines is pretended."""
     hosts = 2 // slices
@@ -104,6 +106,7 @@ def test_hosts_of_slices_of_tpus_are_one_program(slices):
     assert joined([("auto", own) for own in each], TPU) == ["[0, 1] 4 2"] * 2
 
 
+@pytest.mark.slow
 def test_a_list_of_hosts_means_the_same_inside_of_a_task_of_slurm():
     """As of programs that a task starts itself: neither their number nor their devices are the task's."""
     task, port = slurm(1, 1), free_port("127.0.0.1")
@@ -135,11 +138,12 @@ def test_who_has_a_host_for_itself_takes_all_its_gpus(environment, alone, monkey
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    run._join("auto")
+    run.join_pod("auto")
     [given] = told
     assert given == {"local_device_ids": range(8) if alone else None}
 
 
+@pytest.mark.slow
 def test_where_no_pod_is_recognised_the_other_form_is_named():
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
     env.pop("KUBERNETES_SERVICE_HOST", None)

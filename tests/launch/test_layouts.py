@@ -116,7 +116,7 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
         asked.append(flag)
         return [now] if flag == "--hash" else [json.dumps(REPORT | {"hash": now})]
 
-    monkeypatch.setattr(layouts, "_output", output)
+    monkeypatch.setattr(layouts, "run_compiler", output)
     command = ["layouts", f"--only=^{own.name}$", f"--results={file}"]
     assert layouts.main(command) == 0 and asked == []
     assert layouts.main([*command, "--stale"]) == 0

@@ -218,6 +218,7 @@ def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
     assert hub and (tmp_path / "lives").read_text() == "life\n" * 2
 
 
+@pytest.mark.slow
 def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
     with launched(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as command:
         _, err = command.communicate(timeout=300)
@@ -231,7 +232,9 @@ def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
     assert second.startswith('{"pid":')
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_stops_all_in_order(tmp_path, number):
     with launched(tmp_path, "--experiment.seconds=600") as command:
         for line in command.stdout:

@@ -185,7 +185,7 @@ def test_flags_reach_the_config_and_the_workdir_has_a_default():
 def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny"
     config = run.parse(["run", spec, "--experiment.dsa_warmup.train.steps=9"]).config
-    stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
+    stages = {s.folder.name: s.config for s in run.stages_of(config, tmp_path)}
     fields = [field.name for field in dataclasses.fields(config)]
     each = ("distill_reasoning", "distill_agentic")
     assert list(stages) == [name for name in fields if name not in each]
@@ -195,14 +195,14 @@ def test_every_stage_of_the_lifecycle_has_its_folder_and_flags(tmp_path):
 def test_a_later_stage_starts_from_the_one_before(tmp_path):
     config = run.parse(["run", TINY])[1]
     two = dataclasses.make_dataclass("Two", ["first", "second"])(config, config)
-    stages = list(run._stages(two, tmp_path))
+    stages = list(run.stages_of(two, tmp_path))
     assert [s.config.checkpoint for s in stages] == [None, str(tmp_path / "first")]
 
 
 def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
     spec = f"--experiment={ROOT}/experiments/lifecycle.py:tiny,each"
     config = run.parse(["run", spec]).config
-    stages = {s.folder.name: s.config for s in run._stages(config, tmp_path)}
+    stages = {s.folder.name: s.config for s in run.stages_of(config, tmp_path)}
     for name, count in (("distill_reasoning", 2), ("distill_agentic", 3), ("distill", 4)):
         teachers = [teacher.checkpoint for teacher in stages[name].teachers]
         earlier = ["sft", "rl_reasoning", "rl_agentic", "rl_general"][:count]
@@ -214,8 +214,8 @@ def test_a_teacher_of_a_stage_s_name_is_that_stage(tmp_path):
 
 
 def test_times_are_told_as_a_clock_does():
-    assert [run._clock(x) for x in (0, 59.9, 125, 3661)] == ["0:00", "0:59", "2:05", "61:01"]
-    assert run._shares({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
+    assert [run.clock_of(x) for x in (0, 59.9, 125, 3661)] == ["0:00", "0:59", "2:05", "61:01"]
+    assert run.shares_of({"sft": 4.5, "distill": 2}) == "sft 4:30, distill 2:00"
 
 
 def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tmp_path, capsys):
@@ -223,7 +223,7 @@ def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tm
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     words = ("--experiment=a.py:small", "--experiment.tasks=({'folder': 'x y'},)")
-    assert run._several(words, tmp_path / "rl_agentic") == 1
+    assert run.run_programs(words, tmp_path / "rl_agentic") == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: rl_agentic: this stage is several programs, on accelerators")
     start = line[line.index("launch.local ") :].partition(" (or")[0]

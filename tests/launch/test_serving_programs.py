@@ -1,6 +1,7 @@
 """The engine's programs from shapes alone: the ones that an engine runs, with what its devices hold."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -10,18 +11,26 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.core.mesh import abstract_mesh, make_mesh
 from glm5_jax.core.tree import flatten
-from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import EngineConfig
+from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.serving_cost import BOUND
-from glm5_jax.inference.steps import Variant
+from glm5_jax.inference.steps import sized
 from glm5_jax.model import glm5
-from launch import compile as command, programs as pod, serving_programs
-from launch.serving_programs import lower_decode, lower_prefill
+from launch import compile as command, programs as pod, run, serving_programs
+from launch.serving_programs import arguments_of, lower_decode, lower_prefill
 from tests.mesh import cases
 
 GROUP = 4
-CFG = dataclasses.replace(cases.config(), eos_token_id=(), int4_group=GROUP)
+# A dense layer and one of experts, which has no indexer of its own.
+CFG = dataclasses.replace(
+    cases.config(),
+    num_hidden_layers=2,
+    indexer_types=("full", "shared"),
+    eos_token_id=(),
+    int4_group=GROUP,
+)
+PLAIN = dataclasses.replace(CFG, int4_group=None)
 AXES = {"fsdp": 2, "expert": 2, "tensor": 2}  # four groups of two devices
 SMALL = EngineConfig(max_length=32, max_batch=2, page_size=8, chunk=16)
 LOWER = {"prefill": lower_prefill, "decode": lower_decode}
@@ -31,16 +40,15 @@ def total(tree) -> int:
     return sum(pod.bytes_on_device(tree).values())
 
 
-def engine(mesh, options: EngineConfig, quantised: bool) -> Engine:
-    """A real one, of drawn weights."""
-    plain = dataclasses.replace(CFG, int4_group=None)
-    params, cfg = cases.params(plain), plain
+def runner_of(mesh, options: EngineConfig, quantised: bool) -> Runner:
+    """What an engine of drawn weights has on its devices."""
+    params, cfg = cases.params(PLAIN), PLAIN
     if quantised:
         params, cfg = table.quantise(*rotation.rotate(params, cfg), GROUP)
     if mesh is not None:
         params = jax.device_put(params, glm5.param_shardings(cfg, mesh, params))
-    model = glm5.Glm5(cfg, params=params, mesh=mesh)
-    return Engine(model, **dataclasses.asdict(options))
+    (shape, _), plan = sized(cfg, options), options.plan()
+    return Runner(glm5.Glm5(cfg, params=params, mesh=mesh), shape, plan)
 
 
 KINDS = {
@@ -50,39 +58,48 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "alone"])
-def test_they_are_what_an_engine_runs_and_hold_what_it_holds(kind):
-    """On devices that are there: the same text, and the same bytes on each of them."""
-    mesh = None if kind == "alone" else make_mesh(AXES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("one device", "prefill"),
+        ("plain", "decode"),
+        *[
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind, name in itertools.product(["one device", *KINDS], LOWER)
+            if (kind, name) not in (("one device", "prefill"), ("plain", "decode"))
+        ],
+    ],
+)
+def test_lowers_program_of_engine(kind, name):
+    """The text and the bytes on each device are those of an engine on devices that are there."""
+    mesh = None if kind == "one device" else make_mesh(AXES)
     options, quantised = KINDS.get(kind, KINDS["drafts"])
-    runner = engine(mesh, options, quantised)._runner
-    inputs = {
-        "prefill": runner._steps.idle_reads(1, 16, 4),
-        "decode": runner._steps.idle_draws(2, 4),
-    }
-    cfg = CFG if quantised else dataclasses.replace(CFG, int4_group=None)
-    for name, lower in LOWER.items():
-        program = lower(cfg, mesh, "cpu", options, quantised)
-        function, static = runner._steps.program(name, Variant())
-        own = function.lower(runner._params, runner._device, inputs[name], **static)
-        assert program.lowered.as_text() == own.as_text()
-        held = {"weights": runner._params, "cache": runner._device, "inputs": inputs[name]}
-        for part, tree in held.items():
-            arrays = flatten(serving_programs.plain(tree))
-            shapes = flatten(program.arguments[part])
-            assert {path: (x.shape, x.dtype) for path, x in shapes.items()} == {
-                path: (a.shape, a.dtype) for path, a in arrays.items()
-            }
-            if part != "inputs":
-                each = {path: a.addressable_shards[0].data.nbytes for path, a in arrays.items()}
-                assert pod.bytes_on_device(program.arguments[part]) == each
+    runner = runner_of(mesh, options, quantised)
+    program = LOWER[name](CFG if quantised else PLAIN, mesh, "cpu", options, quantised)
+    own, held = runner.lower_idle(name)
+    assert program.lowered.as_text() == own.as_text()
+    for part, tree in held.items():
+        arrays, shapes = flatten(serving_programs.plain(tree)), flatten(program.arguments[part])
+        assert {path: (x.shape, x.dtype) for path, x in shapes.items()} == {
+            path: (a.shape, a.dtype) for path, a in arrays.items()
+        }
+        if part != "inputs":
+            each = {path: a.addressable_shards[0].data.nbytes for path, a in arrays.items()}
+            assert pod.bytes_on_device(program.arguments[part]) == each
 
 
 CHIPS = {"tpu": "TPU v5p", "cuda": "NVIDIA H200"}
 
 
-@pytest.mark.parametrize("platform", CHIPS)
-@pytest.mark.parametrize("name", LOWER)
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        ("prefill", "tpu"),
+        ("decode", "cuda"),
+        pytest.param("prefill", "cuda", marks=pytest.mark.slow),
+        pytest.param("decode", "tpu", marks=pytest.mark.slow),
+    ],
+)
 def test_they_lower_for_chips_that_are_not_there(name, platform):
     mesh = abstract_mesh(AXES, CHIPS[platform])
     program = LOWER[name](CFG, mesh, platform, *KINDS["w4a8"])
@@ -127,13 +144,13 @@ def test_products_are_counted_by_part_and_are_those_of_the_mathematics(quantised
 
 def test_pages_are_in_the_form_of_the_chip():
     """A TPU's rows of latents are words in whole lanes, whatever the tests run on."""
-    cfg = dataclasses.replace(CFG, dtype="bfloat16", int4_group=None)
+    cfg = dataclasses.replace(PLAIN, dtype="bfloat16")
     cfg = dataclasses.replace(cfg, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     options = EngineConfig(max_length=1024, max_batch=1, page_size=64, chunk=16)
     rows = {}
     for platform, chip in CHIPS.items():
         mesh = abstract_mesh({"expert": 8}, chip)
-        arguments = lower_decode(cfg, mesh, platform, options).arguments
+        arguments = arguments_of("decode", cfg, mesh, options)
         layer = flatten(arguments["cache"]["layers"]["0"])
         rows[platform] = sum(pod.bytes_on_device(layer).values()) / 1024
     assert rows == {"cuda": 1152 + 256, "tpu": 1536 + 256}
@@ -142,24 +159,25 @@ def test_pages_are_in_the_form_of_the_chip():
 def test_bytes_on_a_device_are_what_the_shapes_say():
     """Pages for the whole batch, cut over the groups; of the weights half a byte and a scale for each group."""
     mesh = abstract_mesh({"expert": 8}, CHIPS["cuda"])
-    cfg = dataclasses.replace(CFG, dtype="bfloat16", index_head_dim=28)
+    cfg = dataclasses.replace(PLAIN, dtype="bfloat16", index_head_dim=28)
     options = dataclasses.replace(SMALL, max_length=64, max_batch=1)
     held = {}
     for quantised in (False, True):
-        arguments = lower_decode(cfg, mesh, "cuda", options, quantised).arguments
+        own = dataclasses.replace(cfg, int4_group=GROUP if quantised else None)
+        arguments = arguments_of("decode", own, mesh, options, quantised)
         found = pod.bytes_on_device(arguments["weights"])
         held[quantised] = sum(size for path, size in found.items() if "/experts/" in path)
-        latents = 3 * 64 * 2 * (24 + 4)
-        keys = 2 * 64 * 2 * 28  # the third layer has no indexer
+        latents = 2 * 64 * 2 * (24 + 4)
+        keys = 64 * 2 * 28  # the second layer has no indexer
         assert total(arguments["cache"]["layers"]) == latents + keys, "one sequence a device"
-    experts = (2 + 1) * 16 * 3 * 32 * 8 // 8  # two layers, and the MTP layer's
+    experts = (1 + 1) * 16 * 3 * 32 * 8 // 8  # one layer, and the MTP layer's
     assert held == {False: 2 * experts, True: experts // 2 + 4 * experts // GROUP}
 
 
 def test_more_sequences_take_more_pages_and_no_more_weights():
-    mesh, cfg = abstract_mesh(AXES), dataclasses.replace(CFG, int4_group=None)
+    mesh = abstract_mesh(AXES)
     one, two = (
-        lower_decode(cfg, mesh, "tpu", dataclasses.replace(SMALL, max_batch=batch)).arguments
+        arguments_of("decode", PLAIN, mesh, dataclasses.replace(SMALL, max_batch=batch))
         for batch in (2, 4)
     )
     assert total(two["cache"]["layers"]) == 2 * total(one["cache"]["layers"])
@@ -212,10 +230,11 @@ SERVED = [
     "--experiment.mesh.fsdp=2",
     "--experiment.mesh.expert=4",
     "--experiment.engine.max_length=128",
-    "--model.num_hidden_layers=4",
+    "--model.num_hidden_layers=2",
 ]
 
 
+@pytest.mark.slow
 def test_the_report_tells_of_both_programs(capsys):
     assert command.main(SERVED) == 0
     out = capsys.readouterr().out
@@ -228,31 +247,34 @@ def test_the_report_tells_of_both_programs(capsys):
     assert "kept activations" not in out
 
 
-def test_json_has_the_bytes_of_each_kind(capsys):
-    flags, held = ["--model.dtype=bfloat16"], {}
-    for quantised in (False, True):
-        more = ["--quantised", "--model.int4_group=32"] if quantised else []
-        assert command.main([*SERVED, *flags, *more, "--json"]) == 0
-        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-        assert [own["program"] for own in told] == [*LOWER]
-        assert told[0]["held"]["weights"] == told[1]["held"]["weights"]
-        held[quantised] = told[1]["held"]
-        assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
-    assert held[True]["weights"] < 0.7 * held[False]["weights"]
-    assert held[True]["cache"] == held[False]["cache"]
+@pytest.mark.slow
+def test_prints_json_with_bytes_of_each_kind(capsys):
+    flags = ["--model.dtype=bfloat16", "--quantised", "--model.int4_group=32"]
+    assert command.main([*SERVED, *flags, "--json"]) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [own["program"] for own in told] == [*LOWER]
+    assert told[0]["held"]["weights"] == told[1]["held"]["weights"]
+    assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
+    cfg = dataclasses.replace(presets.tiny(), num_hidden_layers=2, dtype="bfloat16")
+    mesh, options = abstract_mesh({"fsdp": 2, "expert": 4}), run.parse(SERVED[:-1]).config.engine
+    plain, packed = (
+        arguments_of("decode", own, mesh, options, own is not cfg)
+        for own in (cfg, dataclasses.replace(cfg, int4_group=32))
+    )
+    assert total(packed["weights"]) < 0.75 * total(plain["weights"])
+    for kind, size in told[1]["held"].items():
+        assert size == total(packed[kind]), kind
+    assert told[1]["held"]["cache"] == total(plain["cache"])
 
 
-def test_a_checkpoint_says_itself_what_it_is(tmp_path, capsys):
-    cfg = dataclasses.replace(CFG, int4_group=None)
+def test_reads_model_of_checkpoint(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    config = {"model": dataclasses.asdict(cfg)}
+    config = {"model": dataclasses.asdict(PLAIN)}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = [f"--experiment.checkpoint={tmp_path}", "--experiment.engine.max_length=64", "--json"]
-    assert command.main([*SERVED[:-1], *flags]) == 0
-    told = json.loads(capsys.readouterr().out.splitlines()[1])
-    mesh = abstract_mesh({"fsdp": 2, "expert": 4})
-    weights = serving_programs.plain(serving_programs.abstract_weights(cfg, mesh))
-    assert told["held"]["weights"] == total(weights)
+    flag = f"--experiment.checkpoint={tmp_path}"
+    config = run.parse([*SERVED[:2], flag]).config
+    for quantised in (False, True):
+        assert command.served(config, "tiny", ["compile"], quantised) == (PLAIN, quantised)
 
 
 @pytest.mark.parametrize(

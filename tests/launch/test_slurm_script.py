@@ -1,5 +1,6 @@
 """A script for Slurm that runs, on the commands that a node has: roles start, die, and are told to end."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from glm5_jax.core.placement import AGAIN
 from glm5_jax.core.server import free_port
+from launch import slurm
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends
 
@@ -46,9 +48,7 @@ def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Pope
             break
     ports = {"engine": engine, "gateway": gateway, "hub": hub}
     argv = [
-        sys.executable,
-        "-m",
-        "launch.slurm",
+        "slurm",
         f"{SYSTEM}:tiny",
         f"--workdir={tmp_path}/my run",
         *flags,
@@ -60,8 +60,8 @@ def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Pope
         "--experiment.engine_cpus=1",
     ]
     argv += [f"--experiment.lives={tmp_path}/lives"]
-    script = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    (tmp_path / "script").write_text(script)
+    with open(tmp_path / "script", "w") as script, contextlib.redirect_stdout(script):
+        assert slurm.main(argv) == 0
     commands = tmp_path / "bin"
     commands.mkdir(exist_ok=True)
     (commands / "srun").write_text(SRUN)
@@ -120,6 +120,7 @@ def test_a_script_starts_the_roles_in_order_and_again_when_they_die(tmp_path):
     assert all(map(ends, pids.values())) and len({*pids.values()}) == 4
 
 
+@pytest.mark.slow
 def test_a_script_ends_with_what_dies_too_often(tmp_path):
     with run_script(tmp_path, "--experiment.deaths=9", "--experiment.limit=1") as script:
         _, err = script.communicate(timeout=300)
@@ -129,6 +130,7 @@ def test_a_script_ends_with_what_dies_too_often(tmp_path):
     assert message in err and err.split(message)[1].startswith('{"pid":')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("whom", "state", "again"),
     [("script", "RUNNING", True), ("train", "RUNNING", True), ("train", "COMPLETING", False)],

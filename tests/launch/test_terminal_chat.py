@@ -20,23 +20,24 @@ def lines(*asked):
 
 @pytest.fixture(scope="module")
 def server():
-    with serving() as running:
+    with serving(dict(page_size=64, max_batch=1)) as running:  # few programs
         yield running
 
 
 def talk(server, capsys, *asked, **options):
-    flags = [f"--{name}={value}" for name, value in {"max_tokens": 4, **options}.items()]
+    options = {"max_tokens": 4, "temperature": 0} | options
+    flags = [f"--{name}={value}" for name, value in options.items()]
     code = chat.main(["chat", f"--url={server.url}", *flags], lines(*asked))
     return code, capsys.readouterr()
 
 
 def test_questions_are_answered_and_remembered(server, capsys):
     before = server.engine.counts.prompt_tokens
-    code, shown = talk(server, capsys, "hi", "and?", temperature=0)
+    code, shown = talk(server, capsys, "hi", "and?")
     assert code == 0 and shown.out.startswith("tiny: /new forgets")
     assert shown.out.count("(cut off)") == 2
     both = server.engine.counts.prompt_tokens - before
-    talk(server, capsys, "hi", "/new", "and?", temperature=0)
+    talk(server, capsys, "hi", "/new", "and?")
     apart = server.engine.counts.prompt_tokens - before - both
     assert both > apart  # the second question came with the first, or without
 
@@ -52,12 +53,14 @@ def test_a_question_that_is_refused_can_be_asked_otherwise(server, capsys):
     assert code == 0 and "error: the prompt has" in shown.out and shown.out.count("(cut off)") == 1
 
 
-def test_a_missing_key_is_asked_for(capsys):
+def test_a_missing_key_is_asked_for(capsys, tmp_path):
+    (tmp_path / "key").write_text("secret\n")
     with serving(api_key="secret") as running:
         assert chat.main(["chat", f"--url={running.url}"], lines()) == 2
-        said = "error: the API key is missing or wrong; give it as --api_key=KEY\n"
+        said = "error: the API key is missing or wrong; give its file as --api_key_file=FILE\n"
         assert capsys.readouterr().err == said
-        assert chat.main(["chat", f"--url={running.url}", "--api_key=secret"], lines()) == 0
+        key = f"--api_key_file={tmp_path / 'key'}"
+        assert chat.main(["chat", f"--url={running.url}", key], lines()) == 0
 
 
 @pytest.mark.parametrize(

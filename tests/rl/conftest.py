@@ -31,3 +31,11 @@ def gate(engine):
 def stack():
     with contextlib.ExitStack() as stack:
         yield stack
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """Stages train on one device and write no page."""
+    from tests.rl.small_stage import train_on_one_device
+
+    train_on_one_device(monkeypatch)

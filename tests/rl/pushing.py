@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
+import time
 
 import aiohttp
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.numpy import save
 
+from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import named_tensors
 from glm5_jax.checkpoint.manifest import Manifest, travelling
@@ -20,18 +24,24 @@ from glm5_jax.model import glm5
 from glm5_jax.rl.pushed import SyncConfig
 from glm5_jax.rl.weight_sync import pieces
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.inference.test_engine import CFG, model
+from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.default()
+CFG = dataclasses.replace(
+    presets.tiny(), num_hidden_layers=2, index_topk=12, max_position_embeddings=64
+)
 OPTIONS = dict(page_size=16, num_pages=16, max_batch=4, chunk=64, max_length=64)
+# Of one dense layer, for replies whose weights change in the middle.
+DENSE = one_layer(max_position_embeddings=64, model_type="glm4_moe_lite")
 NARROW = dataclasses.replace(CFG, dtype="bfloat16")
 SMALL = SyncConfig(bucket_bytes=2**16, seconds=20.0, load_seconds=60.0)
 DELTA = dataclasses.replace(SMALL, delta=True)
 
 
-def params(seed=1):
+@functools.cache
+def params(seed=1, cfg=CFG):
     """As a trainer has them."""
-    return glm5.params_of(model(seed))
+    return glm5.params_of(glm5.Glm5(cfg, rngs=nnx.Rngs(seed)))
 
 
 def made(cfg=CFG, weights=None, version=0, **options):
@@ -71,10 +81,13 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(cfg=CFG, port=0, version=0, **config):
-    engine = made(cfg, version=version)
+def serving(cfg=CFG, port=0, version=0, kind=Server, engine=None, clock=time.monotonic, **config):
+    """kind: class of the server; clock: by which a push that sends nothing ends."""
+    engine = engine or made(cfg, version=version)
     config = ServerConfig(port=port, model="tiny", **config)
-    server = Server(engine, TOKENIZER, config, models.loader_like(glm5.Glm5(cfg, params=params(0))))
+    weights = params(0, cfg) if cfg == DENSE else params(0)
+    loader = models.loader_like(glm5.Glm5(cfg, params=weights))
+    server = kind(engine, TOKENIZER, config, loader, clock)
     with server.running() as url:
         yield Served(engine, url, server)
 

@@ -4,56 +4,36 @@ services: test_asynchronous_hub.py has those."""
 import dataclasses
 import itertools
 
-import jax
-import numpy as np
 import pytest
 
-from glm5_jax.checkpoint import models
 from glm5_jax.core.activity import read_activity
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.client import ServerError
-from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, policy_alone
+from glm5_jax.rl.experiment import EvaluationConfig, RlConfig
 from glm5_jax.rl.in_process import InProcess
-from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
 from glm5_jax.rl.pushed import NotPushed
-from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Reward, Task
-from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training import report, stages
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
-from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.report import write_page
-from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.step import make_step
-from tests.model.small import one_layer
+from tests.rl import small_stage
+from tests.rl.small_stage import COMMON, TOKENIZER, likes_low_bytes, same, shared, weights
 
 TASKS = [Task(f"t{i}", "math", ({"role": "user", "content": f"{i}?"},)) for i in range(8)]
-TOKENIZER = Tokenizer.load("bytes")
-STEPS = 20
-SHARED = dict(
-    model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
-    goes_on=False,
-    optimizer=OptimizerConfig(weight_decay=0.0),
-    schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, STEPS),
-    step=dataclasses.replace(policy_alone(), remat="none"),
-    policy=PolicyConfig(temperature=0.8),
-    train=TrainConfig(eval_interval=0, save_interval=10),
-    rollout=RolloutConfig(prompts=3, group=4, max_tokens=6, thinking=False),
+STEPS = 4
+SHARED = COMMON | dict(
+    schedule=dataclasses.replace(COMMON["schedule"], total_steps=STEPS),
+    train=TrainConfig(eval_interval=0, save_interval=STEPS // 2),
+    rollout=dataclasses.replace(COMMON["rollout"], prompts=3),
     # Which attempts are sampled beside each other changes no bit.
-    engine=EngineConfig(page_size=32, max_batch=2, chunk=64, max_length=32, batch_invariant=True),
+    engine=dataclasses.replace(COMMON["engine"], batch_invariant=True),
     evaluation=EvaluationConfig(tasks=0),
     agreement=AgreementConfig(attempts=0),
-    length=64,
-    rows=8,
 )
-MADE = {}
 # Of the report, what is to be seen of an asynchronous run.
 CHARTS = (
     "Reward",
@@ -71,39 +51,13 @@ CHARTS = (
 )
 
 
-class InTurn:
-    """Tasks one after the other."""
-
-    drawn = 0
-
-    def draw(self, count):
-        self.drawn += count
-        return [TASKS[i % len(TASKS)] for i in range(self.drawn - count, self.drawn)]
-
-    def accept(self, task):
-        pass
-
-    drop = accept
-
-    def state(self):
-        return {"drawn": self.drawn}
-
-
-async def likes_low_bytes(task, attempt):
-    text = attempt.reply.encode()
-    return Reward(sum(byte < 64 for byte in text) / max(len(text), 1))
-
-
-WORLD = World(InTurn(), {}, likes_low_bytes)
-
-
 class Together(InProcess):
     """As it is, with what was asked of it; it gives the engine weights too."""
 
     hindered = ("the service is gone",)
 
-    def __init__(self, config):
-        super().__init__(config, dataclasses.replace(WORLD, tasks=InTurn()), TOKENIZER)
+    def __init__(self, config, tasks=TASKS, verify=likes_low_bytes):
+        super().__init__(config, World(small_stage.InTurn(tasks), {}, verify), TOKENIZER)
         self.pushed, self.begun, self.ages = [], [], []
 
     def push(self, *said, rewind=False):
@@ -127,22 +81,14 @@ class Together(InProcess):
 
 
 @pytest.fixture
-def quick(monkeypatch, tmp_path):
-    """On one device, without the page; the tokenizer's folder."""
-    monkeypatch.setattr(report, "write_page", lambda workdir: None)
-    monkeypatch.setattr(
-        stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
-    )
+def quick(one_device, tmp_path):
+    """The tokenizer's folder; stages train on one device and write no page."""
     TOKENIZER.save(tmp_path / "tokenizer")
     return str(tmp_path / "tokenizer")
 
 
-def shared(cfg, step, optimizer, schedule, mesh, token_loss):
-    """Compiled once for all runs, whose schedule is the same."""
-    key = repr((cfg, step, optimizer, token_loss, mesh))
-    if key not in MADE:
-        MADE[key] = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
-    return MADE[key]
+def schedule_of(count):
+    return dataclasses.replace(COMMON["schedule"], total_steps=count)
 
 
 def config_of(tokenizer, **changes):
@@ -155,22 +101,15 @@ def run(config, workdir, hub=None, pusher=None):
     return hub
 
 
-def weights(workdir):
-    return jax.tree.leaves(jax.device_get(models.open_weights(workdir, SHARED["model"])()))
-
-
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
+@pytest.mark.slow
 def test_without_staleness_it_is_the_synchronous_trainer_bit_by_bit(quick, tmp_path):
-    world = dataclasses.replace(WORLD, tasks=InTurn())
+    world = World(small_stage.InTurn(TASKS), {}, likes_low_bytes)
     config = RlConfig(name="sync", tokenizer=quick, **SHARED)
     Reinforcement(config, tmp_path / "sync", world, TASKS, step_maker=shared).run()
     hub = run(config_of(quick, max_staleness=0, new_moments=False), tmp_path / "async")
     found = weights(tmp_path / "async")
     assert same(found, weights(tmp_path / "sync"))
-    first = weights(tmp_path / "async" / "checkpoints" / "10")
+    first = weights(tmp_path / "async" / "checkpoints" / str(STEPS // 2))
     assert not same(found, first)  # they have moved
     assert hub.ages == [0] * STEPS
     assert hub.pushed == [(0, True), *((step, False) for step in range(1, STEPS + 1))]
@@ -179,7 +118,7 @@ def test_without_staleness_it_is_the_synchronous_trainer_bit_by_bit(quick, tmp_p
 
 
 def test_moments_begin_anew_behind_each_push(quick, tmp_path):
-    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 4), "push_every": 2}
+    changes = {"schedule": schedule_of(4), "push_every": 2}
     for name, new in (("kept", False), ("new", True)):
         config = config_of(quick, max_staleness=2, new_moments=new, **changes)
         hub = run(config, tmp_path / name)
@@ -196,10 +135,10 @@ def test_moments_begin_anew_behind_each_push(quick, tmp_path):
 def test_a_trainer_that_was_stopped_goes_on_with_the_same_hub(quick, tmp_path):
     config = config_of(quick, max_staleness=0)
     run(config, tmp_path / "whole")
-    half = dataclasses.replace(config.train, steps=10)
+    half = dataclasses.replace(config.train, steps=2)
     hub = run(dataclasses.replace(config, train=half), tmp_path / "parts")
     run(config, tmp_path / "parts", hub)
-    assert hub.begun == [(0, 0), (10, 10)] and hub.pushed[11] == (10, True)
+    assert hub.begun == [(0, 0), (2, 2)] and hub.pushed[3] == (2, True)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
 
 
@@ -251,7 +190,7 @@ def test_engines_that_start_with_the_trainer_are_waited_for(quick, tmp_path):
                 raise NotPushed("no engine has taken version 0")
             return super().push(*said, rewind=rewind)
 
-    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 2)
+    schedule = schedule_of(2)
     config = config_of(quick, schedule=schedule, refresh_seconds=0.1)
     hub = run(config, tmp_path / "run", Late(config))
     assert hub.tries > 3 and [version for version, _ in hub.pushed] == [0, 1, 2]
@@ -289,7 +228,7 @@ def test_engines_that_no_push_has_reached_get_the_weights_while_a_batch_is_waite
     quick, tmp_path
 ):
     """Without staleness no batch would ever come; once they have them it is the one that would have come anyway."""
-    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 4), "max_staleness": 0}
+    changes = {"schedule": schedule_of(4), "max_staleness": 0}
     config = config_of(quick, refresh_seconds=2.0, batch_seconds=5.0, **changes)
     run(config, tmp_path / "whole")
     hub = run(config, tmp_path / "run", Outage(config, unreached=(3, 4, 6)))
@@ -303,7 +242,7 @@ def test_engines_that_no_push_has_reached_get_the_weights_while_a_batch_is_waite
 
 
 def test_engines_that_were_started_anew_do_not_wait_for_the_next_push(quick, tmp_path):
-    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 4)
+    schedule = schedule_of(4)
     config = config_of(quick, push_every=2, max_staleness=2, schedule=schedule)
     hub = run(config, tmp_path / "run", Outage(config, anew=(2, 3)))
     # As those of version 2 are nowhere any more by step 3, all get what there is.
@@ -341,7 +280,7 @@ def test_a_batch_of_which_nothing_is_left_is_a_step_without_a_gradient(quick, tm
             groups = super().take(step, seconds)
             return [dataclasses.replace(group, baseline=(1.0,) * 4) for group in groups]
 
-    schedule = ScheduleConfig("constant", 1e-2, 0.0, 0, 2)
+    schedule = schedule_of(2)
     config = config_of(quick, credit=CreditConfig(drop_flat=True), schedule=schedule)
     run(config, tmp_path / "run", Same(config))
     steps, norms = column(read(tmp_path / "run"), "grad_norm/muon")
@@ -365,29 +304,25 @@ def test_it_is_told_how_many_replied_to_a_tool(quick, tmp_path):
     def chatted(member, messages):
         return dataclasses.replace(member, messages=messages)
 
-    config = config_of(quick, schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 2))
+    config = config_of(quick, schedule=schedule_of(2))
     run(config, tmp_path / "run", Calling(config))
     assert column(read(tmp_path / "run"), "rollout/used_tools")[1] == [0.25, 0.25]
 
 
-class OfKinds(InTurn):
-    """Every other task is of another kind."""
-
-    def draw(self, count):
-        kinds = {task.id: ("math", "words")[i % 2] for i, task in enumerate(TASKS)}
-        return [dataclasses.replace(task, kind=kinds[task.id]) for task in super().draw(count)]
-
-
-def test_the_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick, tmp_path):
-    config = config_of(quick, schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 4))
-    hub, judged = Together(config), itertools.count()
+def run_with_failures(tokenizer, workdir):
+    """Four steps of two kinds of tasks, where of each group one attempt fails and the hub has dropped some."""
+    config = config_of(tokenizer, schedule=schedule_of(4))
+    judged = itertools.count()
 
     async def fails_at_times(task, attempt):
         if next(judged) % 4 == 0:
             return Reward(None, error="the sandbox is gone")
         return await likes_low_bytes(task, attempt)
 
-    hub._world = dataclasses.replace(WORLD, tasks=OfKinds(), verify=fails_at_times)
+    kinds = [
+        dataclasses.replace(task, kind=("math", "words")[i % 2]) for i, task in enumerate(TASKS)
+    ]
+    hub = Together(config, kinds, fails_at_times)
     take = hub.take
 
     def dropping(step, seconds):
@@ -396,7 +331,11 @@ def test_the_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick
         return found
 
     hub.take = dropping
-    run(config, tmp_path / "run", hub)
+    run(config, workdir, hub)
+
+
+def test_logs_what_the_hub_has_counted(quick, tmp_path):
+    run_with_failures(quick, tmp_path / "run")
     rows = read(tmp_path / "run")
     steps = [1, 2, 3, 4]
     failed = column(rows, "rollout/environment_errors")
@@ -405,6 +344,11 @@ def test_the_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick
     assert column(rows, "dropped/stale") == (steps, [0, 1, 2, 3])
     assert column(rows, "dropped/cancelled") == (steps, [1] * 4)
     assert column(rows, "dropped/failed") == column(rows, "dropped/lost") == (steps, [0] * 4)
+
+
+@pytest.mark.slow
+def test_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick, tmp_path):
+    run_with_failures(quick, tmp_path / "run")
     page = write_page(tmp_path / "run").read_text()
     for chart in CHARTS:
         assert f">{chart}</text>" in page, chart

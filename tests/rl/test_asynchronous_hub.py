@@ -21,19 +21,15 @@ from glm5_jax.rl.shares import shuffled
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.rl.weight_sync import Network
-from glm5_jax.training.schedule import ScheduleConfig
 from tests.rl import fleet
+from tests.rl.small_stage import TOKENIZER, InTurn, likes_low_bytes, same, shared, weights
 from tests.rl.test_asynchronous import (
     SHARED,
     STEPS,
-    TOKENIZER,
     config_of,
-    likes_low_bytes,
     quick,  # noqa: F401
     run,
-    same,
-    shared,
-    weights,
+    schedule_of,
 )
 
 ENGINE = dataclasses.replace(SHARED["engine"], max_length=64)
@@ -96,10 +92,8 @@ class System:
         return Network(self._config.model, [self.engine], sync)
 
 
-class AsTheHub:
+class AsTheHub(InTurn):
     """Tasks in the order in which the hub lets groups of them begin."""
-
-    drawn = 0
 
     def draw(self, count):
         self.drawn += count
@@ -111,14 +105,6 @@ class AsTheHub:
         epoch, place = divmod(before.count(kind), len(own))
         return own[shuffled(0, kind, epoch, len(own))[place]]
 
-    def accept(self, task):
-        pass
-
-    drop = accept
-
-    def state(self):
-        return {"drawn": self.drawn}
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
@@ -128,7 +114,7 @@ def test_without_staleness_the_whole_system_learns_what_the_synchronous_trainer_
 ):
     """Bit by bit: seeds follow from the hub's order of groups, which without staleness is one of weights and names, and
     not from when services were registered or who answers first."""
-    world = World(AsTheHub(), {}, likes_low_bytes)
+    world = World(AsTheHub(TASKS), {}, likes_low_bytes)
     known = [task for own in TASKS.values() for task in own]
     alone = RlConfig(name="sync", tokenizer=quick, **SHARED | {"engine": ENGINE})
     Reinforcement(alone, tmp_path / "sync", world, known, step_maker=shared).run()
@@ -138,7 +124,9 @@ def test_without_staleness_the_whole_system_learns_what_the_synchronous_trainer_
         run(config, tmp_path / "run", HubClient(system.hub), system.pusher())
     found = weights(tmp_path / "run")
     assert same(found, weights(tmp_path / "sync"))
-    assert not same(found, weights(tmp_path / "run" / "checkpoints" / "10"))  # they have moved
+    assert not same(
+        found, weights(tmp_path / "run" / "checkpoints" / str(STEPS // 2))
+    )  # they have moved
     one, other = read(tmp_path / "run"), read(tmp_path / "sync")
     steps = list(range(1, STEPS + 1))
     assert column(one, "loss/rl") == column(other, "loss/rl")
@@ -185,13 +173,14 @@ class Hazard(HubClient):
         return found
 
 
+@pytest.mark.slow
 def test_a_run_whose_engines_are_all_started_anew_goes_on_with_what_it_has_learnt(
     quick,  # noqa: F811
     tmp_path,
 ):
     """Without staleness nothing is sampled before an engine has the trainer's weights, whatever those were that it was
     started with."""
-    changes = {"schedule": ScheduleConfig("constant", 1e-2, 0.0, 0, 3), "max_staleness": 0}
+    changes = {"schedule": schedule_of(3), "max_staleness": 0}
     more = dict(refresh_seconds=0.3, batch_seconds=60.0, engine=ENGINE)
     config = config_of(quick, **more, **changes)
     with contextlib.ExitStack() as stack:

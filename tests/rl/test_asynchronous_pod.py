@@ -22,9 +22,8 @@ from glm5_jax.rl.types import Reward
 from glm5_jax.training import report
 from glm5_jax.training.experiment import MeshConfig
 from glm5_jax.training.metrics import TrainingStopped
-from glm5_jax.training.schedule import ScheduleConfig
 from tests.contracts.source_tree import ROOT
-from tests.rl.test_asynchronous import SHARED, config_of
+from tests.rl.test_asynchronous import SHARED, config_of, schedule_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEVICES, STEPS = 4, 4
@@ -95,7 +94,7 @@ def train(workdir, ends=STEPS):
     config = config_of(
         "bytes",
         policy=dataclasses.replace(policy, correction="unclipped"),
-        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, STEPS),
+        schedule=schedule_of(STEPS),
         train=dataclasses.replace(SHARED["train"], eval_interval=2),
         evaluation=dataclasses.replace(SHARED["evaluation"], tasks=4),
         mesh=MeshConfig(fsdp=DEVICES),

@@ -14,8 +14,8 @@ from flax import nnx
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.gateway import Gateway, GatewayConfig, _address
-from glm5_jax.rl.router import Router, RouterConfig
+from glm5_jax.rl.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.router import Router, RouterConfig, parse_rank
 from glm5_jax.rl.sessions import SessionConfig
 from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.tokenizer import Tokenizer
@@ -117,29 +117,17 @@ def _logits(params, ids):
 
 def test_what_is_sampled_is_what_is_trained(engines, params):
     with gateway(engines) as url:
-        replies, [record] = chat(url)
+        replies, [record] = chat(url, 2)
     on = record.loss_mask == 1
-    assert len(replies) == 3 and record.status == "completed" and record.group_id == "g"
+    assert len(replies) == 2 and record.status == "completed" and record.group_id == "g"
     assert set(record.weight_version[on]) == {3}
     np.testing.assert_allclose(record.rollout_logp[on], logps(params, record)[on[1:]], atol=1e-4)
     # Between two replies stands what the layout has there, and nothing of it is trained on.
     text = TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
-    assert text.count("And?") == 2 and text.startswith("[gMASK]<sop><|user|>2*3?<|assistant|>")
+    assert text.count("And?") == 1 and text.startswith("[gMASK]<sop><|user|>2*3?<|assistant|>")
 
 
-def test_the_same_seed_samples_the_same_and_another_another(engines):
-    with gateway(engines) as url:
-        one, two, other = (
-            chat(url, 2, name, seed)[0] for name, seed in (("a", 1), ("b", 1), ("c", 2))
-        )
-        assert one == two != other
-        # Asked again, as by an agent that lost the answer, the question is answered otherwise.
-        again = run(lambda request: say(request, url, "a", [QUESTION]))
-        assert again != one[0]
-        first, second = run(lambda request: records(request, url, "a"))
-        assert first.loss_mask.sum() > second.loss_mask.sum() > 0
-
-
+@pytest.mark.slow
 def test_an_engine_that_is_lost_costs_no_session_its_place(params):
     with engine(params) as kept:
         with gateway([kept]) as url:
@@ -203,34 +191,7 @@ def test_ranks_that_share_a_url_are_named_by_number(engines):
     ],
 )
 def test_the_address_of_a_rank(rank, want):
-    assert _address(rank) == want
-
-
-def test_a_gateway_that_was_killed_goes_on_with_its_sessions(engines, tmp_path):
-    with gateway(engines) as url:
-        undisturbed, [whole] = chat(url, 3)
-    with gateway(engines, journal=str(tmp_path)) as url:
-        replies, _ = chat(url, 2)
-        run(lambda request: request("POST", f"{url}/sessions", {"id": "empty"}))
-    with (tmp_path / "s.jsonl").open("ab") as file:  # killed while it wrote what nobody was told
-        file.write(b'{"parent": 1, "ki')
-    (tmp_path / "torn.jsonl").write_bytes(b'{"se')
-
-    async def work(request):
-        messages = [QUESTION, replies[0], MORE, replies[1], MORE]
-        last = await say(request, url, "s", messages)
-        assert (await request("GET", f"{url}/sessions/empty"))[1]["turns"] == 0
-        assert (await request("GET", f"{url}/sessions/torn"))[0] == 404
-        [record] = await records(request, url, "s")
-        assert await request("DELETE", f"{url}/sessions/s") == (200, {"id": "s", "deleted": True})
-        return last, record
-
-    with gateway(engines, journal=str(tmp_path)) as url:
-        last, record = run(work)
-    assert [*replies, last] == undisturbed
-    np.testing.assert_array_equal(record.token_ids, whole.token_ids)
-    np.testing.assert_allclose(record.rollout_logp, whole.rollout_logp, atol=1e-5)
-    assert [path.name for path in tmp_path.iterdir()] == ["empty.jsonl"]
+    assert parse_rank(rank) == want
 
 
 def test_a_gateway_that_begins_anew_leaves_sessions_where_their_prefix_is(engines, tmp_path):
@@ -258,6 +219,7 @@ class Anywhere(Router):
         return self.draw.choice(sorted(self.loads))
 
 
+@pytest.mark.slow
 def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhere(
     engines, monkeypatch
 ):
@@ -291,35 +253,6 @@ def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhe
     assert cached < 0.9 * possible > 450
 
 
-def test_many_sessions_at_once(engines, params):
-    async def one(request, url, i):
-        name, messages = f"s{i}", [{"role": "user", "content": f"Number {i}?"}]
-        await request("POST", f"{url}/sessions", {"id": name, "seed": i})
-        for _ in range(2):
-            path = f"{url}/sessions/{name}/v1/chat/completions"
-            status, told = await request("POST", path, {"messages": messages})
-            assert status == 200
-            if told["choices"][0]["finish_reason"] == "length":
-                break
-            messages += [told["choices"][0]["message"], MORE]
-        return await records(request, url, name)
-
-    async def work(request):
-        found = await asyncio.gather(*(one(request, url, i) for i in range(12)))
-        _, told = await request("GET", f"{url}/server_info")
-        assert sum(told["loads"].values()) == 12 and max(told["loads"].values()) <= 7
-        return found
-
-    with gateway(engines) as url:
-        found = run(work)
-    for i, [record] in enumerate(found):
-        assert f"Number {i}?" in TOKENIZER.decode(record.token_ids.tolist(), errors="replace")
-        on = record.loss_mask == 1
-        np.testing.assert_allclose(
-            record.rollout_logp[on], logps(params, record)[on[1:]], atol=1e-4
-        )
-
-
 def test_an_agent_speaks_to_it_as_to_openai(engines):
     tools = [{"type": "function", "function": {"name": "calculate"}}]
     with gateway(engines) as url:
@@ -338,48 +271,31 @@ def test_an_agent_speaks_to_it_as_to_openai(engines):
                 client.chat.completions.create(model="glm-5", messages=[QUESTION], temperature=0.5)
 
 
-@pytest.mark.parametrize(
-    "method, path, body, status, words",
-    [
-        ("GET", "/sessions/none", None, 404, "never begun"),
-        ("POST", "/sessions", {"id": "s"}, 409, "already"),
-        ("POST", "/sessions", {"id": "../s"}, 400, "letters"),
-        ("POST", "/sessions", {"id": "t", "speed": 1}, 400, "speed: no such field"),
-        ("POST", "/sessions", {"id": "t"}, 429, "1 sessions are open"),
-        (
-            "POST",
-            "/sessions/s/v1/chat/completions",
-            {"messages": [QUESTION], "stop": "x"},
-            400,
-            "take no stop",
-        ),
-        (
-            "POST",
-            "/sessions/s/v1/chat/completions",
-            {"messages": [QUESTION], "stream": True},
-            400,
-            "stream is True",
-        ),
-        ("POST", "/sessions/s/v1/chat/completions", {"messages": []}, 400, "at least one"),
-        (
-            "POST",
-            "/sessions/s/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a" * 3000}]},
-            400,
-            "engine refuses",
-        ),
-        ("POST", "/sessions/s/v1/chat/completions", [], 400, "not of type 'object'"),
-        ("POST", "/nowhere", None, 404, "DELETE /sessions/"),
-    ],
-)
-def test_what_it_cannot_take_it_says(engines, method, path, body, status, words):
+CHAT = "/sessions/s/v1/chat/completions"
+REFUSED = [
+    ("GET", "/sessions/none", None, 404, "never begun"),
+    ("POST", "/sessions", {"id": "s"}, 409, "already"),
+    ("POST", "/sessions", {"id": "../s"}, 400, "letters"),
+    ("POST", "/sessions", {"id": "t", "speed": 1}, 400, "speed: no such field"),
+    ("POST", "/sessions", {"id": "t"}, 429, "1 sessions are open"),
+    ("POST", CHAT, {"messages": [QUESTION], "stop": "x"}, 400, "take no stop"),
+    ("POST", CHAT, {"messages": [QUESTION], "stream": True}, 400, "stream is True"),
+    ("POST", CHAT, {"messages": []}, 400, "at least one"),
+    ("POST", CHAT, {"messages": [QUESTION | {"content": "a" * 3000}]}, 400, "engine refuses"),
+    ("POST", CHAT, [], 400, "not of type 'object'"),
+    ("POST", "/nowhere", None, 404, "DELETE /sessions/"),
+]
+
+
+def test_refuses_requests_that_it_cannot_take(engines):
     async def work(request):
         await request("POST", f"{url}/sessions", {"id": "s"})
-        found, told = await request(method, url + path, body)
-        assert found == status and words in told["error"]["message"], told
-        assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
+        for method, path, body, status, words in REFUSED:
+            found, told = await request(method, url + path, body)
+            assert found == status and words in told["error"]["message"], (path, body, told)
+            assert (await request("GET", f"{url}/sessions/s"))[1]["turns"] == 0
 
-    with gateway(engines, max_sessions=1 if status == 429 else 2) as url:
+    with gateway(engines, max_sessions=1) as url:
         run(work)
 
 

@@ -113,8 +113,8 @@ def chats(count):
     return agents, own
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_what_was_sampled_is_learnt_byte_for_byte(count):
+@pytest.mark.slow
+def test_what_was_sampled_is_learnt_byte_for_byte(count=200):
     agents, replies = chats(count)
     found = collections.Counter()
     for agent, own in zip(agents, replies, strict=True):

@@ -5,7 +5,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -19,39 +18,18 @@ from glm5_jax.rl.experiment import RlConfig, policy_alone
 from glm5_jax.rl.monitor import AgreementConfig, agreement, chosen, exceeded, precision_of
 from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
-from glm5_jax.rl.types import Reward, Task
+from glm5_jax.rl.types import Task
 from glm5_jax.training.experiment import check_resume, write_config
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.step import make_step
+from tests.rl.small_stage import InTurn, likes_low_bytes, shared
 from tests.rl.test_agreement import CFG
 
 # A dense layer and one of experts, each with an indexer; a task and its reply have more tokens than it selects.
 SPARSE = dataclasses.replace(CFG, vocab_size=292, num_hidden_layers=2, num_nextn_predict_layers=0)
 TASKS = [Task(f"t{i}", "any", ({"role": "user", "content": "abc" * i},)) for i in range(1, 5)]
-
-
-class AllOver:
-    """The same tasks every time."""
-
-    def draw(self, count):
-        return TASKS[:count]
-
-    def accept(self, task): ...
-
-    def drop(self, task): ...
-
-    def state(self):
-        return {}
-
-    def restore(self, state): ...
-
-
-async def likes_low_bytes(task, attempt):
-    text = attempt.reply.encode()
-    return Reward(sum(byte < 64 for byte in text) / max(len(text), 1))
 
 
 CONFIG = RlConfig(
@@ -71,20 +49,16 @@ CONFIG = RlConfig(
 
 
 @functools.cache
-def compiled(cfg, mesh):
-    """Once for all runs."""
-    config = CONFIG
-    rate = lambda step: jnp.asarray(1e-2)  # noqa: E731
-    return make_step(cfg, config.step, config.optimizer, rate, mesh, config.token_loss)
+def params():
+    return glm5.params_of(glm5.Glm5(SPARSE, rngs=nnx.Rngs(0)))
 
 
-def stage(workdir, config=CONFIG):
-    def shared(cfg, step, optimizer, schedule, mesh, token_loss):
-        return compiled(cfg, mesh)
-
-    return Reinforcement(config, workdir, World(AllOver(), {}, likes_low_bytes), step_maker=shared)
+def stage(workdir):
+    world = World(InTurn(TASKS), {}, likes_low_bytes)
+    return Reinforcement(CONFIG, workdir, world, step_maker=shared)
 
 
+@pytest.mark.slow
 def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
     made = stage(tmp_path)
     made.run()
@@ -98,6 +72,7 @@ def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
     assert "Choices alike, share" in (tmp_path / "report/index.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_its_first_weights_ends_the_run(tmp_path, monkeypatch):
     """Before anything is learnt from what it sampled with them."""
 
@@ -188,7 +163,7 @@ def test_a_model_that_chooses_nothing_is_judged_by_its_log_probs():
 )
 def test_rounding_is_that_of_the_coarsest_number(dtype, options, precision):
     cfg = dataclasses.replace(SPARSE, dtype=dtype)
-    made = Engine(glm5.Glm5(cfg, rngs=nnx.Rngs(0)), page_size=8, max_batch=1, **options)
+    made = Engine(glm5.Glm5(cfg, params=params()), page_size=8, max_batch=1, **options)
     assert precision_of(made.computation) == precision
 
 
@@ -207,9 +182,9 @@ def test_limits_that_cannot_be_are_refused(changes, words):
         AgreementConfig(**changes)
 
 
+@pytest.mark.slow
 def test_other_lengths_compile_nothing_more():
-    params = glm5.params_of(glm5.Glm5(SPARSE, rngs=nnx.Rngs(0)))
-    made = Engine(glm5.Glm5(SPARSE, params=params), page_size=8, max_batch=1, chunk=64)
+    made = Engine(glm5.Glm5(SPARSE, params=params()), page_size=8, max_batch=1, chunk=64)
     rng = np.random.default_rng(0)
 
     def compare(*sizes):
@@ -219,7 +194,7 @@ def test_other_lengths_compile_nothing_more():
             return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
 
         records = [drawn(*size) for size in sizes]
-        return agreement(params, records, made, SPARSE, config)
+        return agreement(params(), records, made, SPARSE, config)
 
     config = AgreementConfig(attempts=0)
     assert compare((4, 3)) == {}

@@ -13,6 +13,8 @@ from glm5_jax.training import loss, step
 from tests.rl import test_advantage, test_losses, test_objective, test_outcome_model, test_streams
 from tests.training import test_loss
 
+pytestmark = pytest.mark.slow
+
 # Without its stop-gradient the default old log-prob would change nothing: where r is 1 its slope then comes from rho,
 # which is as large.
 LOSSES = {
@@ -284,6 +286,7 @@ def _runs_of_this_mutant():
 
     def forget():
         test_objective.program.cache_clear()
+        test_objective.values.cache_clear()
         test_objective.alone.cache_clear()
 
     forget()

@@ -119,13 +119,22 @@ def of(batch, rows_per_device=None, policy=POLICY, mesh=None, weights=None, cfg=
     return objective, parts, flatten(grads)
 
 
+# Both of one shape, for which there is one program.
+LENGTH = 48
 ALONE = [[record] for record in RECORDS]
-PACKED = [RECORDS[0:3], RECORDS[3:6], [], RECORDS[6:8]]
+PACKED = [[RECORDS[i] for i in row] for row in ((0, 1), (2, 3, 6), (), (4, 5), (7,), (), (), ())]
 
 
 @functools.cache
 def alone(cfg=CFG):
-    return of(laid_out(ALONE, 32), cfg=cfg)
+    return of(laid_out(ALONE, LENGTH), cfg=cfg)
+
+
+@functools.cache
+def values(cfg, policy=POLICY, **options):
+    """The objective without its gradients; options: of the step."""
+    step = dataclasses.replace(STEP, **options)
+    return jax.jit(loss_function(cfg, step, token_loss=PolicyLoss(policy)))
 
 
 def same(got, want, tolerance=1e-9):
@@ -139,10 +148,15 @@ def same(got, want, tolerance=1e-9):
         )
 
 
+forward = jax.jit(glm5.forward, static_argnames="cfg")
+
+
 def logps(record):
     """Of its tokens under logits / temperature, the first one's 0; in float64."""
+    row = np.zeros((1, LENGTH), np.int32)
+    row[0, : len(record)] = record.token_ids
     with jax.enable_x64(True):
-        logits = np.asarray(glm5.forward(params(), record.token_ids[None], CFG).logits[0])
+        logits = np.asarray(forward(params(), row, cfg=CFG).logits[0, : len(record)])
     logits = logits.astype(np.float64) / POLICY.temperature
     top = logits.max(-1, keepdims=True)
     whole = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
@@ -182,7 +196,12 @@ def expected(kind, **options):
 @pytest.mark.parametrize("kind", ["icepop", "double_sided"])
 def test_the_parts_are_means_of_the_oracle_s_tokens(kind):
     policy = dataclasses.replace(POLICY, correction=kind)
-    objective, parts, _ = alone() if policy == POLICY else of(laid_out(ALONE, 32), policy=policy)
+    if policy == POLICY:
+        objective, parts, _ = alone()
+    else:
+        with jax.enable_x64(True):
+            found = values(CFG, policy)(params(), laid_out(ALONE, LENGTH), RATES)
+            objective, parts = jax.device_get(found)
     want = expected(kind)
     got = {"ce": parts.ce, **parts.parts, "mismatch": parts.stats["mismatch"]}
     for name, value in want.items():
@@ -192,41 +211,52 @@ def test_the_parts_are_means_of_the_oracle_s_tokens(kind):
     assert 0 < parts.stats["below"] + parts.stats["above"] < 0.9
 
 
-@pytest.mark.parametrize("cfg", [CFG, SPARSE], ids=named)
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cfg", [CFG, slow(SPARSE)], ids=named)
 def test_packing_changes_nothing(cfg):
-    same(of(laid_out(PACKED, 64), cfg=cfg), alone(cfg))
+    same(of(laid_out(PACKED, LENGTH), cfg=cfg), alone(cfg))
 
 
+@pytest.mark.slow
+def test_packing_keeps_losses_of_sparse_model():
+    packed, apart = (all_parts(laid_out(rows, LENGTH))[1] for rows in (PACKED, ALONE))
+    same((0, packed, {}), (0, apart, {}))
+
+
+@pytest.mark.slow
 def test_padding_changes_nothing():
-    same(of(laid_out(ALONE, 50)), alone())
+    same(of(laid_out(ALONE, 64)), alone())
 
 
-@pytest.mark.parametrize(("cfg", "count"), [(CFG, 2), (CFG, 4), (SPARSE, 2)], ids=named)
+@pytest.mark.parametrize(("cfg", "count"), [slow(CFG, 2), (CFG, 4), slow(SPARSE, 2)], ids=named)
 def test_micro_batches_change_nothing(cfg, count):
-    same(of(laid_out(ALONE, 32), len(ALONE) // count, cfg=cfg), alone(cfg))
+    same(of(laid_out(ALONE, LENGTH), len(ALONE) // count, cfg=cfg), alone(cfg))
 
 
 AXES = {"fsdp": 2, "expert": 2, "context": 2}
-LONG = [
-    (CFG, AXES),
-    (CFG, {"data": 2, "tensor": 4}),
-    (CFG, {"data": 2, "expert": 4}),
-    (SPARSE, {"data": 2, "expert": 4}),
-]
 
 
 @pytest.mark.parametrize(
     ("cfg", "axes"),
-    [(SPARSE, AXES), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
+    [
+        (CFG, AXES),
+        slow(CFG, {"data": 2, "tensor": 4}),
+        slow(CFG, {"data": 2, "expert": 4}),
+        slow(SPARSE, AXES),
+        slow(SPARSE, {"data": 2, "expert": 4}),
+    ],
     ids=named,
 )
 def test_devices_change_nothing(cfg, axes):
-    same(of(laid_out(ALONE, 32), mesh=make_mesh(axes), cfg=cfg), alone(cfg), 1e-6)
+    same(of(laid_out(ALONE, LENGTH), mesh=make_mesh(axes), cfg=cfg), alone(cfg), 1e-6)
 
 
 def test_the_gradient_is_the_slope():
     """Where no advantage hangs on the policy: of the rewards' part, without the ratio, and of cross-entropy."""
-    batch = laid_out(PACKED, 64)
+    batch = laid_out(PACKED, LENGTH)
     policy = dataclasses.replace(POLICY, correction="icepop", ref_kl=0.0, beta=1e9)
     rng = np.random.default_rng(1)
     direction = jax.tree_util.tree_map_with_path(
@@ -255,7 +285,7 @@ def test_the_gradient_is_the_slope():
 def test_scores_are_the_log_probs_of_each_token():
     with jax.enable_x64(True):
         score = jax.jit(score_function(CFG, STEP, temperature=POLICY.temperature))
-        got = np.asarray(score(params(), laid_out(PACKED, 64)))
+        got = np.asarray(score(params(), laid_out(PACKED, LENGTH)))
     for row, records in zip(got, PACKED):
         want = np.concatenate([[], *(logps(record) for record in records)])
         np.testing.assert_allclose(row[: len(want)], want, atol=1e-9)
@@ -273,14 +303,15 @@ BESIDE = {
 }
 
 
-def test_what_is_learnt_beside_the_losses_of_tokens_has_its_coefficient():
-    step = dataclasses.replace(STEP, **BESIDE)
-    rates = RATES._replace(mtp_weight=np.float64(0.4))
-    loss = jax.jit(loss_function(ALL_PARTS, step, token_loss=PolicyLoss(POLICY)))
+def all_parts(batch):
+    """(objective, LossParts) of a sparse model with all of them."""
     with jax.enable_x64(True):
-        objective, parts = jax.device_get(
-            loss(params(ALL_PARTS), laid_out([RECORDS[:1]], 32), rates)
-        )
+        rates = RATES._replace(mtp_weight=np.float64(0.4))
+        return jax.device_get(values(ALL_PARTS, **BESIDE)(params(ALL_PARTS), batch, rates))
+
+
+def test_what_is_learnt_beside_the_losses_of_tokens_has_its_coefficient():
+    objective, parts = all_parts(laid_out(ALONE, LENGTH))
     sampled = 0.5 * parts.ce + 0.9 * parts.parts["rl"] + 0.3 * parts.parts["ref_kl"]
     beside = 0.4 * parts.mtp + 0.02 * parts.balance + 0.03 * parts.z
     total = sampled + beside + 0.7 * np.sum(parts.index_loss)
@@ -290,20 +321,20 @@ def test_what_is_learnt_beside_the_losses_of_tokens_has_its_coefficient():
 
 def test_what_is_not_sampled_gets_no_gradient():
     """A prompt's tokens, a tool's answer and a group that tells nothing: whatever stands there, nothing changes."""
-    batch, want = laid_out(ALONE, 32), alone()
+    batch, want = laid_out(ALONE, LENGTH), alone()
     rng = np.random.default_rng(9)
     for name in ("ce_weight", *PolicyLoss.streams):
         noise = rng.standard_normal(batch[name].shape)
         batch[name] = np.where(batch["loss_mask"] == 1, batch[name], noise)
     same(of(batch), want, 1e-12)
-    quiet = laid_out(ALONE, 32)
-    quiet["advantage"][:] = 0
-    policy = dataclasses.replace(POLICY, ce=0.0, ref_kl=0.0)
-    assert not any(gradient.any() for gradient in of(quiet, policy=policy)[2].values())
+    quiet = laid_out(ALONE, LENGTH)
+    for name in ("advantage", "ce_weight", "ref_kl_weight"):
+        quiet[name][:] = 0
+    assert not any(gradient.any() for gradient in of(quiet)[2].values())
 
 
 def test_a_part_that_no_token_has_a_weight_for_adds_nothing():
-    batch, want = laid_out(ALONE, 32), alone()
+    batch, want = laid_out(ALONE, LENGTH), alone()
     batch["ce_weight"][:] = 0
     objective, parts, gradients = of(batch)
     assert parts.ce == 0 and parts.parts == want[1].parts

@@ -69,7 +69,7 @@ def told(folder):
 def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(tmp_path):
     (tmp_path / "rl_general/checkpoints").mkdir(parents=True)
     before = None
-    for stage in run._stages(life(), tmp_path):
+    for stage in run.stages_of(life(), tmp_path):
         before = stage.config.stage(stage.folder, None, before)
     before.close()
     with pytest.raises(ValueError, match="rl_general holds no checkpoint"):
@@ -80,7 +80,7 @@ def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(
 def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run._run(types.SimpleNamespace(), life(), whole, StopSignal()) == 0
+    assert run.run_config(types.SimpleNamespace(), life(), whole, StopSignal()) == 0
     update, count = Engine.update_weights, 0
 
     def dies(self, *args, **more):
@@ -94,8 +94,8 @@ def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypat
     monkeypatch.setattr(Engine, "update_weights", dies)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the machine is gone"):
-            run._run(types.SimpleNamespace(), life(), parted, StopSignal())
-    assert run._run(types.SimpleNamespace(), life(), parted, StopSignal()) == 0
+            run.run_config(types.SimpleNamespace(), life(), parted, StopSignal())
+    assert run.run_config(types.SimpleNamespace(), life(), parted, StopSignal()) == 0
     assert "going on from step 1" in "".join(capsys.readouterr())
     before = None
     for name in STAGES:

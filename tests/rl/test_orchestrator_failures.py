@@ -2,15 +2,21 @@
 
 import collections
 import contextlib
-import json
 import time
 
 import pytest
 
-from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.registry import RegistryConfig
 from glm5_jax.rl.remote import RemoteConfig
-from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, service_config, sessions, until
+from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, service_config, sessions, told, until
+
+
+def register(fleet, port):
+    """Says to the hub what a process of the service `sums` does that has just begun."""
+    spec = dict(schema=1, name="sums", url=f"http://127.0.0.1:{port}", instance="another")
+    spec |= dict(weight=1.0, size=100, held_out=4, max_inflight=64, rate=None, seconds=60.0)
+    told(fleet.url, "/tasks", spec)
 
 
 def test_an_environment_that_fails_once_is_tried_again(stack, gate):
@@ -70,7 +76,11 @@ def test_a_batch_comes_with_what_was_counted_since_the_one_before(stack, gate):
     assert fleet.client.status()["metrics"]["attempts/ended"] == 36
 
 
-@pytest.mark.parametrize("mode", ["500", "garbage", "fails"])
+def slow(mode):
+    return pytest.param(mode, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mode", [slow("500"), slow("garbage"), "fails"])
 def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mode):
     fleet = Fleet(stack, gate, ("bad", "good"))
     bad = fleet.services["bad"]
@@ -90,7 +100,7 @@ def test_a_service_that_fails_is_left_alone_until_it_works_again(stack, gate, mo
     assert fleet.told("bad")["state"] in ("ok", "full")
 
 
-@pytest.mark.parametrize("mode", ["hangs", "deaf"])
+@pytest.mark.parametrize("mode", [slow("hangs"), "deaf"])
 def test_a_service_that_hangs_costs_its_deadline_and_no_more(stack, gate, mode):
     services = {"bad": {"seconds": 0.3}, "good": {}}
     fleet = Fleet(stack, gate, services, remote=RemoteConfig(tries=1, slack=0.2)).begin()
@@ -116,12 +126,12 @@ def test_a_service_that_is_not_heard_of_is_waited_for_no_longer(stack, gate):
     silent.mode = "deaf"
     stack.enter_context(silent.running())
     fleet.begin()  # before the service is known, which is lost so soon
-    with Client(fleet.url).open("/tasks", json.dumps(silent._described()).encode()):
-        pass
+    register(fleet, silent.port)
     until(lambda: fleet.told()["state"] == "lost" and not fleet.told()["in_flight"], 10)
     assert fleet.told()["again"] == fleet.told()["drawn"] > 0
 
 
+@pytest.mark.slow
 def test_a_service_that_is_gone_is_lost_and_taken_up_again(stack, gate):
     registry = RegistryConfig(lost_after=1.5)
     fleet = Fleet(stack, gate, ["good"], registry=registry).begin()
@@ -148,14 +158,8 @@ def test_a_service_that_was_started_anew_is_known_to_have_forgotten(stack, gate)
     fleet.services["sums"].mode = "hangs"
     fleet.begin()
     until(lambda: len(fleet.services["sums"].seen) == 48)
-    client = Client(fleet.url)
-    described = fleet.services["sums"]._described()
-    with client.open("/tasks", json.dumps(described).encode()):
-        pass
-    assert fleet.told()["failures"] == 0  # it has only said again what it is
     fleet.services["sums"].mode = "ok"
-    with client.open("/tasks", json.dumps(described | {"instance": "another"}).encode()):
-        pass
+    register(fleet, fleet.services["sums"].port)
     until(lambda: fleet.told()["failures"] >= 48)
     assert len(fleet.train()) == 4
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.buffer import Buffer
 from glm5_jax.rl.client import HubClient
 from glm5_jax.rl.orchestrator import Orchestrator
 from glm5_jax.rl.remote import RemoteConfig
@@ -42,7 +43,7 @@ def test_a_hub_that_ended_is_followed_by_one_that_goes_on(gate, tmp_path):
                         client.push(step)
                 held, left = ids(taken), client.status()
                 under_way += left["running"]
-            after = Orchestrator(hub_config(gate, journal=str(tmp_path)))._buffer
+            after = Buffer(hub_config(gate).buffer, tmp_path)
             assert after.step == step and after.running == 0 and after.waiting >= left["waiting"]
     assert under_way > 0
     numbers = [group.number for group in trained]
@@ -56,6 +57,7 @@ def ids(groups):
     return [group.group_id for group in groups]
 
 
+@pytest.mark.slow
 def test_a_hub_without_a_journal_is_told_anew_where_the_trainer_is(gate):
     with contextlib.ExitStack() as stack:
         fleet = Fleet(stack, gate)
@@ -173,6 +175,7 @@ def test_the_gateway_knows_at_once_which_weights_engines_must_have(stack, engine
             ENGINE.checksum = None
 
 
+@pytest.mark.slow
 def test_a_gateway_that_was_down_is_told_with_the_next_session(stack, engine):
     """It has no journal, and cannot know what engines must have; nor did it hear of the last push."""
     with gateway(engine) as gate:

@@ -29,13 +29,16 @@ from glm5_jax.rl.outcome_training import (
     bradley_terry,
     make_outcome_step,
     margins_of,
+    rendered,
 )
 from glm5_jax.rl.types import Attempt, Task, Unreadable
+from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.schedule import ScheduleConfig
 from tests.model.small import one_layer
 from tests.oracles import preferences as oracle
+from tests.rl.small_stage import train_on_one_device
 
 CONFIG = reward_model.MadeConfig(
     name="reward",
@@ -60,9 +63,10 @@ MADE = {}
 
 def shared(cfg, step, optimizer, schedule, mesh, pairs):
     """Compiled once for all runs that have so many pairs, whose schedule is the same."""
-    key = repr((cfg, step, optimizer, pairs))
+    key = repr((cfg, step, optimizer, mesh, pairs))
     if key not in MADE:
-        MADE[key] = make_outcome_step(cfg, step, optimizer, schedule, mesh, pairs)
+        made = make_outcome_step(cfg, step, optimizer, schedule, mesh, pairs)
+        MADE[key] = made._replace(train=lambda state, batch: made.train(state, batch))
     return MADE[key]
 
 
@@ -120,9 +124,17 @@ def test_a_margin_of_any_size_has_a_finite_loss():
     assert float(value) == 150 and slopes.tolist() == [0, -0.5]
 
 
+@jax.jit
+def forward(params, row):
+    return glm5.forward(params, row, CONFIG.model).hidden[0]
+
+
 def hidden(params, ids):
+    """[t d] behind all of ids, at 128 tokens for one program."""
     body = {name: own for name, own in params.items() if name != HEAD}
-    return np.asarray(glm5.forward(body, np.array([ids]), CONFIG.model).hidden[0], np.float64)
+    row = np.zeros((1, CONFIG.length), np.int32)
+    row[0, : len(ids)] = ids
+    return np.asarray(forward(body, row), np.float64)[: len(ids)]
 
 
 def test_a_step_learns_what_the_oracle_says():
@@ -154,19 +166,29 @@ def test_a_step_learns_what_the_oracle_says():
 
 def test_scores_do_not_depend_on_what_they_are_packed_with():
     params = drawn_params()
-    run = jax.jit(outcome_model.token_scores(CONFIG.model))
+    score, traced = outcome_model.token_scores(CONFIG.model), []
+    run = jax.jit(lambda *args: traced.append(args) or score(*args))
     sequences = [[1 + i % 9, *range(2, 3 + i % 5)] for i in range(40)]
     found = score_all(run, params, sequences, 16, 2)
     alone = [oracle.score(hidden(params, ids), params[HEAD]["weight"]) for ids in sequences]
     np.testing.assert_allclose(found, alone, atol=1e-4)
-    assert run._cache_size() == 1
+    assert len(traced) == 1
+
+
+def pairs_of(batch):
+    """The pairs that a batch holds, in their order."""
+    found = {}
+    for tokens, segments, pair in zip(batch["token_ids"], batch["segment_ids"], batch["pair"]):
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            found[pair[here][-1]] = tokens[here].tolist()
+    return [Pair(found[number], found[-number]) for number in range(1, len(found) // 2 + 1)]
 
 
 def test_pairs_come_in_epochs_and_go_on_where_they_were():
     config = dataclasses.replace(CONFIG, pairs=2, length=8)
     source = Pairs(PAIRS, config)
-    seen = [source._draw(2) for _ in range(12)]
-    seen = [pair for drawn in seen for pair in drawn]
+    seen = [pair for _ in range(12) for pair in pairs_of(source.next(4))]
     epochs = [seen[i : i + 3] for i in range(0, 24, 3)]
     assert all(sorted(epoch) == sorted(PAIRS) for epoch in epochs)
     assert any(epoch != epochs[0] for epoch in epochs)
@@ -185,25 +207,38 @@ def test_pairs_come_in_epochs_and_go_on_where_they_were():
 def trained(tmp_path_factory):
     """Four steps in one go."""
     workdir = tmp_path_factory.mktemp("reward") / "whole"
-    stage(CONFIG, workdir).run()
+    with pytest.MonkeyPatch.context() as patch:
+        train_on_one_device(patch)
+        stage(CONFIG, workdir).run()
     return workdir
 
 
-def test_a_run_and_one_that_was_stopped(trained, tmp_path):
-    rows = read(trained)
+def check_run_and_one_that_was_stopped(whole, tmp_path):
+    """That a run learns, and that one that was stopped in the middle does the same, bit by bit."""
+    rows = read(whole)
     assert column(rows, "loss/preference")[1][0] == pytest.approx(np.log(2), rel=1e-6)
     assert column(rows, "held_out/accuracy")[0] == [2, 4]
-    assert (trained / "report/index.html").exists()
     half = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=2))
     stage(half, tmp_path).run()
     before = weights(tmp_path)
     stage(CONFIG, tmp_path).run()
-    after, whole = weights(tmp_path), weights(trained)
-    assert same(after, whole)
-    assert (tmp_path / SCORER).read_text() == (trained / SCORER).read_text()
+    after = weights(tmp_path)
+    assert same(after, weights(whole))
+    assert (tmp_path / SCORER).read_text() == (whole / SCORER).read_text()
     assert not np.array_equal(before[HEAD]["weight"], after[HEAD]["weight"])
     assert not np.array_equal(before["embed"]["weight"], after["embed"]["weight"])
     assert np.array_equal(before["lm_head"]["weight"], after["lm_head"]["weight"])
+
+
+def test_resumes_run_that_was_stopped(trained, one_device, tmp_path):
+    check_run_and_one_that_was_stopped(trained, tmp_path)
+
+
+@pytest.mark.slow
+def test_resumes_run_that_was_stopped_on_all_devices(tmp_path):
+    stage(CONFIG, tmp_path / "whole").run()
+    assert (tmp_path / "whole/report/index.html").exists()
+    check_run_and_one_that_was_stopped(tmp_path / "whole", tmp_path / "parted")
 
 
 def test_the_backbone_is_there_for_others(trained):
@@ -262,13 +297,20 @@ def test_a_trained_model_scores_as_it_did_in_training(trained):
     ids = [model.read(*one) for one in asked]
     want = [oracle.score(hidden(params, own), params[HEAD]["weight"]) for own in ids]
     np.testing.assert_allclose(model.score(asked), want, atol=1e-5)
-    cut = OutcomeModel.load(trained, rows=4, mesh=make_mesh(fsdp=4, context=2))
-    np.testing.assert_allclose(cut.score(asked), want, atol=1e-5)
-    learnt = stage(dataclasses.replace(CONFIG, train=TrainConfig(steps=5)), trained)._known
-    found = model.score_ids([ids for pair in learnt for ids in pair])
-    assert len(learnt) == CONFIG.examined
+    learnt, _ = rendered(CONFIG.preferences(), Tokenizer.load(trained / "tokenizer"), CONFIG)
+    found = model.score_ids([ids for pair in learnt[: CONFIG.examined] for ids in pair])
     assert (model.mean, model.std) == pytest.approx((np.mean(found), np.std(found)), rel=1e-3)
     assert scale_of([1.0, 3.0]) == (2.0, 1.0)
+
+
+@pytest.mark.slow
+def test_scores_do_not_depend_on_the_mesh(trained):
+    one, cut = (
+        OutcomeModel.load(trained, rows=4, mesh=mesh)
+        for mesh in (None, make_mesh(fsdp=4, context=2))
+    )
+    asked = attempts()[:6]
+    np.testing.assert_allclose(cut.score(asked), one.score(asked), atol=1e-5)
 
 
 def test_reasoning_is_not_judged(trained):

@@ -93,7 +93,10 @@ def rests():
     asyncio.run(asyncio.sleep(0.6))
 
 
-@pytest.mark.parametrize("version", [0, 5, 9])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("version", [pytest.param(0, marks=SLOW), 5, pytest.param(9, marks=SLOW)])
 def test_an_engine_that_was_started_anew_is_back_once_it_has_the_weights(start, trained, version):
     """Whatever version it thinks that its own are of."""
     with engine(start) as kept, contextlib.ExitStack() as stack:

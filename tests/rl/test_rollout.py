@@ -217,7 +217,8 @@ def test_without_tools_a_call_is_what_was_said():
     scripted = Scripted([said(f"A.</think>So.{call(1, 1)}", "<|observation|>")])
     [group] = rollouts(scripted, group=1).sample([PLAIN], 0)
     [attempt] = group.attempts
-    assert (attempt.finish_reason, attempt.error, attempt.reply) == ("stop", "", "So.")
+    said_text = f"So.{call(1, 1)}"
+    assert (attempt.finish_reason, attempt.error, attempt.reply) == ("stop", "", said_text)
 
 
 def test_without_room_for_a_reply_an_attempt_is_cut_off():

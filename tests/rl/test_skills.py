@@ -8,25 +8,19 @@ from glm5_jax.core.metrics_log import column, read
 from glm5_jax.rl.skills import in_both_modes, skill_matrix, well_formed
 from glm5_jax.rl.stage import World
 from glm5_jax.rl.types import Attempt
-from tests.rl.test_stage import (  # noqa: F401
-    TASKS,
-    InTurn,
-    config,
-    likes_low_bytes,
-    quick,
-    saved,
-    stage_of,
-    tokenizer,
-)
+from glm5_jax.training.loop import TrainConfig
+from tests.rl.small_stage import InTurn, likes_low_bytes
+from tests.rl.test_stage import TASKS, config, quick, saved, stage_of, tokenizer  # noqa: F401
 
 
 def test_each_skill_after_each_stage(quick, tmp_path):  # noqa: F811
+    config = dataclasses.replace(quick, train=TrainConfig(steps=2, eval_interval=2))  # noqa: F811
     kinds = {"math": TASKS[::2], "code": TASKS[1::2]}
-    world = World(InTurn(), kinds, likes_low_bytes)
-    start = saved(quick, tmp_path / "start", 1)
-    learning = dataclasses.replace(quick, checkpoint=start)
+    world = World(InTurn(TASKS), kinds, likes_low_bytes)
+    start = saved(config, tmp_path / "start", 1)
+    learning = dataclasses.replace(config, checkpoint=start)
     stage_of(learning, tmp_path / "rl", world).run()
-    found = skill_matrix(quick, world, {"sft": start, "rl": str(tmp_path / "rl")})
+    found = skill_matrix(config, world, {"sft": start, "rl": str(tmp_path / "rl")})
     rows = read(tmp_path / "rl")
     for kind in kinds:
         first, last = (column(rows, f"held_out/{kind}")[1][i] for i in (0, -1))
@@ -37,7 +31,7 @@ def test_each_skill_after_each_stage(quick, tmp_path):  # noqa: F811
         asked = (TASKS[1] if kind == "code" else TASKS[0]).messages[-1]["content"]
         assert own["asked"] == asked and list(own) == ["asked", "sft", "rl"]
     with pytest.raises(ValueError, match="nowhere"):
-        skill_matrix(quick, world, {"rl": str(tmp_path / "nowhere")})
+        skill_matrix(config, world, {"rl": str(tmp_path / "nowhere")})
 
 
 def test_a_reply_is_well_formed_if_it_ends_and_thinks_where_it_is_asked_to():

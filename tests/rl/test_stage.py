@@ -10,26 +10,28 @@ from flax import nnx
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher, policy_alone
+from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher
 from glm5_jax.rl.losses import PolicyConfig
 from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World, staleness
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Reward, Task
-from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training import report, stages
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
-from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.step import make_step
-from tests.model.small import one_layer
+from tests.rl.small_stage import (
+    COMMON,
+    TOKENIZER,
+    InTurn,
+    likes_low_bytes,
+    same,
+    shared,
+    weights,
+)
 
 TASKS = [
     Task(f"t{i}", kind, ({"role": "user", "content": f"{i}?"},), origin=kind)
@@ -37,44 +39,14 @@ TASKS = [
 ]
 
 
-class InTurn:
-    """Tasks one after the other."""
-
-    def __init__(self):
-        self.drawn, self.accepted, self.dropped = 0, [], []
-
-    def draw(self, count):
-        found = [TASKS[(self.drawn + i) % len(TASKS)] for i in range(count)]
-        self.drawn += count
-        return found
-
-    def accept(self, task):
-        self.accepted.append(task.id)
-
-    def drop(self, task):
-        self.dropped.append(task.id)
-
-    def state(self):
-        return {"drawn": self.drawn}
-
-    def restore(self, state):
-        self.drawn = state["drawn"]
-
-
-async def likes_low_bytes(task, attempt):
-    text = attempt.reply.encode()
-    value = sum(byte < 64 for byte in text) / max(len(text), 1)
-    return Reward(value, {"low": value})
-
-
 def world(verify=likes_low_bytes, **more):
-    return World(InTurn(), {"math": TASKS[:2]}, verify, **more)
+    return World(InTurn(TASKS), {"math": TASKS[:2]}, verify, **more)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    Tokenizer.load("bytes").save(folder)
+    TOKENIZER.save(folder)
     return str(folder)
 
 
@@ -82,74 +54,34 @@ def tokenizer(tmp_path_factory):
 def config(tokenizer):
     return RlConfig(
         name="rl",
-        model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
         tokenizer=tokenizer,
-        goes_on=False,
-        optimizer=OptimizerConfig(weight_decay=0.0),
-        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 4),
-        step=dataclasses.replace(policy_alone(), remat="none"),
-        policy=PolicyConfig(temperature=0.8),
         train=TrainConfig(eval_interval=2, save_interval=2),
-        rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
-        engine=EngineConfig(page_size=32, max_batch=2, chunk=64, max_length=32),
         evaluation=EvaluationConfig(tasks=2, group=2),
-        length=64,
-        rows=8,
+        **COMMON,
     )
 
 
 @pytest.fixture
-def quick(config, monkeypatch):
-    """On one device, whose programs are kept, and without what takes seconds in every run: the page, and the comparison
-    of engine and learner."""
-    monkeypatch.setattr(report, "write_page", lambda workdir: None)
-    monkeypatch.setattr(
-        stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
-    )
+def quick(config, one_device):
+    """On one device, without the comparison of engine and learner."""
     return dataclasses.replace(config, agreement=AgreementConfig(attempts=0))
 
 
-MADE = {}
+def short(config, steps=2):
+    """So few steps, of which nothing is saved or evaluated between."""
+    train = dataclasses.replace(config.train, steps=steps, eval_interval=0, save_interval=0)
+    return dataclasses.replace(config, train=train)
 
 
-def shared(cfg, step, optimizer, schedule, mesh, token_loss):
-    """Compiled once for all runs, whose schedule is the same."""
-    key = repr((cfg, step, optimizer, token_loss, mesh))
-    if key not in MADE:
-        MADE[key] = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
-    return MADE[key]
+def stage_of(config, workdir, made=None, known=(), step_maker=shared):
+    return Reinforcement(config, workdir, made or world(), known, step_maker)
 
 
-def stage_of(config, workdir, made=None, known=()):
-    return Reinforcement(config, workdir, made or world(), known, step_maker=shared)
-
-
-def weights(workdir, config):
-    return jax.device_get(models.open_weights(workdir, config.model)())
-
-
-def same(a, b):
-    return all(
-        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
-
-
-def test_a_run_and_one_that_was_stopped(config, tmp_path):
+def check_run_and_one_that_was_stopped(config, tmp_path):
+    """That a run does what it says, and one that was stopped in the middle the same, bit by bit."""
     made = world()
-    config = dataclasses.replace(config, credit=CreditConfig(pull="uniform"))
-    stage, versions = stage_of(config, tmp_path / "whole", made, TASKS), []
-    records = stage._attempts._records
-
-    def watched(groups):
-        versions.append({v for g in groups for r in g.records for v in r.weight_version.tolist()})
-        found = records(groups)
-        of_sampled = np.concatenate([r.ref_logp[r.loss_mask == 1] for r in found])
-        np.testing.assert_allclose(of_sampled, -np.log(292), rtol=1e-6)
-        return found
-
-    stage._attempts._records = watched
+    stage = stage_of(config, tmp_path / "whole", made, TASKS)
     summary = stage.run()
-    assert versions == [{-1, 0}, {-1, 1}, {-1, 2}, {-1, 3}]
     assert stage.finished and summary.reward is not None and summary.held_out_reward is not None
     assert "reward" in str(summary) and "training loss" not in str(summary)
     rows = read(tmp_path / "whole")
@@ -161,23 +93,49 @@ def test_a_run_and_one_that_was_stopped(config, tmp_path):
     for name in told.split():
         assert len(column(rows, name)[0]) == 4, name
     assert column(rows, "policy/staleness")[1] == [0] * 4
+    assert max(column(rows, "agreement/logp_max")[1]) < 1e-5
     assert min(column(rows, "speed/tokens_per_second")[1]) > 0
     assert column(rows, "held_out/math")[0] == [2, 4]
     assert made.tasks.drawn == 16 and len(made.tasks.accepted) == 16 and not made.tasks.dropped
-    assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
     half = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
     stage_of(half, tmp_path / "parted").run()
-    before = weights(tmp_path / "parted", config)
+    before = weights(tmp_path / "parted")
     stage_of(config, tmp_path / "parted").run()
-    after = weights(tmp_path / "parted", config)
+    after = weights(tmp_path / "parted")
     assert not same(before, after)
-    assert same(after, weights(tmp_path / "whole", config))
+    assert same(after, weights(tmp_path / "whole"))
     told = [
         {k: v for k, v in row.items() if not k.startswith(("speed/", "seconds/"))}
         for workdir in ("whole", "parted")
         for row in read(tmp_path / workdir)
     ]
     assert told[: len(told) // 2] == told[len(told) // 2 :]
+
+
+def test_resumes_run_that_was_stopped(config, one_device, tmp_path):
+    check_run_and_one_that_was_stopped(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_resumes_run_that_was_stopped_on_all_devices(config, tmp_path):
+    config = dataclasses.replace(config, credit=CreditConfig(pull="uniform"))
+    check_run_and_one_that_was_stopped(config, tmp_path)
+    assert "Reward on held-out tasks" in (tmp_path / "whole/report/index.html").read_text()
+
+
+def test_stops_before_it_trains_on_samples_of_an_engine_with_old_weights(
+    config, one_device, tmp_path, monkeypatch
+):
+    def forgetful(self, params, version, policy="finish"):
+        self.version = version
+
+    monkeypatch.setattr(Engine, "update_weights", forgetful)
+    strict = dataclasses.replace(short(config), agreement=AgreementConfig(most=1e-3))
+    with pytest.raises(
+        TrainingStopped, match="agreement/logp_mean is .*, more than 0.001.*no check"
+    ):
+        stage_of(strict, tmp_path).run()
+    assert column(read(tmp_path), "policy/staleness") == ([1], [0])
 
 
 def test_attempts_of_a_broken_environment_are_never_learnt_from(quick, tmp_path):
@@ -195,9 +153,9 @@ def test_attempts_of_a_broken_environment_are_never_learnt_from(quick, tmp_path)
         return await likes_low_bytes(task, attempt)
 
     made = world(half)
-    stage_of(quick, tmp_path / "half", made).run()
-    assert len(made.tasks.accepted) == len(made.tasks.dropped) == 8
-    assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 4
+    stage_of(short(quick), tmp_path / "half", made).run()
+    assert len(made.tasks.accepted) == len(made.tasks.dropped) == 4
+    assert column(read(tmp_path / "half"), "rollout/environment_errors")[1] == [0.5] * 2
 
 
 def test_groups_without_a_difference_are_named_when_nothing_else_comes(quick, tmp_path):
@@ -225,8 +183,10 @@ def test_a_kind_that_cannot_be_judged_is_refused_before_it_starts(config, tmp_pa
 
 def test_a_kind_without_held_out_tasks_is_left_out_of_their_mean(quick, tmp_path):
     made = dataclasses.replace(world(), held_out={"math": TASKS[:2], "code": []})
-    stage_of(quick, tmp_path, made).run()
+    once = dataclasses.replace(quick, train=TrainConfig(steps=1, eval_interval=1, save_interval=0))
+    stage_of(once, tmp_path, made).run()
     rows = read(tmp_path)
+    assert column(rows, "held_out/reward")[0] == [1]
     assert column(rows, "held_out/reward") == column(rows, "held_out/math")
     assert not column(rows, "held_out/code")[0]
 
@@ -240,44 +200,49 @@ def saved(config, path, seed):
 def test_teachers_are_chosen_by_the_origin_of_a_task(quick, tmp_path):
     """Each is followed on its own tasks alone; who is the student itself changes nothing."""
     one, other = (saved(quick, tmp_path / f"teacher{seed}", seed) for seed in (1, 2))
-    two = dataclasses.replace(quick.train, steps=2, eval_interval=0)
     # What is learnt from teachers alone is pulled nowhere else.
     pulled = CreditConfig(pull="uniform")
-    common = dict(learns="teachers", checkpoint=one, train=two, credit=pulled)
-    alike = dataclasses.replace(quick, teachers=(Teacher(one),), **common)
+    common = dict(learns="teachers", checkpoint=one, credit=pulled)
+    alike = dataclasses.replace(short(quick, 1), teachers=(Teacher(one),), **common)
     stage_of(alike, tmp_path / "alike").run()
     assert abs(column(read(tmp_path / "alike"), "loss/ref_kl")[1][0]) < 1e-5
     both = dataclasses.replace(
-        quick, teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
+        short(quick, 1), teachers=(Teacher(one, "math"), Teacher(other, "code")), **common
     )
-    stage = stage_of(both, tmp_path / "both")
-    batches = []
-    update = stage._update
-    stage._update = lambda state, batch: (
-        batches.append(jax.device_get(batch)) or update(state, batch)
-    )
-    stage.run()
+    batches, scores = [], []
+
+    def watched(*args, **more):
+        step = shared(*args, **more)
+        scores.append(step.score)
+
+        def train(state, batch):
+            batches.append(jax.device_get(batch))
+            return step.train(state, batch)
+
+        return step._replace(train=train)
+
+    stage_of(both, tmp_path / "both", step_maker=watched).run()
     # Of the first step: Muon makes a step of rounding as large as any.
     norms = {
         name: column(read(tmp_path / name), "grad_norm/muon")[1][0] for name in ("alike", "both")
     }
     assert norms["alike"] < 1e-3 * norms["both"]
-    score = jax.jit(stage._step.score)
-    want = {
-        t.origin: np.asarray(score(weights(t.checkpoint, quick), batches[0])) for t in both.teachers
-    }
-    trained = batches[0]["loss_mask"] == 1
-    theirs = {name: np.abs(logp - batches[0]["ref_logp"]) < 1e-6 for name, logp in want.items()}
+    [score], [batch] = scores, batches
+    trained = batch["loss_mask"] == 1
+    theirs = {}
+    for teacher in both.teachers:
+        logp = np.asarray(score(models.open_weights(teacher.checkpoint, quick.model)(), batch))
+        theirs[teacher.origin] = np.abs(logp - batch["ref_logp"]) < 1e-6
     assert (theirs["math"] ^ theirs["code"])[trained].all()
     assert 0.2 < theirs["math"][trained].mean() < 0.8
-    assert not batches[0]["rl_weight"].any() and batches[0]["ref_kl_weight"][trained].all()
+    assert not batch["rl_weight"].any() and batch["ref_kl_weight"][trained].all()
 
 
 @pytest.mark.slow
 def test_a_pull_to_the_uniform_keeps_entropy(config, tmp_path):
     longer = dataclasses.replace(
         config,
-        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 40),
+        schedule=dataclasses.replace(config.schedule, total_steps=40),
         train=TrainConfig(eval_interval=0, save_interval=0),
         rollout=dataclasses.replace(config.rollout, group=16),
     )
@@ -304,13 +269,9 @@ def test_a_pull_keeps_a_policy_near_its_reference(config, tmp_path):
     gone = {}
     for name, one in (("near", near), ("far", far)):
         stage_of(one, tmp_path / name).run()
-        logits = [
-            np.asarray(
-                glm5.forward(weights(path, config), np.arange(20)[None], config.model).logits
-            )
-            for path in (start, tmp_path / name)
-        ]
-        gone[name] = np.abs(logits[0] - logits[1]).mean()
+        loads = (models.open_weights(path, config.model) for path in (start, tmp_path / name))
+        logits = [glm5.forward(load(), np.arange(20)[None], config.model).logits for load in loads]
+        gone[name] = float(np.abs(logits[0] - logits[1]).mean())
     assert gone["near"] < gone["far"]
 
 

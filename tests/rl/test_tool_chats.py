@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from glm5_jax.core.coroutines import wait_for
 from glm5_jax.inference.engine import Engine
@@ -22,6 +23,7 @@ from glm5_jax.training.step import StepConfig, score_function
 from tests.model.small import one_layer
 from tests.text.random_chats import Chats
 
+pytestmark = pytest.mark.slow
 LOOK = {
     "type": "function",
     "function": {"name": "f", "parameters": {"properties": {"k": {"type": "string"}}}},

@@ -12,7 +12,7 @@ def test_what_cannot_be_is_refused():
         ValueError, match="finish_reason is 'done'; use one of stop, length, failed"
     ):
         Attempt((), "done")
-    with pytest.raises(ValueError, match="reward's value is nan; it must be finite or None"):
+    with pytest.raises(ValueError, match="reward's value is nan; it must be finite"):
         Reward(float("nan"))
     with pytest.raises(ValueError, match="reward's judge is inf"):
         Reward(0.0, {"rules": None, "judge": float("inf")})

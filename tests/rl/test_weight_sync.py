@@ -5,28 +5,24 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.manifest import Manifest, travelling
 from glm5_jax.core.tree import flatten
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.server import Server, ServerConfig
-from glm5_jax.model import glm5
+from glm5_jax.inference.worker import Worker
 from glm5_jax.rl.pushed import NotPushed, SyncConfig, Told
 from glm5_jax.rl.reshard import Reshard, fingerprint
 from glm5_jax.rl.weight_sync import Network, SharedStorage, pieces
 from tests.rl.pushing import (
     CFG,
     DELTA,
+    DENSE,
     NARROW,
     SMALL,
-    TOKENIZER,
-    Served,
     begun,
     bits,
     loaded,
@@ -43,7 +39,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["float32", pytest.param("bfloat16", marks=SLOW), "experts as int4"]
+)
 def test_every_way_delivers_the_bits_that_the_engine_would_compute_with(kind, tmp_path):
     cfg, weights = KINDS[kind], params()
     want = loaded(weights, cfg)
@@ -107,7 +108,7 @@ def test_the_base_is_what_the_engine_verifies(served):
     assert status == 409 and "changes of version 1 cannot be applied" in told["error"]["message"]
 
 
-@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("delta", [pytest.param(False, marks=SLOW), True])
 def test_a_push_of_what_is_held_changes_nothing(served, delta):
     pusher = Network(CFG, [served.url], DELTA if delta else SMALL)
     first = pusher.push(params(), 3)
@@ -135,7 +136,7 @@ def test_reshard_pushes_what_is_held_once():
     assert engine.version == 2 and bits(engine) == loaded(params(2))
 
 
-@pytest.mark.parametrize("way", ["network", "storage"])
+@pytest.mark.parametrize("way", ["network", pytest.param("storage", marks=SLOW)])
 def test_who_lost_the_weights_gets_them_again_and_nobody_else(way, tmp_path):
     """Also those that think that theirs are newer, and those that the last push did not reach."""
     with serving() as steady, contextlib.ExitStack() as stack:
@@ -207,31 +208,41 @@ def test_versions_go_back_only_when_the_trainer_says_so(served, tmp_path):
 def drawn(prompt, count, seed):
     """Greedy, by an engine with one version of the weights alone."""
     sampling = Sampling(max_tokens=count, temperature=0, ignore_eos=True)
-    return made(weights=params(seed)).generate([prompt], sampling)[0]
+    return made(DENSE, params(seed, DENSE)).generate([prompt], sampling)[0]
 
 
-@pytest.mark.parametrize("way", ["network", "storage", "reshard"])
-@pytest.mark.parametrize("policy", ["finish", "keep", "recompute"])
-def test_a_push_in_the_middle_of_a_reply(way, policy, tmp_path):
+WAYS, POLICIES = ("network", "storage", "reshard"), ("finish", "keep", "recompute")
+
+
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        *zip(WAYS, POLICIES),
+        *(
+            pytest.param(way, policy, marks=SLOW)
+            for way in WAYS
+            for policy in POLICIES
+            if (way, policy) not in zip(WAYS, POLICIES)
+        ),
+    ],
+)
+def test_a_push_in_the_middle_of_a_reply(way, policy, tmp_path, monkeypatch):
     """Each token tells the version of the weights that drew it, and what it stands on is as the policy says."""
     config = dataclasses.replace(SMALL, policy=policy)
     prompt, count = [5, 9, 2, 7], 30
     sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    engine = made(weights=params(0))
-    loader = models.loader_like(glm5.Glm5(CFG, params=params(0)))
-    server = Server(engine, TOKENIZER, ServerConfig(port=0), loader)
-    with server.running() as url, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        one = Served(engine, url)
+    engine = made(DENSE, params(0, DENSE))
+    gate = Gate(engine, 16, monkeypatch)
+    with serving(DENSE, engine=engine) as one, concurrent.futures.ThreadPoolExecutor(1) as pool:
         pusher = {
-            "network": lambda: Network(CFG, [url], config),
-            "storage": lambda: SharedStorage(CFG, tmp_path, [url], config),
-            "reshard": lambda: Reshard([server._worker], config),
+            "network": lambda: Network(DENSE, [one.url], config),
+            "storage": lambda: SharedStorage(DENSE, tmp_path, [one.url], config),
+            "reshard": lambda: Reshard([one.server.worker], config),
         }[way]()
-        gate = Gate(engine, server._worker, 16)
         waiting = pool.submit(one.ask, "/generate", body)
         assert gate.reached.wait(60)
-        pushed = pusher.push(params(1), 7)
+        pushed = pusher.push(params(1, DENSE), 7)
         status, told = waiting.result()
         assert status == 200 and pushed.lost == ()
         after = one.ask("/generate", body | {"return_logprob": False})[1]
@@ -257,20 +268,25 @@ def test_a_push_in_the_middle_of_a_reply(way, policy, tmp_path):
 class Gate:
     """Holds an engine after so many steps, in the middle of a reply, until something else is asked of it."""
 
-    def __init__(self, engine, worker, count):
-        self.reached = threading.Event()
-        self._step, self._worker, self._count = engine.step, worker, count
-        engine.step = self.step
+    def __init__(self, engine, count, monkeypatch):
+        self.reached, self._asked, self._count = threading.Event(), threading.Event(), count
+        step, call = engine.step, Worker.call
 
-    def step(self):
-        self._count -= 1
-        if not self._count:
-            self.reached.set()
-            until = time.monotonic() + 60
-            while not self._worker._calls:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-        return self._step()
+        def held():
+            self._count -= 1
+            if not self._count:
+                self.reached.set()
+                assert self._asked.wait(60)
+            return step()
+
+        def watched(worker, function):
+            found = call(worker, function)
+            if self.reached.is_set():
+                self._asked.set()
+            return found
+
+        engine.step = held
+        monkeypatch.setattr(Worker, "call", watched)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

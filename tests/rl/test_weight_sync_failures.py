@@ -4,10 +4,11 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
+import json
 import shutil
 import socket
 import threading
-import time
 
 import aiohttp
 import jax
@@ -17,7 +18,7 @@ from safetensors.numpy import save
 
 from experiments import serve
 from glm5_jax.core.mesh import make_mesh
-from glm5_jax.inference import weights as receiving
+from glm5_jax.core.server import as_json
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
@@ -64,7 +65,7 @@ def test_what_is_complete_is_taken_whether_or_not_its_sender_waits(served):
     goes_on = threading.Event()
     served.ask("/weights/begin", begun(1))
     said = {"push": "a", "checksums": sent(served, params())}
-    served.server._worker.call(lambda engine: goes_on.wait(60))
+    served.server.worker.call(lambda engine: goes_on.wait(60))
 
     async def impatient():
         async with aiohttp.ClientSession() as client:
@@ -85,16 +86,29 @@ def test_what_is_complete_is_taken_whether_or_not_its_sender_waits(served):
     assert served.held[0] == 1 and served.bits == loaded(params())
 
 
-@pytest.mark.parametrize("way", ["network", "storage"])
-def test_an_engine_that_tells_another_checksum_has_not_taken_it(served, tmp_path, monkeypatch, way):
-    told = receiving._answer
-    monkeypatch.setattr(receiving, "_answer", lambda own: told(own) | {"checksum": "0" * 32})
-    pusher = {
-        "network": Network(CFG, [served.url], SMALL),
-        "storage": SharedStorage(CFG, tmp_path, [served.url], SMALL),
-    }[way]
-    with pytest.raises(NotPushed, match=f"holds {'0' * 32}, not [0-9a-f]{{32}}"):
-        pusher.push(params(), 1)
+class Lying(Server):
+    """Answers a complete push with another checksum."""
+
+    def routes(self):
+        own = super().routes()
+        post = own["POST"] | {
+            path: functools.partial(self._lie, own["POST"][path])
+            for path in ("/weights/commit", "/update_weights")
+        }
+        return own | {"POST": post}
+
+    async def _lie(self, answer, request):
+        said = json.loads((await answer(request)).text)
+        return as_json(said | {"checksum": "0" * 32})
+
+
+def test_an_engine_that_tells_another_checksum_has_not_taken_it(tmp_path):
+    with serving(kind=Lying) as one:
+        for version, pusher in enumerate(
+            (Network(CFG, [one.url], SMALL), SharedStorage(CFG, tmp_path, [one.url], SMALL)), 1
+        ):
+            with pytest.raises(NotPushed, match=f"holds {'0' * 32}, not [0-9a-f]{{32}}"):
+                pusher.push(params(version), version)
 
 
 def test_numbers_that_another_device_did_not_get_are_refused(monkeypatch):
@@ -119,30 +133,26 @@ def test_what_did_not_come_is_named(served):
     assert served.bits == before and served.held == (0, None)
 
 
-@pytest.mark.parametrize(
-    "part, words",
-    [
+def test_refuses_part_that_is_none(served):
+    def array(name, count, dtype=np.float32):
+        return {name: np.zeros(count, dtype)}
+
+    mask, values = "model.norm.weight@0#mask", "model.norm.weight@0#values"
+    cases = [
         (b"junk", "no safetensors"),
-        (save({"model.norm.weight": np.zeros(10**5, np.float32)}), "are too many"),
-        (save({"model.norm.weight@-3": np.zeros(1, np.float32)}), "is no piece of a tensor"),
-        (save({"model.norm": np.zeros(1, np.float32)}), "is no piece of a tensor"),
-        (save({"model.norm.weight": np.zeros(3, np.float16)}), "comes as F16, not float32"),
-        (save({"model.norm.weight@0#mask": np.zeros(1, np.uint8)}), "came without"),
-        (
-            save(
-                {
-                    "model.norm.weight@0#mask": np.full(1, 255, np.uint8),
-                    "model.norm.weight@0#values": np.zeros(8, np.float32),
-                }
-            ),
-            "has no base",
-        ),
-    ],
-)
-def test_a_part_that_is_none_is_refused(served, part, words):
-    served.ask("/weights/begin", begun(1))
-    status, told = served.ask("/weights/part", part, push="a")
-    assert status == 400 and words in told["error"]["message"]
+        (save(array("model.norm.weight", 10**5)), "are too many"),
+        (save(array("model.norm.weight@-3", 1)), "is no piece of a tensor"),
+        (save(array("model.norm", 1)), "is no piece of a tensor"),
+        (save(array("model.norm.weight", 3, np.float16)), "comes as F16, not float32"),
+        (save(array(mask, 1, np.uint8)), "came without"),
+        (save({mask: np.full(1, 255, np.uint8)} | array(values, 8)), "has no base"),
+    ]
+    for number, (part, words) in enumerate(cases):
+        name = f"push{number}"
+        assert served.ask("/weights/begin", begun(1, name))[0] == 200
+        status, told = served.ask("/weights/part", part, push=name)
+        assert status == 400 and words in told["error"]["message"], told
+        assert served.ask("/weights/abort", {"push": name})[0] in (200, 409)
 
 
 def test_one_push_at_a_time(served, tmp_path):
@@ -169,16 +179,18 @@ def test_one_push_at_a_time(served, tmp_path):
 
 
 def test_a_push_whose_trainer_was_killed_holds_nobody_up_for_long():
-    with serving(push_seconds=0.5) as one:
+    now = 0.0
+    with serving(push_seconds=5.0, clock=lambda: now) as one:
         before = one.bits
         one.ask("/weights/begin", begun(1, "killed"))
-        one.ask(
-            "/weights/part", save({"model.norm.weight@0": np.zeros(3, np.float32)}), push="killed"
-        )
+        now = 4.0
+        part = save({"model.norm.weight@0": np.zeros(3, np.float32)})
+        one.ask("/weights/part", part, push="killed")
+        now = 8.9
         with pytest.raises(NotPushed, match="version 1 is being taken"):
             Network(CFG, [one.url], SMALL).push(params(), 2)
         assert one.bits == before
-        time.sleep(0.6)
+        now = 9.1
         assert one.ask("/weights")[1]["receiving"] is None
         assert Network(CFG, [one.url], SMALL).push(params(), 2).lost == ()
         assert one.bits == loaded(params())
@@ -213,6 +225,19 @@ def silent():
         yield f"http://127.0.0.1:{own.getsockname()[1]}"
 
 
+def test_names_engines_that_did_not_get_the_weights(served, silent):
+    gone = "http://127.0.0.1:9"  # nobody listens
+    pushed = Network(CFG, [served.url, gone], SMALL).push(params(), 1)
+    assert pushed.lost == (gone,) and "Cannot connect" in pushed.engines[1].error
+    assert served.bits == loaded(params())
+    impatient = dataclasses.replace(SMALL, seconds=0.3)
+    words = "no engine has taken version 3: http.*no answer to /weights within 0.3 s"
+    with pytest.raises(NotPushed, match=words) as caught:
+        Network(CFG, [silent, gone], impatient).push(params(), 3)
+    assert not caught.value.refused
+
+
+@pytest.mark.slow
 def test_an_engine_that_does_not_answer_is_told_of_and_holds_up_nobody(served, silent, tmp_path):
     one, other = (
         dataclasses.replace(SMALL, **own) for own in ({"seconds": 1.5}, {"load_seconds": 4.0})
@@ -290,17 +315,18 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("words", OTHERS)
-def test_weights_of_another_model_are_refused_before_they_are_sent(served, words, tmp_path):
-    cfg, before = dataclasses.replace(CFG, **OTHERS[words]), served.bits
-    other = glm5.init_params(cfg, jax.random.key(0))
-    for pusher in (
-        Network(cfg, [served.url], SMALL),
-        SharedStorage(cfg, tmp_path, [served.url], SMALL),
-    ):
-        with pytest.raises(NotPushed) as caught:
-            pusher.push(other, 1)
-        assert words in str(caught.value) and caught.value.refused
+def test_refuses_weights_of_another_model_before_they_are_sent(served, tmp_path):
+    before = served.bits
+    for number, (words, changes) in enumerate(OTHERS.items()):
+        cfg = dataclasses.replace(CFG, **changes)
+        other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), glm5.abstract(cfg))
+        for pusher in (
+            Network(cfg, [served.url], SMALL),
+            SharedStorage(cfg, tmp_path / str(number), [served.url], SMALL),
+        ):
+            with pytest.raises(NotPushed) as caught:
+                pusher.push(other, 1)
+            assert words in str(caught.value) and caught.value.refused
     assert served.bits == before and served.held == (0, None)
 
 

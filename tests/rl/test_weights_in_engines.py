@@ -11,7 +11,6 @@ from glm5_jax.core.tree import Lazy, flatten, map_with_path
 from glm5_jax.inference import runner
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
-from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
 from glm5_jax.rl.pushed import NotPushed
@@ -31,6 +30,7 @@ from tests.rl.pushing import (
 )
 
 
+@pytest.mark.slow
 def test_a_quantised_engine_quantises_what_is_pushed_as_it_was(tmp_path):
     held, cfg = table.quantise(params(0), CFG, 32)
     engine = Engine(glm5.Glm5(cfg, params=held), TOKENIZER, **OPTIONS)
@@ -63,7 +63,7 @@ def test_a_part_at_a_time_is_made_and_lets_go_of_what_it_replaces(monkeypatch):
 
     engine.update_weights(map_with_path(lazy, params()), 1)
     assert bits(engine) == want and sorted(seen) == sorted(flatten(params()))
-    assert engine.generate([[1, 2]], Sampling(max_tokens=3))[0].versions == [1] * 3
+    assert engine.version == 1
 
 
 def test_weights_that_break_off_half_way_end_the_engine(monkeypatch):
@@ -84,7 +84,7 @@ def test_weights_that_break_off_half_way_end_the_engine(monkeypatch):
         return map_with_path(lazy, params())
 
     with serving() as one:
-        before, worker = one.bits, one.server._worker
+        before, worker = one.bits, one.server.worker
         first = worker.call(lambda own: own.update_weights(breaking(0), 1))
         with pytest.raises(RuntimeError, match="no memory"):
             first.result(60)
@@ -124,4 +124,4 @@ def test_the_learner_may_write_over_its_weights_after_a_push():
     for leaf in jax.tree.leaves(weights):
         leaf.delete()
     assert bits(engine) == loaded(params())
-    assert engine.generate([[1, 2]], Sampling(max_tokens=3))[0].versions == [1] * 3
+    assert engine.version == 1

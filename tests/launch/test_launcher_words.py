@@ -1,0 +1,170 @@
+"""Each role of agentic RL starts from the words that each launcher fills in, with an address that others can reach."""
+
+import contextlib
+import dataclasses
+import io
+import re
+import subprocess
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+
+from experiments import rl_agentic, serve as serving
+from experiments.rl_agentic import LayoutConfig
+from experiments.rl_reasoning import Share
+from glm5_jax.core.placement import Role, ordered
+from glm5_jax.core.roles import Roles
+from glm5_jax.core.server import read_key
+from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.rl.keys import KEY_FILE
+from glm5_jax.text.tokenizer import Tokenizer
+from launch import gke, run, slurm
+
+ROLES = ["engine", "gateway", "hub", "task", "task", "train"]
+
+
+def tiny(port=0):
+    tasks = tuple(Share(TaskConfig(kind, size=20)) for kind in ("products", "chain"))
+    options = dict(checkpoint="nowhere", length=4096, tasks=tasks)
+    return dataclasses.replace(rl_agentic.tiny(), layout=LayoutConfig(port=port), **options)
+
+
+def flags(workdir, port=7000):
+    return [*tiny(port).programs(), f"--workdir={workdir}"]
+
+
+def written(main, argv):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert main(argv) == 0
+    return text.getvalue()
+
+
+def by_slurm(workdir):
+    """Commands of the steps, as bash reads them on nodes of these names."""
+    text = written(slurm.main, ["slurm", *flags(workdir), "--partition=p"])
+    steps = re.findall(r"^  srun .*\\\n  (.*) &$", text, re.MULTILINE)
+    names = dict.fromkeys(re.findall(r"\$\{(\w+)\[", text))
+    given = "".join(f"{name}=(node1 node2)\n" for name in names)
+    for step in steps:
+        script = f"logs=/logs\n{given}printf '%s\\0' {step}"
+        done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+        yield done.stdout.split("\0")[:-1]
+
+
+def by_gke(workdir):
+    more = ["--image=i", "--claim=c"]
+    found = yaml.safe_load(written(gke.main, ["gke", *flags(workdir), *more]))
+    for job in found["spec"]["replicatedJobs"]:
+        [container] = job["template"]["spec"]["template"]["spec"]["containers"]
+        yield [word.replace("$(ROLE_INDEX)", "0") for word in container["command"]]
+
+
+class Recorder:
+    """A placement of a machine at `host`, whose places keep the commands and start nothing."""
+
+    def __init__(self, host):
+        self.host, self.commands, self.claimed = host, [], 0
+
+    def check(self, roles):
+        pass
+
+    def claim(self, role, index, process, stem):
+        self.claimed += 1
+        return RecordedPlace(self, 9000 + self.claimed)
+
+
+class RecordedPlace:
+    python, log, ready = "python3", "/log", "/ready"
+
+    def __init__(self, owner, port):
+        self.host, self._owner, self._port = owner.host, owner, port
+
+    def start(self, argv):
+        self._owner.commands.append(argv)
+        return 1
+
+    def exit_code(self):
+        return None
+
+    def port(self):
+        return self._port
+
+    free_port = port
+
+    def terminate(self):
+        self.exit_code = lambda: 0
+
+    kill = release = terminate
+
+
+def by_placement(host):
+    """Commands that launch.local and launch.on_ray start, at a machine's own address."""
+
+    def commands(workdir):
+        found = rl_agentic.roles(tiny(), flags(workdir, port=0))
+        roles = [dataclasses.replace(role, health=None, settle_seconds=0.01) for role in found]
+        there = Recorder(host)
+        with Roles(roles, there, workdir / "roles", look=0.01):
+            return there.commands
+
+    return commands
+
+
+LAUNCHERS = {
+    "slurm": by_slurm,
+    "gke": by_gke,
+    "local": by_placement("127.0.0.1"),
+    "ray": by_placement("10.0.0.5"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_starts_every_role_with_words_of_launcher(launcher, tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "make_server", lambda config: config.server)
+    started = []
+    for command in LAUNCHERS[launcher](tmp_path):
+        at = command.index("launch.run")
+        found = run.parse(command[at:])
+        place = found.config.place
+        started.append(place.role)
+        urls = filter(None, [place.gateway, place.hub, place.url, place.engines])
+        assert all(urlsplit(url).hostname not in ("0.0.0.0", None) for url in urls)
+        if place.role == "train":
+            assert place.hub and place.engines
+            continue
+        monkeypatch.setattr(found.module, "tokenizer_of", lambda config: Tokenizer.load("bytes"))
+        server = found.module.PROGRAMS[place.role](found.config, found.workdir)
+        config = getattr(server, "config", server)
+        assert read_key(config.api_key_file) == read_key(tmp_path / KEY_FILE)
+        if place.role == "task":
+            url = urlsplit(config.url)
+            assert url.port == config.port
+            if launcher in ("local", "ray"):
+                assert url.hostname == config.host
+    assert sorted(started) == sorted(ROLES)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_gives_each_replica_its_own_address(count, tmp_path):
+    role = Role("web", ["{python}", "{port}", "{self.url}"], port=7000, count=count)
+    there = Recorder("10.0.0.5")
+    assert ordered([role]) == (role,) and role.needs == ()
+    roles = [dataclasses.replace(role, health=None, main=True)]
+    with Roles(roles, there, tmp_path, look=0.01):
+        pass
+    found = sorted(argv[1:] for argv in there.commands)
+    assert found == [[str(7000 + i), f"http://10.0.0.5:{7000 + i}"] for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    "role, message",
+    [
+        (lambda: Role("self", ["a"]), "role name 'self' stands for the role itself"),
+        (lambda: ordered([Role("web", ["{self.url}"])]), "neither {ready} nor a port"),
+        (lambda: ordered([Role("web", ["{self.urls}"], port=1)]), "needs|self.urls"),
+    ],
+)
+def test_rejects_role_without_address_of_its_own(role, message):
+    with pytest.raises(ValueError, match=message):
+        role()

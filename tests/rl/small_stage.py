@@ -1,0 +1,93 @@
+"""The smallest stages of reinforcement learning: one dense layer, one device, programs that all runs share."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from glm5_jax.checkpoint import models
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.inference.request import EngineConfig
+from glm5_jax.rl.experiment import policy_alone
+from glm5_jax.rl.losses import PolicyConfig
+from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.types import Reward
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training import report, stages
+from glm5_jax.training.optimizer import OptimizerConfig
+from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.step import make_step
+from tests.model.small import one_layer
+
+TOKENIZER = Tokenizer.load("bytes")
+RATE = ScheduleConfig("constant", 1e-2, 0.0, 0, 4)
+COMMON = dict(
+    model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
+    goes_on=False,
+    optimizer=OptimizerConfig(weight_decay=0.0),
+    schedule=RATE,
+    step=dataclasses.replace(policy_alone(), remat="none"),
+    policy=PolicyConfig(temperature=0.8),
+    rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
+    engine=EngineConfig(page_size=32, max_batch=16, chunk=64, max_length=32),
+    length=64,
+    rows=8,
+)
+
+
+class InTurn:
+    """Tasks one after the other."""
+
+    def __init__(self, tasks):
+        self.tasks, self.drawn, self.accepted, self.dropped = tasks, 0, [], []
+
+    def draw(self, count):
+        found = [self.tasks[(self.drawn + i) % len(self.tasks)] for i in range(count)]
+        self.drawn += count
+        return found
+
+    def accept(self, task):
+        self.accepted.append(task.id)
+
+    def drop(self, task):
+        self.dropped.append(task.id)
+
+    def state(self):
+        return {"drawn": self.drawn}
+
+    def restore(self, state):
+        self.drawn = state["drawn"]
+
+
+async def likes_low_bytes(task, attempt):
+    text = attempt.reply.encode()
+    value = sum(byte < 64 for byte in text) / max(len(text), 1)
+    return Reward(value, {"low": value})
+
+
+def train_on_one_device(monkeypatch):
+    """Stages train on one device and write no page, which takes seconds in every run."""
+    monkeypatch.setattr(report, "write_page", lambda workdir: None)
+    monkeypatch.setattr(
+        stages, "make_mesh", lambda axes, **_: make_mesh(axes, devices=jax.devices()[:1])
+    )
+
+
+STEPS = {}
+
+
+def shared(cfg, step, optimizer, schedule, mesh, token_loss):
+    """Compiled once for all runs, whose rate is the same; no run lowers it again for the hash of its program."""
+    key = repr((cfg, step, optimizer, token_loss, mesh))
+    if key not in STEPS:
+        made = make_step(cfg, step, optimizer, schedule, mesh, token_loss)
+        STEPS[key] = made._replace(train=lambda state, batch: made.train(state, batch))
+    return STEPS[key]
+
+
+def weights(workdir, model=COMMON["model"]):
+    return jax.tree.leaves(jax.device_get(models.open_weights(workdir, model)()))
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,115 @@
+"""A disk that has no room for the orchestrator's journal: the run pauses, and goes on from where it was."""
+
+import threading
+
+import pytest
+
+from glm5_jax.inference.client import ServerError
+from glm5_jax.rl.buffer import Buffer, BufferConfig
+from glm5_jax.rl.client import HubClient
+from glm5_jax.rl.journal import Journal
+from tests.rl.fleet import Fleet, told, until
+from tests.rl.simulated import group
+
+CONFIG = BufferConfig(2, 1, 1, 4)
+
+
+class FullDisk:
+    """A folder that cannot be written while the disk is full: it is elsewhere, and a file has its name."""
+
+    def __init__(self, folder):
+        self._folder, self._aside = folder, folder.with_name("aside")
+
+    def __enter__(self):
+        self._folder.rename(self._aside)
+        self._folder.write_bytes(b"")
+
+    def __exit__(self, *_):
+        self._folder.unlink()
+        self._aside.rename(self._folder)
+
+
+def test_makes_changes_in_order_once_there_is_room(tmp_path):
+    folder = tmp_path / "journal"
+    journal = Journal(folder)
+    journal.write("a", {"x": 1})
+    with FullDisk(folder):
+        journal.write("a", {"x": 2})
+        journal.write("b", {"x": 3})
+        journal.remove("a")
+        assert "cannot be written" in journal.error and "make room" in journal.error
+        journal.flush()
+        assert journal.error
+    entries, _ = Journal(folder).read()
+    assert {name: entry.head for name, entry in entries.items()} == {"a": {"x": 1}}
+    journal.flush()
+    assert not journal.error
+    entries, _ = Journal(folder).read()
+    assert {name: entry.head for name, entry in entries.items()} == {"b": {"x": 3}}
+
+
+def test_restores_buffer_that_lagged_behind_a_full_disk(tmp_path):
+    folder = tmp_path / "journal"
+    buffer = Buffer(CONFIG, folder)
+    buffer.begin(0, 0)
+    first = buffer.admit("t", 0)
+    with FullDisk(folder):
+        second = buffer.admit("t", 1)
+        assert buffer.put(first.group_id, group(first, [[0], [0]]))
+        assert buffer.take(0) is not None
+        buffer.trained(0)
+        assert buffer.unwritten
+    # A process that is killed before there is room knows nothing of it, and trains on nothing twice.
+    before = Buffer(CONFIG, folder)
+    assert (before.step, before.waiting) == (0, 0) and before.again() == [("t", 0)]
+    buffer.write_journal()
+    assert not buffer.unwritten
+    after = Buffer(CONFIG, folder)
+    assert (after.step, after.waiting) == (1, 0) and after.again() == [("t", 1)]
+    assert second.number == 1
+
+
+def test_keeps_group_that_cannot_be_encoded_out_of_the_batch(tmp_path):
+    buffer = Buffer(CONFIG, tmp_path / "journal")
+    buffer.begin(0, 0)
+    admitted = buffer.admit("t", 0)
+    members = group(admitted, [[0], [0]])
+    members[0].metrics["calls"] = object()
+    with pytest.raises(TypeError):
+        buffer.put(admitted.group_id, members)
+    assert (buffer.running, buffer.waiting, buffer.accepted) == (1, 0, {})
+    buffer.cancel(admitted.group_id)
+    assert buffer.again() == [("t", 0)]
+
+
+def test_pauses_trainer_while_disk_is_full(stack, gate, tmp_path):
+    folder = tmp_path / "hub"
+    fleet = Fleet(stack, gate, journal=str(folder))
+    fleet.begin().train(1)
+    fleet.client = HubClient(fleet.url, patience=0.0)  # which waits for no hub that is gone
+    with FullDisk(folder):
+        until(lambda: any("make room" in why for why in fleet.client.status()["hindered"]))
+        with pytest.raises(ServerError, match="make room") as raised:
+            told(fleet.url, "/trainer/begin", {"step": fleet.step, "version": fleet.step})
+        assert raised.value.status == 503
+        trainer = threading.Thread(target=lambda: fleet.begin().train(2))
+        trainer.start()
+        trainer.join(0.2)
+        assert trainer.is_alive()
+    trainer.join(20)
+    assert not trainer.is_alive() and fleet.step == 3
+    assert not any("make room" in why for why in fleet.client.status()["hindered"])
+
+
+def test_holds_batch_back_while_disk_is_full(stack, gate, tmp_path):
+    folder = tmp_path / "hub"
+    fleet = Fleet(stack, gate, journal=str(folder)).begin()
+    until(lambda: fleet.client.status()["waiting"] >= 4)
+    found = []
+    with FullDisk(folder):
+        take = threading.Thread(target=lambda: found.append(fleet.client.take(0, 0.05)))
+        take.start()
+        take.join(0.3)
+        assert not found, "a batch that the next hub would not know of was given out"
+    take.join(20)
+    fleet.train(2)

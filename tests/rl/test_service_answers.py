@@ -1,0 +1,101 @@
+"""Answers of task services that are no outcomes: each counts against its service, and holds up nobody else."""
+
+import dataclasses
+import json
+
+import pytest
+from aiohttp import web
+
+from glm5_jax.rl.service import MAX_DEPTH, outcome
+from glm5_jax.rl.types import MAX_REWARD, Reward
+from tests.rl.fleet import SOON, Fleet, Sums, service_config, until
+
+GOOD = {"messages": [{"role": "user", "content": "?"}], "reward": {"value": 1.0}, "metrics": {}}
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_reads_outcome_within_limits():
+    read = outcome(GOOD | {"reward": {"value": -MAX_REWARD}, "metrics": {"tokens": 10**9}})
+    assert read.reward.value == -MAX_REWARD and read.metrics == {"tokens": 10**9}
+    deep = {"role": "user", "content": nested(MAX_DEPTH - 10)}
+    assert outcome(GOOD | {"messages": [deep]}).messages == (deep,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": {"value": 10**400}},
+        {"reward": {"value": -(10**310)}},
+        {"reward": {"value": 1e308}},
+        {"reward": {"value": -1e39}},
+        {"reward": {"value": float("nan")}},
+        {"reward": {"value": "1"}},
+        {"reward": {"value": [1]}},
+        {"reward": {"value": 1.0, "parts": {"style": 10**400}}},
+        {"reward": {"value": 1.0, "parts": 3}},
+        {"metrics": {"calls": 10**400}},
+        {"metrics": {"calls": float("inf")}},
+        {"metrics": {"calls": 1e308}},
+        {"messages": [{"role": "user", "content": nested(MAX_DEPTH + 1)}]},
+        {"messages": [{"role": "user", "content": nested(980)}]},
+        {"messages": None},
+        {"reward": None},
+    ],
+)
+def test_rejects_outcome_that_cannot_be_kept(change):
+    with pytest.raises(ValueError, match="no outcome of a rollout") as raised:
+        outcome(GOOD | change)
+    assert len(str(raised.value)) < 2000
+
+
+def test_rejects_reward_that_float32_cannot_square():
+    with pytest.raises(ValueError, match="a reward's value is 1e.308; .* from -1e.06 to 1e.06"):
+        Reward(1e308)
+    assert Reward(None).value is None and Reward(MAX_REWARD).value == MAX_REWARD
+
+
+class Hostile(Sums):
+    """A service whose rollouts are answered with `body`; None: without an end."""
+
+    body: bytes | None = b""
+
+    async def _moody(self, request):
+        if self.body is not None:
+            return web.Response(body=self.body, content_type="application/json")
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b" " * 2**16)
+
+
+BODIES = {
+    "digits": json.dumps(GOOD | {"reward": {"value": 10**400}}).encode(),
+    "huge": json.dumps(GOOD | {"reward": {"value": 1e308}}).encode(),
+    "deep": b'{"messages": [{"role": "user", "content": %s}], "reward": {"value": 1.0}}'
+    % (b"[" * 980 + b"]" * 980),
+    "empty": b"",
+    "endless": None,
+}
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_blames_service_for_its_answer_alone(stack, gate, kind):
+    remote = dataclasses.replace(SOON["remote"], tries=1, max_answer_bytes=2**20)
+    fleet = Fleet(stack, gate, ("good",), remote=remote)
+    bad = Hostile(service_config(fleet.url, "bad"))
+    bad.body = BODIES[kind]
+    stack.enter_context(bad.running())
+    until(lambda: bad.registered)
+    fleet.begin()
+    assert {group.task for group in fleet.train(2)} == {"good"}
+    state = until(lambda: fleet.told("bad")["breaker"] != "closed" and fleet.told("bad"))
+    # A breaker of 4 failures: after that one group at a time, each after a pause.
+    assert state["failures"] >= 4 and state["accepted"] == 0 and state["cancelled_groups"] == 0
+    assert fleet.told("good")["failures"] == 0
+    assert any("service of bad is" in line for line in fleet.client.status()["hindered"])
