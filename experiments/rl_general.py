@@ -17,7 +17,6 @@ What people wrote is the other side of a comparison (tasks of kind "anchors"), a
 import contextlib
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -25,6 +24,7 @@ from experiments import rl_reasoning
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.judge import Judge
 from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.server import read_key
 from glm5_jax.data.conversation import Conversation, parse
 from glm5_jax.data.preferences import PROMPTS, Anchor, read_anchors
 from glm5_jax.data.sources import held_out
@@ -169,7 +169,9 @@ def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyn
         )
     client = outcomes = None
     if config.judge is not None:
-        client = ChatClient(config.judge, config.judge_model, api_key=_key(config.judge_key_file))
+        file = config.judge_key_file
+        key = None if file is None else read_key(file, "judge_key_file")
+        client = ChatClient(config.judge, config.judge_model, api_key=key)
     if config.reward_model is not None:
         mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
         mesh = mesh if mesh.size > 1 else None
@@ -185,19 +187,6 @@ def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyn
         return await (ruled if task.kind == instructions.KIND else free)(task, attempt)
 
     return verify, (lambda: client) if client else contextlib.nullcontext
-
-
-def _key(file: str | None) -> str | None:
-    """What a file holds, without the space around it."""
-    if file is None:
-        return None
-    try:
-        key = pathlib.Path(file).read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"judge_key_file {file} cannot be read ({error}); name a file") from None
-    if len(key.split()) != 1:
-        raise ValueError(f"judge_key_file {file} must hold the key and nothing else")
-    return key
 
 
 def written(anchor: Anchor) -> Conversation:

@@ -20,7 +20,8 @@ and knows better: each token of `/generate` tells that of the weights that drew 
 
 With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 its memory holds 1.8 times as many tokens.
 What it needs of which chips is known beforehand: `python -m launch.compile --experiment=experiments/serve.py:glm5 ...`.
-Other machines reach it with --experiment.server.host=0.0.0.0; give --experiment.server.api_key then.
+Other machines reach it with --experiment.server.host=0.0.0.0 and --experiment.server.api_key_file=FILE, which holds the
+key that clients send. An engine that fails ends the process with code 1, with which all launchers start a role again.
 """
 
 import asyncio
@@ -107,12 +108,17 @@ def make_server(config: ServeConfig):
 
 
 def run(config: ServeConfig) -> int:
-    """Serves until it is told to end; the exit code."""
+    """Serves until a signal ends it or the engine fails; returns the exit code."""
     try:
         with StopSignal(ends=True):
             server = make_server(config)
     except (ValueError, OSError) as error:
         return _fail(error)
+    return serve_until_ended(server, config)
+
+
+def serve_until_ended(server, config: ServeConfig) -> int:
+    """Serves with a made server; returns 0 after a signal, 1 after a failure of the engine, 2 for a taken port."""
     try:
         asyncio.run(server.serve(lambda port: _say(config, port)))
     except OSError as error:
@@ -120,12 +126,15 @@ def run(config: ServeConfig) -> int:
         return _fail(
             f"cannot listen at {where} ({error.strerror}); choose another --experiment.server.port"
         )
+    if (failure := server.worker.failure) is not None:
+        # Neither 2, a mistake of the user, which launchers do not start again, nor `placement.AGAIN`, which has no limit.
+        return _fail(f"the engine has failed: {type(failure).__name__} {failure}", 1)
     return 0
 
 
-def _fail(error) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
-    return 2
+def _fail(error, code: int = 2) -> int:
+    print("error:", " ".join(str(error).split())[:1000], file=sys.stderr)
+    return code
 
 
 def _say(config: ServeConfig, port: int) -> None:

@@ -105,16 +105,16 @@ LAYOUTS = tuple(_layouts())
 
 
 def compiled(layout: Layout) -> list[dict]:
-    """The reports of its programs. ValueError as of `_output`."""
-    return [json.loads(line) for line in _output(layout, "--json")]
+    """The reports of its programs. ValueError as of `run_compiler`."""
+    return [json.loads(line) for line in run_compiler(layout, "--json")]
 
 
 def hashes(layout: Layout) -> list[str]:
-    """Of its programs, which are lowered and not compiled. ValueError as of `_output`."""
-    return _output(layout, "--hash")
+    """Of its programs, which are lowered and not compiled. ValueError as of `run_compiler`."""
+    return run_compiler(layout, "--hash")
 
 
-def _output(layout: Layout, flag: str) -> list[str]:
+def run_compiler(layout: Layout, flag: str) -> list[str]:
     """Lines of `launch.compile`; ValueError with what it said, if it did not do that."""
     with tempfile.TemporaryFile("w+") as said:
         command = [sys.executable, *layout.command, flag]

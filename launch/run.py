@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         with StopSignal(ends=True):
             command = parse(argv)
             if command.distributed:
-                _join(command.distributed)
+                join_pod(command.distributed)
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         return code
     # What others of a pod have made must not be lost either: they all end together.
     with StopSignal(ends=True, unsaved=bool(command.distributed)) as stop:
-        return _run(command.module, command.config, command.workdir, stop)
+        return run_config(command.module, command.config, command.workdir, stop)
 
 
 class Command(NamedTuple):
@@ -110,7 +110,7 @@ def _writes(module: ModuleType) -> bool:
     return "workdir" in inspect.signature(module.run).parameters
 
 
-def _join(pod: str) -> None:
+def join_pod(pod: str) -> None:
     """Waits for the other processes; from then on jax knows the devices of all. ValueError."""
     import jax  # here, so that a mistyped flag is answered at once
 
@@ -207,7 +207,8 @@ def spec_of(argv: list[str]) -> str:
     raise ValueError(f"no experiment given; try {EXAMPLE}")
 
 
-def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) -> int:
+def run_config(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) -> int:
+    """Runs all stages of a config in order; returns the exit code."""
     # Imported here so that a mistyped flag is answered at once.
     import jax
 
@@ -218,7 +219,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
     from glm5_jax.training.metrics import TrainingStopped
 
     evaluator = getattr(module, "evaluator", None)
-    stages = list(_stages(config, workdir))
+    stages = list(stages_of(config, workdir))
 
     def ready(stage: _Stage, before):
         """The stage, checked, on all hosts or on none: `_Refused` says what the user has to mend."""
@@ -246,7 +247,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
         budget = getattr(module, "minutes", lambda _: {})(config)
         if budget:
             print(
-                f"time budget         {_clock(60 * sum(budget.values()))}, on two CPU cores: {_shares(budget)}"
+                f"time budget         {clock_of(60 * sum(budget.values()))}, on two CPU cores: {shares_of(budget)}"
             )
         first = time.monotonic()
         for stage in stages:
@@ -255,7 +256,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
             words = getattr(stage.config, "programs", tuple)()
             if words and not training.finished:
                 training.close()
-                if code := _several(words, stage.folder):
+                if code := run_programs(words, stage.folder):
                     return code
             here = training.finished or not words
             summary = training.run() if here else report.summarise(stage.folder)
@@ -269,9 +270,9 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
                 finish(config, workdir)
             if len(stages) > 1 and jax.process_index() == 0:
                 now, planned = time.monotonic(), budget.get(stage.folder.name)
-                of = f" of {_clock(60 * planned)}" if planned else ""
+                of = f" of {clock_of(60 * planned)}" if planned else ""
                 print(
-                    f"time                {_clock(now - began)}{of}, {_clock(now - first)} in all"
+                    f"time                {clock_of(now - began)}{of}, {clock_of(now - first)} in all"
                 )
                 done = [s.folder for s in stages if (s.folder / "config.json").exists()]
                 print(f"all stages          {handovers.write_page(workdir, done)}")
@@ -285,7 +286,7 @@ def _run(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) ->
     return 0
 
 
-def _several(words: tuple[str, ...], workdir: pathlib.Path) -> int:
+def run_programs(words: tuple[str, ...], workdir: pathlib.Path) -> int:
     """Runs a stage of several programs on this machine; the exit code. They get CPUs alone, as this process holds all
     accelerators until it ends."""
     import jax
@@ -312,7 +313,7 @@ class _Stage(NamedTuple):
     follows: bool
 
 
-def _stages(config, workdir: pathlib.Path):
+def stages_of(config, workdir: pathlib.Path):
     """Every stage in order, each `after` those before it."""
     from glm5_jax.training.experiment import StageConfig
 
@@ -330,12 +331,14 @@ def _stages(config, workdir: pathlib.Path):
         yield _Stage(stage, folder, follows)
 
 
-def _clock(seconds: float) -> str:
+def clock_of(seconds: float) -> str:
+    """Writes seconds as MINUTES:SECONDS."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _shares(minutes: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_clock(60 * own)}" for name, own in minutes.items())
+def shares_of(minutes: Mapping[str, float]) -> str:
+    """Writes the minutes of each name as a list of clocks."""
+    return ", ".join(f"{name} {clock_of(60 * own)}" for name, own in minutes.items())
 
 
 def _fail(error: Exception | str, code: int) -> int:

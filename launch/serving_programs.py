@@ -51,6 +51,16 @@ def lower_decode(
     return _lower("decode", cfg, mesh, platform, engine, quantised)
 
 
+def arguments_of(
+    name: str, cfg: ModelConfig, mesh, engine: EngineConfig, quantised: bool = False
+) -> dict[str, dict]:
+    """Returns what goes into a program ("prefill" or "decode"), by kind, as `Program.arguments`, without tracing it."""
+    (shape, _), plan = sized(cfg, engine), engine.plan()
+    params = abstract_weights(cfg, mesh, quantised, plan)
+    _, kinds = _arguments(name, cfg, mesh, shape, params, plan)
+    return {kind: plain(tree) for kind, tree in kinds.items()}
+
+
 def abstract_weights(cfg: ModelConfig, mesh, quantised: bool = False, plan: Plan = Plan()):
     """The parameter tree that an engine keeps, as shapes with shardings. plan: of its forward."""
     params = glm5.abstract(cfg, cfg.dtype)
@@ -90,6 +100,15 @@ def _lower(name: str, cfg, mesh, platform: str, engine: EngineConfig, quantised:
 
 def _traced(name: str, cfg, mesh, shape: Shape, params, plan: Plan):
     """(the program, its arguments by kind, groups of devices that hold other sequences)."""
+    steps, kinds = _arguments(name, cfg, mesh, shape, params, plan)
+    function, static = steps.program(name, Variant())
+    # Of the host: where they go is the compiler's choice.
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), kinds["inputs"])
+    return function.trace(params, kinds["cache"], inputs, **static), kinds, steps.groups
+
+
+def _arguments(name: str, cfg, mesh, shape: Shape, params, plan: Plan) -> tuple[Steps, dict]:
+    """(the steps of an engine, the arguments of one of them by kind, in their order)."""
     # As `Runner`: experts are int4 already, not once per token.
     steps = Steps(dataclasses.replace(cfg, int4_group=None), shape, mesh, plan)
     device = steps.abstract_device(cfg.dtype)
@@ -98,16 +117,10 @@ def _traced(name: str, cfg, mesh, shape: Shape, params, plan: Plan):
         inputs = steps.idle_reads(1, shape.chunk, shape.max_pages)
     else:
         inputs = steps.idle_draws(shape.slots, shape.max_pages)
-    # Of the host: where they go is the compiler's choice, and here as if every device had them whole.
-    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    # As if every device had them whole.
     everywhere = None if mesh is None else NamedSharding(mesh, P())
-    function, static = steps.program(name, Variant())
-    kinds = {
-        "weights": params,
-        "cache": device,
-        "inputs": jax.tree.map(functools.partial(_placed, sharding=everywhere), inputs),
-    }
-    return function.trace(params, device, inputs, **static), kinds, steps.groups
+    inputs = jax.tree.map(functools.partial(_placed, sharding=everywhere), inputs)
+    return steps, {"weights": params, "cache": device, "inputs": inputs}
 
 
 def _least(

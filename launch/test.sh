@@ -17,6 +17,7 @@ Sets up its own environment and runs the tests; the last line counts them.
   -- ARGUMENTS      go to pytest: bash launch/test.sh -- tests/model -k rope
 
 A test of two tiers runs when both are named. Tests run in two processes; -- -n 8 makes it eight.
+The default tier fails if it takes longer than tests/budget.json allows. -- --share=0/7 runs a seventh of the tests.
 TEXT
 }
 
@@ -48,7 +49,10 @@ for tier in slow aot device; do
 done
 
 export JAX_PLATFORMS=cpu
-if has_tier device; then JAX_PLATFORMS=; fi
+if has_tier device; then
+  JAX_PLATFORMS=
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false # two processes share its memory
+fi
 if has_tier slow; then add_ray; fi
 if has_tier aot; then add_compilers; fi
 
@@ -56,4 +60,5 @@ if has_tier aot; then add_compilers; fi
 find "${XDG_CACHE_HOME:-$HOME/.cache}/glm5_jax" -type f -atime +14 -delete 2>/dev/null || true
 
 echo "Running the tests marked: $marks"
-exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$marks" "${options[@]}" "$@"
+exec "$PYTHON" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -p tests.budget -p tests.shares \
+  -m "$marks" "${options[@]}" "$@"

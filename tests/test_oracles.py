@@ -15,31 +15,19 @@ def select(scores, k, visible=WHOLE):
     return indexer.select(np.array([[scores]], np.float64), visible, k)[0, 0].tolist()
 
 
-def test_select_is_ascending_and_takes_the_best():
-    assert select([3.0, 9.0, 1.0, 7.0, 5.0], 3) == [1, 3, 4]
-
-
-def test_select_gives_ties_to_the_lower_index():
-    assert select([1.0, 2.0, 2.0, 2.0, 0.0], 2) == [1, 2]
-
-
-def test_select_does_not_tell_zeros_apart():
-    assert select([-0.0, 0.0, -0.0, 0.0, -1.0], 2) == [0, 1]
-    assert select([0.0, -0.0, 5.0, -0.0, 0.0], 3) == [0, 1, 2]
-
-
-def test_select_ends_in_minus_one_where_few_keys_are_visible():
-    visible = np.array([[[False, True, False, True, False]]])
-    assert select([9.0, 1.0, 9.0, 2.0, 9.0], 4, visible) == [1, 3, -1, -1]
-
-
-def test_select_ranks_nan_last_among_visible_keys():
-    assert select([np.nan, 1.0, -5.0, np.nan, 2.0], 3) == [1, 2, 4]
-    assert select([np.nan, 1.0, -5.0, np.nan, 2.0], 4) == [0, 1, 2, 4]
-
-
-def test_select_is_no_wider_than_the_keys():
-    assert select([3.0, 9.0, 1.0, 7.0, 5.0], 64) == [0, 1, 2, 3, 4]
+def test_selects_keys_by_hand():
+    some, nan = np.array([[[False, True, False, True, False]]]), np.nan
+    for name, scores, k, visible, expected in (
+        ("ascending, the best", [3, 9, 1, 7, 5], 3, WHOLE, [1, 3, 4]),
+        ("ties go to the lower index", [1, 2, 2, 2, 0], 2, WHOLE, [1, 2]),
+        ("-0 is no less than 0", [-0.0, 0.0, -0.0, 0.0, -1.0], 2, WHOLE, [0, 1]),
+        ("nor 0 more than -0", [0.0, -0.0, 5.0, -0.0, 0.0], 3, WHOLE, [0, 1, 2]),
+        ("few visible keys", [9, 1, 9, 2, 9], 4, some, [1, 3, -1, -1]),
+        ("NaN is last", [nan, 1, -5, nan, 2], 3, WHOLE, [1, 2, 4]),
+        ("the first NaN is before the next", [nan, 1, -5, nan, 2], 4, WHOLE, [0, 1, 2, 4]),
+        ("no wider than the keys", [3, 9, 1, 7, 5], 64, WHOLE, [0, 1, 2, 3, 4]),
+    ):
+        assert select(scores, k, visible) == expected, name
 
 
 def test_selection_mask_ignores_minus_one():
@@ -79,17 +67,12 @@ def test_route_by_hand():
     np.testing.assert_allclose(raw, [1.8, 1.5])
 
 
-def test_a_group_counts_by_its_two_best():
-    # One strong expert (3) does not save its group; two good ones (0, 1) win.
-    p = np.array([0.6, 0.6, 0.1, 0.9, 0.1, 0.1])
-    ids, _ = experts.route(np.log(p / (1 - p)), np.zeros(6), 2, n_group=2, topk_group=1)
-    assert sorted(ids.tolist()) == [0, 1]
-
-
-def test_other_groups_stay_out_where_every_score_is_negative():
-    p = np.array([0.5, 0.4, 0.3, 0.2])
-    ids, _ = experts.route(np.log(p / (1 - p)), np.full(4, -2.0), 2, n_group=2, topk_group=1)
-    assert sorted(ids.tolist()) == [0, 1]
+def test_routes_within_the_best_group():
+    """One strong expert (3) does not save its group; other groups stay out where all scores are negative."""
+    for p, bias in (((0.6, 0.6, 0.1, 0.9, 0.1, 0.1), 0.0), ((0.5, 0.4, 0.3, 0.2), -2.0)):
+        logits = np.log(np.array(p) / (1 - np.array(p)))
+        ids, _ = experts.route(logits, np.full(len(p), bias), 2, n_group=2, topk_group=1)
+        assert sorted(ids.tolist()) == [0, 1], p
 
 
 def test_balance_loss_is_one_when_balanced_and_grows_when_not():

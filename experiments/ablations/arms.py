@@ -187,6 +187,9 @@ class Runs:
     evaluator: as of `Pretraining`, and the same rows at every seed. measure(trial, folder) adds its
     values to the row of a finished trial, from the workdir of its last stage. keep: the last stage's
     checkpoint stays, for trials or measures to come; without, only the rows and the report do.
+
+    Attributes:
+      done: steps made by the last call.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Runs:
         self._evaluator, self._measure, self._keep = evaluator, measure, keep
         self._evaluators: list[tuple[tuple, _Shared]] = []
         self._steps = SharedSteps(self._count)
-        self._bar, self._done, self._trial = None, 0, None
+        self._bar, self.done, self._trial = None, 0, None
 
     @property
     def compiled(self) -> int:
@@ -229,7 +232,7 @@ class Runs:
         waiting = {t.digests[-1]: t for t in trials if t.digests[-1] not in found}
         if waiting:
             with ProgressBar(self._left(waiting.values())) as self._bar:
-                self._done = 0
+                self.done = 0
                 for trial in waiting.values():
                     self._trial = str(trial)
                     row = found[trial.digests[-1]] = self._run(trial)
@@ -253,8 +256,8 @@ class Runs:
         return sum(total - (store.latest_step(folder) or 0) for folder, total in steps.items())
 
     def _count(self) -> None:
-        self._done += 1
-        self._bar.update(self._done, self._trial)
+        self.done += 1
+        self._bar.update(self.done, self._trial)
 
     def _run(self, trial: Trial) -> dict:
         began, diverged = time.perf_counter(), False

@@ -69,14 +69,14 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     chats = held_out(trial.stages[-1].data.sources[0], QUESTIONS)
     mistaken = [c for c in chats if c.mistakes]
     return {
-        "drawn": _calls(assistant, chats, 1, temperature=1.0, seed=trial.seed),
-        "greedy": _calls(assistant, chats, 1),
+        "drawn": judge_calls(assistant, chats, 1, temperature=1.0, seed=trial.seed),
+        "greedy": judge_calls(assistant, chats, 1),
         # The question, the mistake and what the tool said to it.
-        "corrected": _calls(assistant, mistaken, 3),
+        "corrected": judge_calls(assistant, mistaken, 3),
     }
 
 
-def _calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **options) -> dict:
+def judge_calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **options) -> dict:
     """Replies after so many messages: how many are mistakes, and how many the call that is right."""
     answers = assistant([Request(c.messages[:first], tools=c.tools) for c in chats], NEW, **options)
     mistakes, right = [], []

@@ -61,12 +61,13 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     assistant, chats = Assistant.of(trial, folder), questions(trial.stages[-1])
     if trial.arm == SWITCHED:
         return {
-            name: _asked(assistant, chats, think) for name, think in (("on", True), ("off", False))
+            name: ask_assistant(assistant, chats, think)
+            for name, think in (("on", True), ("off", False))
         }
     return {"turns": _conversed(assistant, chats, trial.arm)}
 
 
-def _asked(assistant: Assistant, chats: Iterable[Conversation], think: bool) -> dict:
+def ask_assistant(assistant: Assistant, chats: Iterable[Conversation], think: bool) -> dict:
     """First questions, with thinking or without."""
     options = request(SWITCHED, think)
     answers = assistant([Request(c.messages[:1], **options) for c in chats], NEW)
@@ -91,7 +92,9 @@ def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -
     num_turns = sum(message["role"] == "user" for message in chats[0].messages)
     for turn in range(num_turns):
         answers = assistant([Request(tuple(m), **request(mode)) for m in said], NEW)
-        kept = [] if before is None else [_common(a.prompt, b) for a, b in zip(answers, before)]
+        kept = (
+            [] if before is None else [common_prefix(a.prompt, b) for a, b in zip(answers, before)]
+        )
         known = [len(b) for b in before] if before else []
         turns.append(
             {
@@ -114,7 +117,7 @@ def _right(answer: Answer, chat: Conversation, turn: int) -> bool:
     return answer.reply.content == chat.messages[2 * turn + 1]["content"]
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 

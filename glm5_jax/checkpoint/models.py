@@ -141,6 +141,15 @@ def _kind_of(params) -> str:
     return ", ".join(kinds) or "plain weights"
 
 
+def is_checkpoint(path) -> bool:
+    """Returns whether there is a checkpoint at a path that this process may read."""
+    try:
+        _there(path)
+    except (ValueError, OSError):
+        return False
+    return True
+
+
 def _there(path) -> pathlib.Path:
     path = pathlib.Path(path)
     if not path.exists():

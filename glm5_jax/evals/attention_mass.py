@@ -128,12 +128,12 @@ def attention_mass(
     layers = jax.jit(glm5.unstack, static_argnums=1)(params, cfg)
     found = []
     for batch, count in batches(tokens, batch_size):
-        found.append(_all_layers(layers, batch, cfg, config, plan)[:, :count])
+        found.append(measure_layers(layers, batch, cfg, config, plan)[:, :count])
     # [l rows t measures]
     return _by_bucket(np.concatenate(found, axis=1).astype(np.float64), config, edges)
 
 
-def _all_layers(params, tokens, cfg: ModelConfig, config: MassConfig, plan: Plan) -> np.ndarray:
+def measure_layers(params, tokens, cfg: ModelConfig, config: MassConfig, plan: Plan) -> np.ndarray:
     """float[l b t measures] of the layers of an unstacked tree; those of a stack share a program."""
     x, own, found = _embed(params, tokens, cfg, plan), (None, Selection(None, None)), []
     served = own
@@ -141,7 +141,7 @@ def _all_layers(params, tokens, cfg: ModelConfig, config: MassConfig, plan: Plan
         for layer, w in zip(layers, params[name]):
             # A layer that has an indexer ignores what it is given: of one structure, it compiles once.
             given = own if layer in cfg.full_layers else served
-            x, *served, measures = _layer(w, x, *given, name, cfg, config, plan)
+            x, *served, measures = measure_layer(w, x, *given, name, cfg, config, plan)
             found.append(np.asarray(measures))
     return np.stack(found)
 
@@ -152,7 +152,7 @@ def _embed(params, tokens, cfg, plan):
 
 
 @functools.partial(jax.jit, static_argnames=("name", "cfg", "config", "plan"))
-def _layer(w, x, index, selection, name, cfg, config, plan):
+def measure_layer(w, x, index, selection, name, cfg, config, plan):
     """(output, index, selection, measures [b t ...]) of a layer; index and selection: of the nearest
     earlier one that has an indexer."""
     w = glm5.Weights(cfg, Region(), plan)(name, w, sliced=True)

@@ -127,7 +127,7 @@ def score(
     tail = tail or max(_answer_size(task) for task in tasks)
     right = []
     for batch, count in batches(ids, batch_size):
-        right.append(np.asarray(_right(params, batch, cfg, tail, mesh, plan))[:count])
+        right.append(np.asarray(right_answers(params, batch, cfg, tail, mesh, plan))[:count])
         done(count)
     right, numbers = np.concatenate(right), numbers[:, -tail:]
     shares = []
@@ -147,7 +147,7 @@ def _answer_size(task: Task) -> int:
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "tail", "mesh", "plan"))
-def _right(params, tokens, cfg, tail, mesh, plan):
+def right_answers(params, tokens, cfg, tail, mesh, plan):
     """bool[b tail]: whether each of the last tokens is the argmax after those before it."""
     # Of the forward only `hidden` is used, so the compiler leaves its logits [b t v] out.
     hidden = glm5.forward(params, tokens, cfg, mesh=mesh, plan=plan).hidden

@@ -70,7 +70,7 @@ def speculate(
     run = dict(cfg=cfg, plan=plan, num_draft=num_draft)
     capacity = t + num_new + num_draft
     caches = (init_cache(cfg, b, capacity), init_cache(cfg, b, capacity, num_layers=1))
-    state = _start(
+    state = prefill(
         params, prompts, segments, caches, num_new, temperature, jax.random.fold_in(key, 0), **run
     )
     new = np.full((b, num_new), cfg.pad_token_id or 0, prompts.dtype)
@@ -78,7 +78,7 @@ def speculate(
     filled, accepted = np.ones(b, int), []
     while np.any(state.left):
         round_key = jax.random.fold_in(key, len(accepted) + 1)
-        state, tokens, count = _round(params, state, temperature, round_key, **run)
+        state, tokens, count = verify_round(params, state, temperature, round_key, **run)
         tokens, count = np.asarray(tokens), np.asarray(count)
         for row, (start, n) in enumerate(zip(filled, count)):
             new[row, start : start + n] = tokens[row, :n]
@@ -88,7 +88,7 @@ def speculate(
     return Speculated(np.concatenate([prompts, new], 1), accepted)
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """Between two verifications. All rows end at the same slot of the caches, short ones after more
     padding on the left: `Cache.length` is one for all of them.
 
@@ -109,9 +109,9 @@ _STATIC = ("cfg", "plan", "num_draft")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="caches")
-def _start(
+def prefill(
     params, prompts, segments, caches, num_new, temperature, key, *, cfg, plan, num_draft
-) -> _State:
+) -> State:
     """Reads the prompts int[b t], draws the token behind each and drafts on."""
     b, t = prompts.shape
     trunk, mtp = caches
@@ -127,11 +127,11 @@ def _start(
     mtp, drafts, draft_probs = _draft(
         params, known, mtp, move, temperature, draft_key, cfg, plan, num_draft
     )
-    return _State(out.cache, mtp, first, count, left, drafts, draft_probs)
+    return State(out.cache, mtp, first, count, left, drafts, draft_probs)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="state")
-def _round(params, state: _State, temperature, key, *, cfg, plan, num_draft):
+def verify_round(params, state: State, temperature, key, *, cfg, plan, num_draft):
     """One verification and the next drafts: (state, tokens int[b k+1], how many of them count)."""
     verify_key, draft_key = jax.random.split(key)
     tokens = jnp.concatenate([state.pending[:, None], state.drafts], 1)
@@ -149,7 +149,7 @@ def _round(params, state: _State, temperature, key, *, cfg, plan, num_draft):
         params, known, state.mtp, move, temperature, draft_key, cfg, plan, num_draft
     )
     newest = _pick(new, count)
-    state = _State(
+    state = State(
         _moved(out.cache, move),
         mtp,
         jnp.where(count > 0, newest, state.pending),

@@ -46,7 +46,7 @@ def generate(
     chunk = prefill_chunk or t
     for first in range(0, t, chunk):
         part = slice(first, first + chunk)
-        logits, cache = _advance(params, prompts[:, part], segments[:, part], cache, cfg, plan)
+        logits, cache = advance(params, prompts[:, part], segments[:, part], cache, cfg, plan)
     out, ended = [prompts], np.zeros(b, bool)
     for i in range(num_new):
         if temperature:
@@ -65,7 +65,7 @@ def generate(
             break
         if i + 1 < num_new:
             ones = np.ones((b, 1), np.int32)
-            logits, cache = _advance(params, token[:, None], ones, cache, cfg, plan)
+            logits, cache = advance(params, token[:, None], ones, cache, cfg, plan)
     return np.concatenate(out, axis=1)
 
 
@@ -91,7 +91,7 @@ def layers_of(params, cfg: ModelConfig):
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "plan"), donate_argnames="cache")
-def _advance(params, tokens, segments, cache, cfg, plan):
+def advance(params, tokens, segments, cache, cfg, plan):
     """Logits [b v] after the last of these tokens, and the cache that holds them."""
     out = forward(params, tokens, cfg, segment_ids=segments, cache=cache, plan=plan)
     return out.logits[:, -1], out.cache

@@ -73,7 +73,7 @@ class Recorder:
         if before:
             self._settle(*before)
         # Processes of a pod must end after the same step, whichever of them is the first to see one.
-        if jax.process_count() == 1 and all(map(_is_there, jax.tree.leaves(metrics))):
+        if jax.process_count() == 1 and all(map(is_ready, jax.tree.leaves(metrics))):
             self.settle()
 
     def settle(self) -> None:
@@ -137,7 +137,8 @@ class Recorder:
             )
 
 
-def _is_there(value) -> bool:
+def is_ready(value) -> bool:
+    """Whether nothing has to be waited for: the value is no array, or its computation has ended."""
     return not isinstance(value, jax.Array) or value.is_ready()
 
 

@@ -27,7 +27,8 @@ from pallas_kernels.lightning_indexer.gpu import LEFT, RIGHT, in_parts
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
 
-# Not measured; by shared memory and registers alone. A tile of logits is 64 rows by WORDS for each of two
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared memory
+# and registers. A tile of logits is 64 rows by WORDS for each of two
 # warpgroups, 128 registers of a thread; a stage of the ring is 48 KB.
 ROWS, WORDS, DEPTH, STAGES = 128, 256, 64, 4
 GROUP = 16  # blocks of rows that share a stretch of words while it is in the cache
@@ -82,7 +83,8 @@ class _Plan(NamedTuple):
         return group * GROUP + lax.rem(within, rows), lax.div(within, rows)
 
 
-def _plan(m: int, v: int) -> _Plan:
+def plan_of(m: int, v: int) -> _Plan:
+    """Returns how tiles of logits of m rows and v words are shared out among blocks."""
     row_blocks, tiles = m // ROWS, v // WORDS
     stretch = max(1, min(STRETCH, row_blocks * tiles // BLOCKS))
     return _Plan(row_blocks, pl.cdiv(tiles, stretch), tiles, stretch)
@@ -96,7 +98,7 @@ def _padded(x, rows: int, columns: int):
 def _partial(hidden, head, targets, v: int, interpret):
     """(largest logit, sum of exponentials under it, target's logit or 0), float32[stretches m]."""
     m = hidden.shape[0]
-    plan = _plan(m, head.shape[1])
+    plan = plan_of(m, head.shape[1])
     tiled = hopper.tiled(hidden.dtype)
     return hopper.kernel(
         functools.partial(_body, hopper.Ops(interpret), plan, v),

@@ -40,7 +40,7 @@ def forward(static, hidden, head, targets, *, interpret=False):
     """(nll, log partition), float32[m]."""
     m, d = hidden.shape
     v = head.shape[1]
-    piece, pieces, words = _tile(m, d, v, hidden.dtype.itemsize)
+    piece, pieces, words = tile_of(m, d, v, hidden.dtype.itemsize)
     rows = piece * pieces
     column = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
     done = pl.pallas_call(
@@ -71,7 +71,7 @@ def backward(static, saved, dnll, dlogz, *, interpret=False):
         return ref.backward(static, saved, dnll, dlogz)
 
 
-def _tile(m: int, d: int, v: int, itemsize: int) -> tuple[int, int, int]:
+def tile_of(m: int, d: int, v: int, itemsize: int) -> tuple[int, int, int]:
     """(rows of a piece, pieces of a block, words) of a tile of logits, with few rows beyond the last."""
     pieces = pl.cdiv(m, PIECE)
     piece = pl.cdiv(pl.cdiv(m, pieces), 16) * 16

@@ -66,12 +66,12 @@ def forward(static, q, k, v, start, q_segments, k_segments, topk, *, interpret=F
     v = _widened(v, columns)
     # Not narrower than the values: the queries' place takes the outcome.
     q, k = (_widened(x, 64, v) for x in (q, k))
-    blocks = _Blocks(q, k, row, key)
+    blocks = Blocks(q, k, row, key)
     tiling = blocks.tiling
     count = q.shape[0] * q.shape[1] * blocks.parts * tiling.rows
     cuts = min(MULTIPROCESSORS // count, tiling.keys // PIECE_TILES) or 1
     segments = blocks.segments(q_segments, k_segments)
-    seen = blocks.seen(_cut(_ranges(tiling, first, segments), cuts), first, segments)
+    seen = blocks.seen(cut_ranges(ranges_of(tiling, first, segments), cuts), first, segments)
     keys, values = (_pad(x, tiling.keys * tiling.key, 2) for x in (k, v))
     values = None if static.shared else values
     made = run(blocks.stack(q), keys, values, seen, scale=static.scale, interpret=interpret)
@@ -85,7 +85,7 @@ def backward(static, saved, dout, *, interpret=False):
     if not _is_narrow(q, v):
         return ref.backward(static, saved, dout)
     first = start if static.start is None else static.start
-    blocks = _Blocks(q, k, GROUPS * ROWS, KEYS)
+    blocks = Blocks(q, k, GROUPS * ROWS, KEYS)
     tiling, x, y = blocks.tiling, q.shape[-1], v.shape[-1]
     segments = blocks.segments(q_segments, k_segments)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -96,9 +96,9 @@ def backward(static, saved, dout, *, interpret=False):
     keys, values = (_pad(x, tiling.keys * tiling.key, 2) for x in (k, v))
     arrays = blocks.stack(q), keys, values, blocks.stack(dout), *numbers
     named = {"scale": static.scale, "interpret": interpret}
-    by_rows = _ranges(tiling, first, segments)
+    by_rows = ranges_of(tiling, first, segments)
     dq = sum_for_queries(*arrays, blocks.seen(by_rows, first, segments), **named)
-    by_keys = GROUPS * _ranges(tiling, first, segments, by_keys=True)  # tiles of ROWS rows
+    by_keys = GROUPS * ranges_of(tiling, first, segments, by_keys=True)  # tiles of ROWS rows
     dk, dv = sum_for_keys(*arrays, blocks.seen(by_keys, first, segments), **named)
     return blocks.unstack(dq)[..., :x], dk[:, :, : tiling.s, :x], dv[:, :, : tiling.s, :y]
 
@@ -107,7 +107,7 @@ def _is_narrow(q, v) -> bool:
     return max(q.shape[-1], v.shape[-1]) <= NARROW
 
 
-class _Blocks:
+class Blocks:
     """How q [b m g t .] lies in rows [b, m parts, rows, .], cut into tiles, and the keys' tiles.
 
     Several of the g heads, all t queries of one behind those of the other, share a tile if they fit into it.
@@ -151,7 +151,7 @@ class _Blocks:
         return Seen(jnp.asarray(ranges, jnp.int32), last, segments)
 
 
-def _ranges(tiling: Tiling, first, segments, by_keys: bool = False):
+def ranges_of(tiling: Tiling, first, segments, by_keys: bool = False):
     """int32[l blocks 4]: `Seen.ranges` of all tiles of rows, or of keys.
 
     Tiles in a range that nobody sees, as between the parts of a document that lies in pieces, are gone
@@ -171,7 +171,7 @@ def _ranges(tiling: Tiling, first, segments, by_keys: bool = False):
     return numbers.stack([begin, end, first_whole, end_whole], axis=-1).astype(np.int32)
 
 
-def _cut(ranges, cuts: int):
+def cut_ranges(ranges, cuts: int):
     """Each range as `cuts` of about the same length, one behind the other."""
     if cuts == 1:
         return ranges

@@ -191,7 +191,7 @@ def backward(static, saved, dout, *, interpret=False):
     k, v = _pad(k, keys, 2), _pad(v, keys, 2)
 
     units = plan.parts * tiling.rows  # tiles of rows that a tile of keys may meet
-    chunks = -(-units // _most_units(plan, b, q, v))
+    chunks = -(-units // max_units(plan, b, q, v))
     size = -(-units // chunks)
     delta = jnp.sum(dout.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     q_rows, douts = (_units(plan, size * chunks, x, 0) for x in (q, dout))
@@ -406,7 +406,7 @@ def _compiler_params(vmem: int):
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem)
 
 
-def _most_units(plan: Plan, b: int, q, v) -> int:
+def max_units(plan: Plan, b: int, q, v) -> int:
     """Tiles of rows whose dq fits on chip beside what else is there, and whose list fits."""
     tiling, item, x = plan.tiling, q.dtype.itemsize, _padded(q.shape[-1])
     of_keys = tiling.key * (x + _padded(v.shape[-1])) * (12 + 6 * item)

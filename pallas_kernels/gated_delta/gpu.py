@@ -89,7 +89,7 @@ def _chunk_gradients(dtype, q, k, v, g, beta, dout, state, dstate, inverse):
 
     def run(*args):
         # The gradient of the state is there already; what would make it here is left out.
-        return chunks.run(dtype == jnp.bfloat16, *args, state, inverse, _split)
+        return chunks.run(dtype == jnp.bfloat16, *args, state, inverse, split)
 
     pull = jax.vjp(run, q, k, v, g, beta)[1]
     *grads, dg, dbeta = pull((dout, dstate))
@@ -97,7 +97,7 @@ def _chunk_gradients(dtype, q, k, v, g, beta, dout, state, dstate, inverse):
     return *grads, dg.reshape(*shape, -1), dbeta.reshape(*shape, -1)
 
 
-def _split(x, parts: int):
+def split(x, parts: int):
     """As `chunk.split`, of which XLA for GPUs leaves the casts there and back out."""
     done = []
     for _ in range(parts):

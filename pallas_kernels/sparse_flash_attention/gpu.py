@@ -58,7 +58,7 @@ def forward(static, q, latents, topk, *, interpret=False):
     width, values = _widths(q.shape[3], static.value_dim)
     blocks = _Blocks(q, latents)
     lists = blocks.lists(topk)
-    cuts = _cuts(*lists[0].shape)
+    cuts = num_pieces(*lists[0].shape)
     out, lse, top = attend(
         jnp.repeat(blocks.stack(q, width), cuts, axis=0),
         blocks.table(latents, width),
@@ -103,7 +103,7 @@ def _of_words(static, q, pages, rows, interpret):
     return tuple(jnp.concatenate(parts) for parts in zip(*outs))
 
 
-def _cuts(blocks: int, room: int) -> int:
+def num_pieces(blocks: int, room: int) -> int:
     """Into how many pieces the lists of so few blocks are cut, for all multiprocessors to have work."""
     cuts, tiles = 1, room // TILE
     while 2 * cuts * blocks <= hopper.MULTIPROCESSORS and tiles % (4 * cuts) == 0:

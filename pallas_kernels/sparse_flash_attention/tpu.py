@@ -124,7 +124,7 @@ def _united(topk, s: int) -> Union:
     return unite(topk, s, min(BLOCKS.queries, topk.shape[1]), 2 * BLOCKS.rows)
 
 
-def _parts(blocks: int) -> int:
+def num_parts(blocks: int) -> int:
     """Into how many runs of neighbours the blocks go: one per core of the device."""
     return 2 if dispatch.device_kind() in TWO_CORES and blocks % 2 == 0 else 1
 
@@ -152,7 +152,7 @@ def _attend(static, q, rows, union, pages, k: int, interpret):
     b, t, n, x = q.shape
     groups, room = union.rows.shape[1:]
     blocks, m, y = b * groups, min(BLOCKS.queries, t) * n, static.value_dim
-    parts = _parts(blocks)
+    parts = num_parts(blocks)
     spec = functools.partial(_spec, blocks // parts)
     places = _before_next(union.rows, union.rows[..., : 2 * BLOCKS.rows])
     in_specs = [
@@ -271,7 +271,7 @@ def _differentiate(static, q, latents, topk, out, lse, dout, interpret):
     union = _united(topk, s)
     groups, room = union.rows.shape[1:]
     blocks, m = b * groups, min(BLOCKS.queries, t) * n
-    parts = _parts(blocks)
+    parts = num_parts(blocks)
     sums = 1 if b % parts == 0 else parts  # a batch row that two cores share has a sum in each
     # Entries without a row add nothing, to rows behind the last: those of a pair of tiles, of what is
     # written before the first tile, and of what is read behind the last, each to its own.

@@ -19,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import compat, hopper
 from pallas_kernels.w4a8_matmul import weave
 
-# Not measured; by registers, shared memory and the number of multiprocessors alone.
+# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by registers,
+# shared memory and the number of multiprocessors.
 STEP = 2 * weave.ROWS  # rows of weights at a time
 LEAST_ROWS, MOST_ROWS = 8, 128  # of activations in a tile: 128 are 128 registers of sums
 # Below so many columns of weights, blocks are as narrow as they can be.
@@ -82,7 +83,7 @@ def _multiply(static, interpret):
     @jax.custom_batching.sequential_vmap
     def multiply(x, x_scale, w, w_scale, group_sizes):
         m, n = x.shape[0], w.shape[2]
-        plan = _plan(x, w_scale, static)
+        plan = plan_of(x, w_scale, static)
         rows, columns = max(-(-m // 8) * 8, plan.rows), plan.blocks * plan.columns
         entries = _entries(group_sizes, m, plan.rows)
         filled = jnp.arange(m) < jnp.sum(group_sizes)
@@ -96,7 +97,8 @@ def _multiply(static, interpret):
     return multiply
 
 
-def _plan(x, w_scale, static) -> Plan:
+def plan_of(x, w_scale, static) -> Plan:
+    """Returns the tile sizes of a call."""
     m, k, (experts, groups, n) = static.expected_rows, x.shape[1], w_scale.shape
     group = k // groups
     if experts == 1:  # tensor cores take no odd number of eights of int8 above 24

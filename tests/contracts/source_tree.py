@@ -59,8 +59,9 @@ class Import:
         return f"{self.path}:{self.line} imports {self.name}"
 
 
+@functools.cache
 def imports(path: pathlib.PurePosixPath) -> list[Import]:
-    """All imports of a file, those inside functions included."""
+    """Returns all imports of a file, those inside functions included."""
     found = []
     for node in ast.walk(syntax(path)):
         if isinstance(node, ast.Import):
@@ -69,4 +70,18 @@ def imports(path: pathlib.PurePosixPath) -> list[Import]:
             package = path.parts[: len(path.parts) - node.level] if node.level else ()
             module = ".".join([*package, *filter(None, [node.module])])
             found += [Import(path, node.lineno, f"{module}.{a.name}") for a in node.names]
+    return found
+
+
+@functools.cache
+def dotted_names(path: pathlib.PurePosixPath) -> list[tuple[int, str]]:
+    """Returns (line, name) of each dotted name that a file writes out, as in `os.environ` after `import os`."""
+    found = []
+    for node in ast.walk(syntax(path)):
+        parts, inner = [], node
+        while isinstance(inner, ast.Attribute):
+            parts.append(inner.attr)
+            inner = inner.value
+        if parts and isinstance(inner, ast.Name):
+            found.append((node.lineno, ".".join([inner.id, *reversed(parts)])))
     return found

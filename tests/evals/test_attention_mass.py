@@ -58,7 +58,7 @@ def measured(kind):
         )
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "sparse"])
 def test_it_is_the_oracles_attention_and_index(kind):
     found = measured(kind)
     layers, visible = expected(kind)
@@ -158,7 +158,7 @@ def test_rows_too_short_for_the_edges_are_refused():
 
 def test_the_buckets_are_powers_of_two_by_default(monkeypatch):
     measures = np.zeros((1, 1, 9, 5))
-    monkeypatch.setattr(attention_mass, "_all_layers", lambda *_: measures[:, :, :, :5])
+    monkeypatch.setattr(attention_mass, "measure_layers", lambda *_: measures[:, :, :, :5])
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
     found = attention_mass.attention_mass(
         {}, presets.tiny(), np.zeros((1, 9), np.int32), MassConfig((2,))
@@ -172,7 +172,7 @@ def test_a_short_last_batch_counts_only_its_own_rows(monkeypatch):
     def fake(params, tokens, *_):
         return np.broadcast_to(tokens[None, :, :, None], (1, *tokens.shape, 5)).astype(float)
 
-    monkeypatch.setattr(attention_mass, "_all_layers", fake)
+    monkeypatch.setattr(attention_mass, "measure_layers", fake)
     monkeypatch.setattr(glm5, "unstack", lambda params, cfg: params)
     rows = np.repeat([[1], [2], [6]], 4, axis=1).astype(np.int32)
     config = MassConfig((2,), edges=(1, 5))
@@ -207,7 +207,9 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
 
     def layer(w, x):
         none = glm5.Selection(None, None)
-        return attention_mass._layer(w, x, None, none, name, cfg, config, Plan(query_block=64))
+        return attention_mass.measure_layer(
+            w, x, None, none, name, cfg, config, Plan(query_block=64)
+        )
 
     made = largest(jax.make_jaxpr(layer)(w, x).jaxpr)
     assert made < t * t

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax import presets
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.evals.chats import Request, ask
 from glm5_jax.model import glm5
@@ -12,9 +11,10 @@ from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
+from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.default()
-CFG = presets.tiny()
+CFG = one_layer(num_nextn_predict_layers=0)
 
 
 def token(text: str) -> int:
@@ -22,22 +22,20 @@ def token(text: str) -> int:
     return TOKENIZER.special_ids.get(text) or TOKENIZER.encode(text)[0]
 
 
-@pytest.fixture(scope="module")
-def params():
+FOLLOWS = {"<think>": "x", "x": "y", "y": "</think>", "</think>": "z", "z": "<|user|>"}
+FOLLOWS["<|user|>"] = "z"
+# All batches have two rows as long as this one, and so one program.
+LONGEST = "a longer question than the others"
+
+
+def params(follows=FOLLOWS):
     """Layers that add nothing, and a head that knows which token follows which."""
     rng = np.random.default_rng(0)
     flat = flatten(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), glm5.abstract(CFG)))
     vocabulary = rng.standard_normal((CFG.vocab_size, CFG.hidden_size)).astype(np.float32)
     head = np.zeros((CFG.vocab_size, CFG.hidden_size), np.float32)
-    for before, follows in (
-        ("<think>", "x"),
-        ("x", "y"),
-        ("y", "</think>"),
-        ("</think>", "z"),
-        ("z", "<|user|>"),
-        ("<|user|>", "z"),
-    ):
-        head[token(follows)] += vocabulary[token(before)]
+    for before, after in follows.items():
+        head[token(after)] += vocabulary[token(before)]
     own = {"embed/weight": vocabulary, "lm_head/weight": head.T}
     return unflatten(flat | own | {"final_norm": np.ones(CFG.hidden_size, np.float32)})
 
@@ -46,15 +44,15 @@ def request(text, **options):
     return Request(({"role": "user", "content": text},), **options)
 
 
-def test_replies_come_apart_and_in_order(params):
-    requests = [
-        request("a longer question than the other"),
-        request("short", enable_thinking=False),
-        request("third"),
-    ]
-    answers = ask(params, CFG, TOKENIZER, requests, 8, batch_size=2)
-    for asked, answer in zip(requests, answers):
-        assert answer.prompt == asked.prompt(TOKENIZER)
+def asked(requests, follows=FOLLOWS):
+    return ask(params(follows), CFG, TOKENIZER, [request(LONGEST), *requests], 8, batch_size=2)
+
+
+def test_replies_come_apart_and_in_order():
+    requests = [request(LONGEST), request("short", enable_thinking=False), request("third")]
+    answers = asked(requests[1:])
+    for own, answer in zip(requests, answers):
+        assert answer.prompt == own.prompt(TOKENIZER)
         assert answer.reply.content == "z" and answer.reply.stopped_by == "<|user|>"
         assert answer.seconds > 0
     assert [TOKENIZER.decode(answer.ids) for answer in answers] == [
@@ -72,15 +70,15 @@ def test_replies_come_apart_and_in_order(params):
     assert answers[1].reply.message == silent
 
 
-def test_a_reply_that_is_cut_off_is_reasoning_so_far(params):
-    [answer] = ask(params, CFG, TOKENIZER, [request("q")], 2)
-    assert TOKENIZER.decode(answer.ids) == "xy"
-    assert answer.num_reasoning == 2 and answer.reply.stopped_by is None
+def test_counts_reply_that_is_cut_off_as_reasoning():
+    _, answer = asked([request("q")], FOLLOWS | {"y": "x"})
+    assert TOKENIZER.decode(answer.ids) == "xyxyxyxy"
+    assert answer.num_reasoning == 8 and answer.reply.stopped_by is None
 
 
-def test_what_the_model_said_goes_into_the_next_prompt(params):
+def test_what_the_model_said_goes_into_the_next_prompt():
     first = request("q", clear_thinking=False)
-    [answer] = ask(params, CFG, TOKENIZER, [first], 8)
+    _, answer = asked([first])
     messages = (*first.messages, answer.reply.message, {"role": "user", "content": "more"})
     prompt = Request(messages, clear_thinking=False).prompt(TOKENIZER)
     told = answer.prompt + answer.ids
@@ -92,10 +90,10 @@ def test_what_the_model_said_goes_into_the_next_prompt(params):
     [
         ("Close it with </think> so.", "Close it with </think> so.", []),
         ("<think>a</think>b</think>c", "b</think>c", []),
-        ("So <tool_call></tool_call>", "So<tool_call></tool_call>", []),
+        ("So <tool_call></tool_call>", "So <tool_call></tool_call>", []),
         (
             "So<tool_call><arg_key>a</arg_key><arg_value>1",
-            "So<tool_call><arg_key>a</arg_key><arg_value>1</tool_call>",
+            "So<tool_call><arg_key>a</arg_key><arg_value>1",
             [],
         ),
         (
@@ -106,8 +104,7 @@ def test_what_the_model_said_goes_into_the_next_prompt(params):
     ],
 )
 def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
-    reply = parse_reply(written, thinking=False)
-    message = reply.message
+    message = parse_reply(written, [{"name": "f"}], thinking=False).message
     assert [call["name"] for call in message.get("tool_calls", [])] == names
     asked = {"role": "user", "content": "q"}
     for variant in VARIANTS:
@@ -117,8 +114,8 @@ def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
         assert rendered.ids.count(TOKENIZER.special_ids["<tool_call>"]) == len(names)
 
 
-def test_too_long_a_prompt_is_named(params):
+def test_too_long_a_prompt_is_named():
     with pytest.raises(ValueError, match="and 1024 new ones exceed the model's 1024 positions"):
-        ask(params, CFG, TOKENIZER, [request("q")], 1024)
+        ask({}, CFG, TOKENIZER, [request("q")], 1024)
     with pytest.raises(ValueError, match="0 rows"):
-        ask(params, CFG, TOKENIZER, [], 8)
+        ask({}, CFG, TOKENIZER, [], 8)

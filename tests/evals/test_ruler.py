@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.synthetic import Task, TaskConfig
 from glm5_jax.evals import ruler as module
 from glm5_jax.evals.ruler import Ruler, RulerConfig, Score, compare, metrics, ruler, score, table
@@ -85,7 +86,7 @@ def test_answers_of_unequal_number_and_length_share_a_batch():
 def test_logits_of_the_prompt_are_never_made():
     """Of the compiled program: nothing in it has t x v elements; the answers' logits are there."""
     tokens = np.zeros((2, 96), np.int32)
-    run = module._right.lower(params(), tokens, CFG, 3, None, module.Plan()).compile()
+    run = module.right_answers.lower(params(), tokens, CFG, 3, None, module.Plan()).compile()
     shapes = re.findall(r"\bf\d+\[([\d,]+)\]", run.as_text())
     sizes = {math.prod(map(int, shape.split(","))) for shape in shapes}
     assert 2 * 3 * CFG.vocab_size in sizes or 6 * CFG.vocab_size in sizes
@@ -107,11 +108,16 @@ def test_every_kind_and_length_is_scored_the_same_each_time():
     assert len({one.samples for one in found.values()}) == 4
 
 
-def test_one_program_serves_all_kinds_of_a_length():
-    before = module._right._cache_size()
-    config = dataclasses.replace(CONFIG, lengths=(44, 52), batch_size=2)
-    ruler(params(), CFG, TOKENIZER, config)
-    assert module._right._cache_size() == before + 2
+def test_runs_one_program_for_all_kinds_of_a_length(monkeypatch):
+    plain, asked = module.right_answers, []
+
+    def record(params, tokens, *static):
+        asked.append((tokens.shape, tokens.dtype, *static))
+        return plain(params, tokens, *static)
+
+    monkeypatch.setattr(module, "right_answers", record)
+    ruler(params(), CFG, TOKENIZER, CONFIG)
+    assert len(asked) == 8 and len(set(asked)) == 2
 
 
 def made(exact, share=None, samples="x"):
@@ -172,7 +178,8 @@ class Other:
 
 def test_it_is_an_evaluator_beside_another_and_a_mesh_changes_nothing():
     both, alone = Ruler(CONFIG, setting(), beside=Other), Ruler(CONFIG, setting())
-    placed = jax.device_put(params(), glm5.param_shardings(CFG, both._mesh))
+    mesh = make_mesh(data=2, fsdp=2, context=2)
+    placed = jax.device_put(params(), glm5.param_shardings(CFG, mesh))
     assert both(placed) == {"held_out/loss": 1.5} | metrics(scores())
     assert both.baselines() == {"unigram": 3.0}
     assert alone(placed) == metrics(scores()) and alone.baselines() == {}

@@ -2,11 +2,39 @@
 
 import pytest
 
-from experiments.ablations import command, mla_heads, mtp, muon_split
+from experiments.ablations import (
+    attention_kinds,
+    attention_mass,
+    command,
+    dsa_stages,
+    error_masking,
+    mla_heads,
+    mtp,
+    muon_split,
+    reinforcement,
+    sft_attention,
+    stale_policies,
+    text_in_text_out,
+    thinking,
+    topk_determinism,
+)
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Table
 from glm5_jax.checkpoint.store import SaveError
 from glm5_jax.training.metrics import TrainingStopped
+
+SMALL = (
+    attention_kinds,
+    attention_mass,
+    dsa_stages,
+    error_masking,
+    mla_heads,
+    mtp,
+    muon_split,
+    sft_attention,
+    thinking,
+    topk_determinism,
+)
 
 
 def run(arguments, find=None):
@@ -69,7 +97,16 @@ def test_mtp_drafts_with_every_trained_arm(tmp_path, monkeypatch):
     assert seen == {"measure": mtp.drafted, "keep": True}
 
 
-@pytest.mark.parametrize("module", [mla_heads, mtp, muon_split])
-def test_the_ablations_have_it(module, capsys):
-    assert module.main(["huge"]) == 2
-    assert "unknown variant 'huge'" in capsys.readouterr().err
+def test_names_variants_of_every_ablation():
+    others = {stale_policies: "tiny, chains", text_in_text_out: "tiny, tools"}
+    for module in (*SMALL, reinforcement, *others):
+        words = f"unknown variant 'huge'; use one of {others.get(module, 'tiny')}"
+        with pytest.raises(ValueError, match=words):
+            module.get_config("huge")
+
+
+def test_answers_mistake_in_one_line_without_command(capsys):
+    for module in (attention_mass, mtp, muon_split, topk_determinism):
+        assert module.main(["huge"]) == 2, module
+        error = capsys.readouterr().err
+        assert "unknown variant 'huge'" in error and error.count("\n") == 1, (module, error)

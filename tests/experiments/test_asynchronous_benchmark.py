@@ -110,7 +110,9 @@ def test_of_a_group_that_is_partly_too_old_the_rest_is_learnt_from():
     assert run.met[5] == [9.5, 9.5]
 
 
-@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize(
+    "max_staleness", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))]
+)
 @pytest.mark.parametrize("sigma", [0.0, 1.0])
 def test_no_more_is_saved_than_the_steps_that_may_lie_between_and_one(max_staleness, sigma):
     work = Workload("slow", max_staleness=max_staleness, sigma=sigma, seconds=3.0, limit=60.0)
@@ -123,6 +125,7 @@ def test_no_more_is_saved_than_the_steps_that_may_lie_between_and_one(max_stalen
         assert speed_up > 0.96 * (max_staleness + 1)
 
 
+@pytest.mark.slow
 def test_the_workloads_have_the_bounds_that_they_are_to_have():
     for own in (asynchronous.SHORT, asynchronous.LONG):
         learns, waits = ideal(own, 100), ideal(own.synchronous(), 100)
@@ -233,6 +236,7 @@ TINY = Workload(
 SEED, UPDATES = 3, 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [WAITS, LEARNS])
 def test_a_run_of_the_real_system_is_what_it_says(name, tmp_path):
     work = arms(TINY)[name].workload
@@ -276,6 +280,7 @@ def drawn(workload, order, place):
     return workload.rollout(seed_of(SEED, order, 0, place))
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_started_says_why(tmp_path):
     work = dataclasses.replace(TINY)
     object.__setattr__(work, "sigma", -1)

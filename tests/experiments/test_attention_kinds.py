@@ -31,6 +31,8 @@ from glm5_jax.model.ablations.convert import convert
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.optimizer import groups_of
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 VARIANTS = ("tiny", "small")
 CHOSEN = {"tiny": "FSSF", "small": "SFSFFSSFFSSF"}
 
@@ -187,6 +189,7 @@ def measure(study, workdir, monkeypatch, arm, seed, old, new):
     return row
 
 
+@pytest.mark.slow
 def test_before_is_the_converted_model_and_after_the_trained_one(workdir, toy, monkeypatch):
     config = dataclasses.replace(toy.judged, seed=toy.judged.seed + 2)
     tokenizer = Tokenizer.load(retriever.tokenizer(workdir))

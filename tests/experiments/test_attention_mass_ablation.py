@@ -16,6 +16,8 @@ from glm5_jax.evals.attention_mass import Mass
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 GLM5 = presets.glm5()
 # Of a query and a layer, two per multiply-add: 64 heads of 256 for keys and for values; 32 of 128.
 DENSE, INDEX, LATENT = 65_536, 8_192, 2 * 64 * (576 + 512)
@@ -85,6 +87,7 @@ def test_only_indexers_learn_in_the_last_stage(variant, tmp_path):
     assert ablation.RETRIEVED.edges[-1] == ablation.LENGTH + 1
 
 
+@pytest.mark.slow
 def test_the_retriever_is_measured_on_its_tasks(tmp_path, monkeypatch):
     trial = ablation.arms(ablation.get_config(), tmp_path)[RETRIEVER].trial(seed=1)
     Tokenizer.load(retriever.tokenizer(tmp_path)).save(tmp_path / "run" / "tokenizer")
@@ -100,6 +103,7 @@ def test_the_retriever_is_measured_on_its_tasks(tmp_path, monkeypatch):
             assert 0 < low <= high + 1e-6 <= 1 + 2e-6
 
 
+@pytest.mark.slow
 def test_the_text_model_is_measured_on_held_out_documents(tmp_path, monkeypatch):
     setup = dataclasses.replace(ablation.get_config(), rows=3)
     trial = ablation.arms(setup, tmp_path)[TEXT].trial(seed=1)
@@ -151,8 +155,3 @@ def test_the_finding_says_what_was_met():
     assert [row[0] for row in counted.rows][-2:] == ["131,072", "202,752"]
     assert len(found.plots) == 5
     assert any("at no length" not in v and "1.5x at" in v for v in found.verdicts[6:])
-
-
-def test_a_mistake_is_one_line(capsys):
-    assert ablation.main(["huge"]) == 2
-    assert "unknown variant 'huge'; use one of tiny, small" in capsys.readouterr().err

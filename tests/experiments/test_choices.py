@@ -36,12 +36,14 @@ def chosen(traced):
     return [k.copy() for k in inside["topk"]], [r.expert_ids.copy() for r in inside["routing"]]
 
 
+@pytest.mark.slow
 def test_our_own_choices_change_nothing(golden, traced):
     logits, apart = follow(golden, *chosen(traced))
     np.testing.assert_allclose(logits, traced[0].logits, atol=1e-5)
     assert {a.count for layers in apart.values() for a in layers} == {0}
 
 
+@pytest.mark.slow
 def test_another_key_is_followed_and_its_gap_told(golden, traced):
     keys, experts = chosen(traced)
     query, layer = golden.tokens.shape[1] - 1, 1
@@ -60,6 +62,7 @@ def test_another_key_is_followed_and_its_gap_told(golden, traced):
     assert apart["keys"][layer].gap == pytest.approx(gap, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_another_expert_is_followed(golden, traced):
     keys, experts = chosen(traced)
     unused = min(set(range(golden.cfg.n_routed_experts)) - set(experts[0][-1].tolist()))

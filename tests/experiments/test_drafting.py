@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from experiments.benchmarks.drafting import deepened
@@ -9,6 +10,7 @@ from glm5_jax import presets
 from glm5_jax.model import glm5
 
 
+@pytest.mark.slow
 def test_a_deepened_model_is_the_same_function():
     model = glm5.Glm5(presets.tiny(), rngs=nnx.Rngs(0))
     deep = deepened(model, 7)

@@ -64,7 +64,12 @@ def test_results_of_a_folder_and_of_what_was_left(capsys, tmp_path):
         "results of another agent (oracle, not nop)" in evaluate(capsys, tasks, out, "nop")[2].err
     )
 
-    script = tmp_path / "script.sh"
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("isolation")
+def test_runs_script_of_user(capsys, tmp_path):
+    tasks, script = tmp_path / "tasks", tmp_path / "script.sh"
+    own(tasks, "half", test=SCORED)
     script.write_text("echo 0.125 > /app/score\n")
     code, results, _ = evaluate(capsys, tasks / "half", tmp_path / "s", "script", script=script)
     assert code == 0 and {name: row["reward"] for name, row in results.items()} == {"half": 0.125}
@@ -80,15 +85,18 @@ def hello(messages):
     return [("bash", {"command": commands[number]})] if number < 2 else "I have written it."
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("isolation")
 def test_a_policy_works_with_a_shell(capsys, tmp_path):
     tasks, out = tmp_path / "tasks", tmp_path / "out"
     shipped("hello-file", tasks)
     own(tasks, "other", test=SCORED)
     server = ScriptedServer(hello, ListenConfig(port=free_port(), api_key="secret"))
+    key = tmp_path / "key"
+    key.write_text("secret\n")
     given = {
         "endpoint.base_url": f"http://127.0.0.1:{server.config.port}",
-        "endpoint.api_key": "secret",
+        "endpoint.api_key_file": str(key),
         "endpoint.model": "glm-5-tiny",
         "policy.max_turns": 3,
     }

@@ -15,6 +15,8 @@ from glm5_jax.evals.chats import Answer
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 TOKENIZER = Tokenizer.default()
 MODULES = (thinking, error_masking, sft_attention)
 
@@ -30,12 +32,6 @@ def test_arms_and_seeds_share_the_models_that_they_start_from(module, size):
         assert not shared[-1]
     own = trials[0].stages[-1]
     assert own.data.seed == own.seed == 0 and own.data.held_out_fraction == finetuned.HELD_OUT
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_an_unknown_variant_is_named(module):
-    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, small"):
-        module.get_config("huge")
 
 
 def test_an_arm_is_a_life_with_another_sft():
@@ -129,7 +125,7 @@ def test_replies_are_right_closed_and_without_marks():
         on=["so </think> 0 <|user|>", "so </think> 7 <|user|>", "so so"],
         off=["0 <|user|>", "</think> 1 <|user|>", "5 <|user|>"],
     )
-    on, off = (thinking._asked(assistant, CHATS, think) for think in (True, False))
+    on, off = (thinking.ask_assistant(assistant, CHATS, think) for think in (True, False))
     assert on["right"] == off["right"] == [1, 0, 0]
     assert on["closed"] == pytest.approx(2 / 3) and on["stopped"] == pytest.approx(2 / 3)
     assert off["marks"] == 1 and off["tokens"] == pytest.approx(7 / 3)
@@ -137,9 +133,9 @@ def test_replies_are_right_closed_and_without_marks():
 
 
 def test_common_beginnings():
-    assert thinking._common([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert thinking._common([1, 2], [1, 2, 4]) == 2
-    assert thinking._common([], [1]) == 0
+    assert thinking.common_prefix([1, 2, 3], [1, 2, 4, 5]) == 2
+    assert thinking.common_prefix([1, 2], [1, 2, 4]) == 2
+    assert thinking.common_prefix([], [1]) == 0
 
 
 def row(seed, on, off, marks=0):
@@ -234,13 +230,13 @@ def test_calls_are_judged_by_the_rule_that_masks_them():
             return out
 
     good = [written(call["arguments"], call["name"]) for call in names]
-    judged = error_masking._calls(Caller(*good), chats, 1)
+    judged = error_masking.judge_calls(Caller(*good), chats, 1)
     assert judged == {"mistakes": [0, 0], "right": [1, 1]}
     other = written({"input": "x"}, names[0]["name"])
     unknown = written(names[1]["arguments"], "lookup")
-    judged = error_masking._calls(Caller(other, unknown), chats, 1)
+    judged = error_masking.judge_calls(Caller(other, unknown), chats, 1)
     assert judged == {"mistakes": [1, 1], "right": [0, 0]}
-    judged = error_masking._calls(Caller("so </think> <|user|>", "so"), chats, 1)
+    judged = error_masking.judge_calls(Caller("so </think> <|user|>", "so"), chats, 1)
     assert judged == {"mistakes": [0, 0], "right": [0, 0]}
 
 

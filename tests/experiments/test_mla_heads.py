@@ -9,6 +9,8 @@ from experiments.ablations.mla_heads import NARROW, WIDE, decode_flops, narrower
 from glm5_jax import presets
 from glm5_jax.training.flops import train_flops
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 def test_the_narrow_variant_of_glm5_is_the_papers():
     """GLM-5 2.1: head width 192 and a third more heads; with 64 rotated dimensions."""

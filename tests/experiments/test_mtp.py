@@ -12,6 +12,8 @@ from glm5_jax.evals.acceptance import AcceptanceConfig
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
 def test_the_arms_differ_in_the_mtp_layer_alone(variant):
@@ -75,6 +77,7 @@ def test_the_tables_show_every_arm_and_draft():
     assert len(by_place.rows) == 4 and by_place.rows[0][1].startswith("0.750")
 
 
+@pytest.mark.slow
 def test_a_trained_arm_drafts_on_held_out_text(tmp_path, monkeypatch):
     """The weights are those of the trial's folder, the end of a text the tokenizer's."""
     config = mtp.get_config()

@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("options", [["--plain"], []])
+@pytest.mark.parametrize("options", [["--plain"], pytest.param([], marks=pytest.mark.slow)])
 def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, capsys, options):
     out = tmp_path / "out"
     assert quantise.main([str(folder), str(out), "--group=32", *options]) == 0

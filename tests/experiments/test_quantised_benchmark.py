@@ -35,6 +35,7 @@ def test_a_tenth_of_a_slice_is_left(size, chip, chips):
     assert quantised.smallest(size, chip) == chips
 
 
+@pytest.mark.slow
 def test_planted_outliers_are_there_and_change_no_output():
     params, batch = cases.params(CFG), cases.batch()
     want = quantised.log_probs(params, batch, CFG)

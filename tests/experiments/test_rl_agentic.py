@@ -125,7 +125,9 @@ def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monke
     assert (service.config.name, service.config.weight) == ("terminal", 2.0)
     assert service.size + service.held_out == 9 and service.held_out > 0
     [limits] = (dataclasses.asdict(one.loop()) for one in given)
-    assert limits | {"tool_seconds": 60.0} == dataclasses.asdict(config.loop())
+    # Of terminal tasks a broken call ends nothing, and commands have their own time limit.
+    other = {"tool_seconds": 60.0, "ends_on_broken_call": True}
+    assert limits | other == dataclasses.asdict(config.loop())
 
 
 def test_it_is_checked_before_anything_is_started(tmp_path, capsys):

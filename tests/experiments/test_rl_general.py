@@ -15,6 +15,7 @@ from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.core.server import ListenConfig, free_port
 from glm5_jax.data import chat_tasks
+from glm5_jax.data.conversation import records
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs import instructions
 from glm5_jax.envs.general import GUARDS, GeneralConfig
@@ -24,6 +25,7 @@ from glm5_jax.rl.experiment import EvaluationConfig, Teacher
 from glm5_jax.rl.monitor import AgreementConfig
 from glm5_jax.rl.outcome_model import OutcomeModel, write_scorer
 from glm5_jax.rl.rollout import Group, RolloutConfig
+from glm5_jax.rl.stage import Attempts
 from glm5_jax.rl.types import Attempt
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages
@@ -59,16 +61,15 @@ def said(text):
     return Attempt(({"role": "assistant", "content": text},))
 
 
-def test_rules_alone_judge_what_has_rules(tmp_path):
-    stage = general().stage(tmp_path)
-    [task] = stage._world.tasks.draw(1)
+def test_judges_by_rules_alone_what_has_rules():
+    verify, _ = rl_general.judges(general())
+    task = DEMANDS.tasks_of()[0]
     wanted = [one.kept("Ay Ay Ay") for one in instructions.instructions(task.data)]
-    reward = asyncio.run(stage._world.verify(task, said("Ay Ay Ay")))
+    reward = asyncio.run(verify(task, said("Ay Ay Ay")))
     assert reward.value == sum(wanted) / len(wanted)
     assert [reward.parts[name] for name in GUARDS] == [1, 1, 1]
-    looped = asyncio.run(stage._world.verify(task, said("Ay " * 60)))
+    looped = asyncio.run(verify(task, said("Ay " * 60)))
     assert looped.value == 0 and looped.parts["repetition"] == 0
-    stage.close()
 
 
 def test_what_is_learnt_in_the_small_life_is_nothing_that_guards_fault():
@@ -102,25 +103,27 @@ def scored(tmp_path_factory):
     return str(workdir)
 
 
-def test_a_reward_model_counts_by_its_own_scale_on_the_run_s_mesh(tmp_path, scored, monkeypatch):
-    load, made = OutcomeModel.load, []
-    monkeypatch.setattr(
-        OutcomeModel, "load", lambda *args, **more: made.append(load(*args, **more)) or made[-1]
-    )
+def test_scales_score_of_reward_model_on_mesh_of_run(scored, monkeypatch):
+    load, meshes = OutcomeModel.load, []
+
+    def record(workdir, *, mesh, **more):
+        meshes.append(mesh)
+        return load(workdir, mesh=mesh, **more)
+
+    monkeypatch.setattr(OutcomeModel, "load", record)
     reward = GeneralConfig(squash=False, orm=1.0)
     config = general(reward_model=scored, tasks=(Share("prompts", "creativity"),), reward=reward)
-    stage = config.stage(tmp_path)
-    [task] = stage._world.tasks.draw(1)
-    found = asyncio.run(stage._world.verify(task, said("A tale of a whale.")))
+    verify, _ = rl_general.judges(config)
+    task = config.tasks[0].tasks_of()[0]
+    found = asyncio.run(verify(task, said("A tale of a whale.")))
     alone = load(scored).score([(task, said("A tale of a whale."))])
     assert found.parts["orm"] == pytest.approx(alone[0], abs=1e-4)
     assert found.value == found.parts["orm_z"] == (found.parts["orm"] - 5) / 2
-    [model] = made
-    where = model._params["embed"]["weight"].sharding
-    assert where.mesh == stage._mesh and not where.is_fully_replicated
-    stage.close()
+    [mesh] = meshes
+    assert mesh.size == jax.device_count() == 8
 
 
+@pytest.mark.slow
 def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored, monkeypatch):
     """Two steps of random words, each of which both models are asked about; on one device, and without the page."""
     for module in (rl_general, stages):
@@ -170,7 +173,7 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
                 tasks=(DEMANDS, Share("anchors", anchors), Share("prompts", "creativity")),
             )
             stage = config.stage(tmp_path / "run")
-            world = stage._world
+            world = stage.world
             by_name = {task.id.split("-")[0].split(":")[0]: task for task in world.tasks.draw(60)}
             anchored = next(t for t in by_name.values() if "anchor" in t.data)
             prompted = next(t for t in by_name.values() if t.data.get("rubric") == "creativity")
@@ -196,18 +199,16 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
 
 def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
     stage = general(anchors=anchors, texts=3).stage(tmp_path)
-    own = stage._attempts
+    texts = [one for text in stage.world.texts for one in records(text, stage.tokenizer)]
+    own = Attempts(stage.config, stage.world, texts)
 
     class OneEach:
         def sample(self, tasks, seed, first, name):
             sampled = TokenRecord([1, 2, 3], [0, 1, 1], rollout_logp=[np.nan, -1, -1])
             return [Group(tasks[0], [said("Ay")], [sampled])]
 
-    records = own._texts
-    assert len(records) == 20
-    shown = stage.tokenizer.decode(
-        [i for i, w in zip(records[0].token_ids, records[0].ce_weight) if w]
-    )
+    assert len(texts) == 20
+    shown = stage.tokenizer.decode([i for i, w in zip(texts[0].token_ids, texts[0].ce_weight) if w])
     assert "fact" in shown and "0?" not in shown
     own.rollouts, own.score, seen = OneEach(), None, []
     for _ in range(2):
@@ -220,9 +221,16 @@ def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
     stage.close()
 
 
+def fewer(share):
+    if isinstance(share, Share):
+        return dataclasses.replace(share, demands=DemandConfig(size=20, characters=200))
+    return dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=20))
+
+
 def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
     nowhere = distill.teachers(str(tmp_path / "life"))
-    config = dataclasses.replace(distill.tiny(), teachers=nowhere, **HERE)
+    few = {origin: tuple(map(fewer, getattr(distill.tiny(), origin))) for origin in distill.ORIGINS}
+    config = dataclasses.replace(distill.tiny(), teachers=nowhere, **HERE, **few)
     with pytest.raises(ValueError, match="life/sft"):
         config.stage(tmp_path / "run")
     origins = {teacher.origin: teacher.checkpoint for teacher in config.teachers}

@@ -61,8 +61,10 @@ LONGER = {
 def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
     config = rl_reasoning.get_config("addition")
     assert config.model.num_stored_parameters < 200_000
-    stage = config.stage(tmp_path)
-    world = stage._world
+    [share] = config.tasks
+    few = dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=1000))
+    stage = dataclasses.replace(config, tasks=(few,)).stage(tmp_path)
+    world = stage.world
     learnt = {task.messages[0]["content"] for task in world.tasks.draw(2000)}
     held_out = {task.messages[0]["content"] for own in world.held_out.values() for task in own}
     assert learnt and held_out and not learnt & held_out
@@ -72,14 +74,14 @@ def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
 def test_each_kind_has_its_own_verifier(tmp_path):
     shares = (Share(TaskConfig("gsm8k", size=20)), Share(TaskConfig("choices", size=20), 2.0))
     stage = small(tasks=shares, partly=False, **LONGER).stage(tmp_path)
-    verify = stage._world.verify
+    verify = stage.world.verify
     for share in shares:
         task = next(tasks(share.tasks))
         right = Attempt(({"role": "assistant", "content": f"answer: {task.data['answer']}"},))
         wrong = Attempt(({"role": "assistant", "content": "answer: Q"},))
         assert asyncio.run(verify(task, right)).value == 1
         assert asyncio.run(verify(task, wrong)).value == 0
-    drawn = [task.kind for task in stage._world.tasks.draw(30)]
+    drawn = [task.kind for task in stage.world.tasks.draw(30)]
     assert drawn.count("science") == 2 * drawn.count("math")
     stage.close()
 
@@ -91,7 +93,7 @@ def test_passages_are_searched_in_a_run(tmp_path):
         "model": dataclasses.replace(LONGER["model"], max_position_embeddings=4096),
     }
     stage = small(tasks=(share,), partly=False, **{**LONGER, **more}).stage(tmp_path)
-    world = stage._world
+    world = stage.world
     [task] = world.tasks.draw(1)
     answer = asyncio.run(attempt(task, follow))
     for message, result in zip(answer.messages, answer.messages[1:]):
@@ -129,7 +131,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
     write(other, lambda i: 4)
     config = small(tasks=(share,), verdicts=str(own), stronger_verdicts=str(other))
     stage = config.stage(tmp_path / "run")
-    assert {task.id for task in stage._world.tasks.draw(200)} == set(known[::2])
+    assert {task.id for task in stage.world.tasks.draw(200)} == set(known[::2])
     assert "too_easy" in capsys.readouterr().out
     stage.close()
 

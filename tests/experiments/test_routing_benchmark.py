@@ -82,6 +82,7 @@ def test_recorded_chats_depend_on_the_seed_alone():
     assert all(one != two for one, two in zip(again, other))
 
 
+@pytest.mark.slow
 def test_a_rank_finds_and_computes_what_a_real_engine_does():
     """Five chats by turns, in pages for one and a half."""
     draw, real = np.random.default_rng(0), engine()
@@ -155,6 +156,7 @@ def test_a_lost_rank_costs_what_it_had_and_moves_no_others():
     assert back.strayed > 0 and back.read > own.read
 
 
+@pytest.mark.slow
 def test_every_request_is_answered_once_in_every_arm():
     want = sorted((chat, turn) for chat, trace in enumerate(made()) for turn in range(len(trace)))
     for arm in routing.ARMS:
@@ -207,6 +209,7 @@ def test_names_alone_put_few_elsewhere():
     assert routing.replaced(result, Router(SMALL.names, RouterConfig(bound=100.0))) == 0
 
 
+@pytest.mark.slow
 def test_tables_and_pictures(tmp_path, capsys):
     traces = [made()]
     found = {arm: [routing.run(made(), arm, SMALL)] for arm in routing.ARMS}

@@ -1,6 +1,7 @@
 """What is served of a folder, which other folders take its place, and what is said of those that do not."""
 
 import dataclasses
+import functools
 import json
 import urllib.error
 import urllib.request
@@ -32,15 +33,17 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """{(kind, seed): folder} of models."""
-    root, made = tmp_path_factory.mktemp("folders"), {}
-    for kind, change in KINDS.items():
-        for seed in (0, 1) if kind in ("plain", "quantised") else (0,):
-            params, cfg = change(glm5.params_of(model(seed)), CFG)
-            made[kind, seed] = root / f"{kind}-{seed}"
-            save_hf(params, made[kind, seed], cfg=cfg, tokenizer=Tokenizer.default())
-    return made
+def folder_of(tmp_path_factory):
+    """folder_of(kind, seed) of a model, which is saved once."""
+    root = tmp_path_factory.mktemp("folders")
+
+    @functools.cache
+    def folder_of(kind, seed=0):
+        params, cfg = KINDS[kind](glm5.params_of(model(seed)), CFG)
+        save_hf(params, root / f"{kind}-{seed}", cfg=cfg, tokenizer=Tokenizer.default())
+        return root / f"{kind}-{seed}"
+
+    return folder_of
 
 
 def config(folder):
@@ -68,21 +71,26 @@ def one_device(monkeypatch):
     monkeypatch.setattr(serve, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("kind", ["plain", "quantised"])
-def test_a_folder_of_its_kind_takes_the_place_of_what_is_served(folders, one_device, kind):
-    want = Engine(models.load_model(folders[kind, 1]), **ENGINE)
+@pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow)])
+def test_serves_folder_of_its_kind_and_no_other(folder_of, one_device, kind):
+    """What is served stays as it was after a folder that is refused."""
+    want = Engine(models.load_model(folder_of(kind, 1)), **ENGINE)
     [want] = want.generate([PROMPT], Sampling(max_tokens=6, temperature=0, ignore_eos=True))
-    with serve.make_server(config(folders[kind, 0])).running() as url:
-        assert generate(url)["output_ids"] != want.ids
-        update = {"path": str(folders[kind, 1]), "version": 3}
+    with serve.make_server(config(folder_of(kind))).running() as url:
+        before = generate(url)
+        assert before["output_ids"] != want.ids
+        wrong = {"path": str(folder_of("other groups")), "version": 3}
+        status, answer = post(url, "/update_weights", wrong)
+        assert status == 400 and "experts as int4 in groups of 16, what is served is" in answer
+        assert generate(url)["output_ids"] == before["output_ids"]
+        update = {"path": str(folder_of(kind, 1)), "version": 3}
         assert post(url, "/update_weights", update) == (200, {"success": True, "version": 3})
         got = generate(url)
     assert got["output_ids"] == want.ids and got["meta_info"]["weight_versions"] == [3] * 6
 
 
-def test_another_kind_or_model_is_refused_in_one_line_and_nothing_changes(
-    folders, one_device, tmp_path
-):
+@pytest.mark.slow
+def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_path):
     rope = dataclasses.replace(CFG.rope_parameters, rope_theta=5e5)
     others = {"rope": dict(rope_parameters=rope), "wide": dict(intermediate_size=96)}
     for name, changes in others.items():
@@ -92,25 +100,24 @@ def test_another_kind_or_model_is_refused_in_one_line_and_nothing_changes(
         save_hf(table.quantise(params, cfg, 32)[0], tmp_path / f"quantised-{name}", cfg=cfg)
     cases = {
         "plain": {
-            folders["quantised", 0]: f"holds {QUANTISED}, what is served is plain weights; give",
+            folder_of("quantised"): f"holds {QUANTISED}, what is served is plain weights; give",
             tmp_path / "rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
             tmp_path / "wide": "model/dense_layers/mlp/down, (1, 96, 128) there and (1, 384, 128)",
         },
         "quantised": {
-            folders["plain", 0]: f"holds plain weights, what is served is {QUANTISED}; give",
-            folders["other groups", 0]: "experts as int4 in groups of 16, what is served is",
-            folders["rotated", 0]: f"holds {QUANTISED}, rotated ones, what is served",
+            folder_of("plain"): f"holds plain weights, what is served is {QUANTISED}; give",
+            folder_of("other groups"): "experts as int4 in groups of 16, what is served is",
+            folder_of("rotated"): f"holds {QUANTISED}, rotated ones, what is served",
             tmp_path / "quantised-rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
             tmp_path / "quantised-wide": "(1, 96, 128) there and (1, 384, 128) here",
             tmp_path / "nothing": "nothing does not exist",
         },
     }
     for kind, wrong in cases.items():
-        with serve.make_server(config(folders[kind, 0])).running() as url:
-            before = generate(url)
-            for folder, said in wrong.items():
-                update = {"path": str(folder), "version": 3}
-                status, answer = post(url, "/update_weights", update)
-                assert status == 400 and said in answer, answer
-                assert "\n" not in answer and len(answer) < 300 + len(str(folder))
-            assert generate(url)["output_ids"] == before["output_ids"]
+        load = models.loader_like(models.load_model(folder_of(kind)))
+        for folder, said in wrong.items():
+            with pytest.raises(ValueError) as refused:
+                load(str(folder))
+            answer = str(refused.value)
+            assert said in answer, answer
+            assert "\n" not in answer and len(answer) < 300 + len(str(folder))

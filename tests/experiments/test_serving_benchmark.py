@@ -3,12 +3,14 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from experiments.benchmarks import serving
 from glm5_jax.model import glm5
 from tests.mesh import cases
 
 
+@pytest.mark.slow
 def test_bytes_of_pages_and_the_conversations_they_admit():
     """Against the numbers themselves: 92 layers of 8 heads of 128, twice; 78 of 512 + 64, and of 128."""
     sizes = [serving.token_bytes(cfg, **kinds) for _, cfg, kinds in serving.caches()]
@@ -26,6 +28,7 @@ def test_bytes_of_pages_and_the_conversations_they_admit():
     assert [serving.admitted(size) for size in sizes] == [int(room / size) for size in sizes]
 
 
+@pytest.mark.slow
 def test_pages_in_8_bits_are_compared_with_the_forward_itself():
     cfg = dataclasses.replace(cases.config(), eos_token_id=())
     params, tokens = (

@@ -10,6 +10,8 @@ from experiments.ablations.arms import Arm, after_sft
 from experiments.ablations.stale_policies import AGES, LOSSES, arm_name
 from glm5_jax.core.metrics_log import column, read
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 def test_arms_differ_in_the_loss_and_the_age_alone():
     arms = stale_policies.get_config("tiny")
@@ -24,10 +26,9 @@ def test_arms_differ_in_the_loss_and_the_age_alone():
             same = {name: getattr(base, name) for name in names}
             assert dataclasses.replace(stage, **same) == base
     assert len({arm.trial(seed=s).digests[-1] for arm in arms.values() for s in (0, 1)}) == 18
-    with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, chains"):
-        stale_policies.get_config("huge")
 
 
+@pytest.mark.slow
 def test_samples_get_as_old_as_they_may(tmp_path):
     config = stale_policies.get_config("tiny")[arm_name("ppo", 4)].stages[-1]
     config = dataclasses.replace(

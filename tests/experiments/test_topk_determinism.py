@@ -28,6 +28,8 @@ from glm5_jax.model.indexer import Index
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.oracles import attention, indexer, indexer_kl
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 CFG = retriever.model(1, attention="sparse", index_topk=4, eos_token_id=(), pad_token_id=None)
 NONE = (None, None)
 KEYS = [jax.random.key(i) for i in range(3)]
@@ -53,6 +55,7 @@ def test_without_ties_and_in_short_rows_all_take_the_best(rule):
     np.testing.assert_array_equal(rule(index, 0, NONE, 4, KEYS[0]), wanted(index, 4))
 
 
+@pytest.mark.slow
 def test_a_rule_knows_documents_and_where_the_queries_begin():
     index = index_of()
     segments = np.array([[1] * 7 + [2] * 4 + [0]])
@@ -65,6 +68,7 @@ def test_a_rule_knows_documents_and_where_the_queries_begin():
         np.testing.assert_array_equal(got, want[:, 5:])
 
 
+@pytest.mark.slow
 def test_chance_decides_between_equal_scores_and_nothing_else():
     index = index_of(t=40)
     same = index._replace(k=index.k.at[:, 10:30].set(index.k[:, :1]))  # 21 equal scores
@@ -81,6 +85,7 @@ def test_chance_decides_between_equal_scores_and_nothing_else():
     np.testing.assert_array_equal(drawn[0], random_ties(same, 0, NONE, 6, KEYS[0]))
 
 
+@pytest.mark.slow
 def test_rounded_scores_tie_more_often():
     index = index_of(t=200)
     found = [np.asarray(rounded_ties(index, 0, NONE, 8, key)) for key in KEYS]
@@ -105,6 +110,7 @@ def test_on_a_tpu_a_group_keeps_its_best_key():
         np.testing.assert_array_equal(got[0, t], best + [-1] * (3 - len(best)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "dtype"), [(in_bfloat16, "bfloat16"), (in_float8, "float8_e4m3fn")]
 )
@@ -131,6 +137,7 @@ def rows(b=2, t=24):
     return jax.random.randint(jax.random.key(1), (b, t), 0, CFG.vocab_size)
 
 
+@pytest.mark.slow
 def test_under_the_exact_rule_it_is_the_models_forward_bit_by_bit():
     layers = glm5.unstack(weights(), CFG)
     out = train(layers, rows(), CFG, exact, KEYS[0])
@@ -140,6 +147,7 @@ def test_under_the_exact_rule_it_is_the_models_forward_bit_by_bit():
     np.testing.assert_array_equal(out.logits, again.logits)
 
 
+@pytest.mark.slow
 def test_a_rollout_is_the_same_row_token_by_token():
     layers = glm5.unstack(weights(), CFG)
     whole = train(layers, rows(), CFG, exact, KEYS[0])
@@ -161,6 +169,7 @@ def test_what_differs_is_counted_where_keys_are_left_out():
     assert topk_determinism.held(one, one) == 1
 
 
+@pytest.mark.slow
 def test_the_rules_are_compared_on_trained_weights(tmp_path, monkeypatch):
     """Of a folder with the weights and the tokenizer of a model; two rules are enough to see."""
     monkeypatch.setattr(retriever, "CURRICULUM", ((36, 1),))
@@ -230,8 +239,3 @@ def test_the_model_becomes_sparse_after_its_indexers_have_learnt(variant, tmp_pa
     assert stages[-1].data == stages[-2].data
     assert stages[-1].data.sequence_length < setup.capacity
     assert setup.capacity <= stages[-1].model.max_position_embeddings
-
-
-def test_a_mistake_is_one_line(capsys):
-    assert topk_determinism.main(["huge"]) == 2
-    assert "unknown variant 'huge'; use one of tiny, small" in capsys.readouterr().err

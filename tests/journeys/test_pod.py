@@ -80,7 +80,7 @@ def test_processes_that_share_a_row_read_the_same_data(tmp_path):
     np.testing.assert_allclose([r[2] for r in two], [r[2] for r in one], rtol=2e-5)
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_error_in_one_process_is_an_error_in_all(broken):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))

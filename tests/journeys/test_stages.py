@@ -70,7 +70,7 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
 ):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     config = life()
-    assert run._run(types.SimpleNamespace(), config, tmp_path, StopSignal()) == 0
+    assert run.run_config(types.SimpleNamespace(), config, tmp_path, StopSignal()) == 0
     dense, warm, sparse, tuned = (
         weights(getattr(config, name), tmp_path / name) for name in STAGES
     )

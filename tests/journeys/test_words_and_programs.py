@@ -159,7 +159,7 @@ def test_a_program_that_does_harm_costs_only_its_own_reward(tmp_path):
         for task, texts in zip((words, program), said)
     ]
     try:
-        asyncio.run(judge(groups, stage._world, 64))
+        asyncio.run(judge(groups, stage.world, 64))
     finally:
         stage.close()
     math, code = ([reward.value for reward in group.rewards] for group in groups)

@@ -5,17 +5,31 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from glm5_jax.core.flops import REST, count_flops, work_by_scope
+from pallas_kernels import dispatch
 from pallas_kernels.cases import COMPOSED, KERNELS, cases
-from tests.kernels.implementations import written
+from tests.kernels.implementations import marks, written
 
 CHIPS = {"tpu": ("tpu", "TPU v5p"), "gpu": ("cuda", "NVIDIA H200")}
-ALL = [
-    pytest.param(kernel, case, id=f"{kernel}-{case}")
-    for kernel in KERNELS + COMPOSED
-    for case in cases(kernel)
-]
+QUICK = {  # one case of each kernel; the others are for the slow tier
+    "cross_entropy": "forward",
+    "flash_mla": "decode",
+    "gated_delta": "forward",
+    "grouped_matmul": "forward",
+    "head_probs": "forward",
+    "index_scores": "forward",
+    "indexer_kl": "forward",
+    "lightning_indexer": "decode",
+    "mla_prologue": "prefill",
+    "sparse_flash_attention": "forward_uniform",
+    "sparse_indexer_kl": "forward",
+    "top_k": "decode",
+    "w4a8_matmul": "dense",
+    "write_rows": "chunk",
+}
 LOWERED = [
-    pytest.param(kernel, case, form, id=f"{kernel}-{case}-{form}")
+    pytest.param(
+        kernel, case, form, id=f"{kernel}-{case}-{form}", marks=marks(case != QUICK[kernel])
+    )
     for kernel in KERNELS
     for form in CHIPS
     if form in written(kernel)
@@ -64,7 +78,8 @@ def test_lowers_at_full_size(kernel, name, form):
     mesh = AbstractMesh((1,), ("one",), axis_types=(AxisType.Auto,), abstract_device=chip)
     shapes = jax.eval_shape(lambda key: case.inputs(case.sizes, key), jax.random.key(0))
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(lambda arrays: case.run(arrays, case.sizes, "auto")).trace(shapes)
+        how = form if (kernel, form) in dispatch.OPT_IN else "auto"
+        traced = jax.jit(lambda arrays: case.run(arrays, case.sizes, how)).trace(shapes)
         lowered = traced.lower(lowering_platforms=(platform,)).as_text()
     assert {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}[form] in lowered
     if form == "tpu":  # every kernel says what it costs, by the formulas of the case
@@ -79,7 +94,14 @@ def test_lowers_at_full_size(kernel, name, form):
         assert taken <= warpgroups * (min(240, 512 // warpgroups) // 8 * 8)
 
 
-@pytest.mark.parametrize(("kernel", "name"), ALL)
+@pytest.mark.parametrize(
+    ("kernel", "name"),
+    [
+        pytest.param(kernel, case, id=f"{kernel}-{case}", marks=marks(QUICK.get(kernel) != case))
+        for kernel in KERNELS + COMPOSED
+        for case in cases(kernel)
+    ],
+)
 def test_costs_are_what_cannot_be_left_out(kernel, name):
     """XLA's form, which leaves out nothing, does no fewer products; what is moved is at least the results."""
     case = cases(kernel)[name]

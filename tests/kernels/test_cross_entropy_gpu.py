@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.cross_entropy import Static, gpu, linear_cross_entropy
-from tests.kernels.implementations import interpreted, marks
+from tests.kernels.implementations import interpreted
 from tests.kernels.offline import compile_for
 from tests.oracles import cross_entropy
 
@@ -18,10 +18,8 @@ CUTS = {  # 3 blocks of rows and 5 tiles of words
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=marks(name != "the last stretch is shorter")) for name in CUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTS)
 def test_cuts(name, monkeypatch):
     """300 numbers are contracted in 5 steps of a ring of 4."""
     d = 300
@@ -44,7 +42,7 @@ def test_cuts(name, monkeypatch):
 
 @pytest.mark.parametrize(("m", "v"), [(8192, 154880), (128, 154880), (640, 2048), (4224, 512)])
 def test_every_block_of_rows_meets_every_stretch_once(m, v):
-    plan = gpu._plan(m, v)
+    plan = gpu.plan_of(m, v)
     blocks = jnp.arange(plan.row_blocks * plan.stretches)
     rows, stretches = jax.vmap(plan.of)(blocks)
     seen = np.zeros((plan.row_blocks, plan.stretches), int)
@@ -55,13 +53,14 @@ def test_every_block_of_rows_meets_every_stretch_once(m, v):
 
 def test_blocks_in_a_row_share_what_they_read():
     """GLM-5's 132 blocks at a time read 16 blocks of rows and 9 or 10 stretches of words."""
-    plan = gpu._plan(8192, 154880)
+    plan = gpu.plan_of(8192, 154880)
     for first in range(0, 16 * plan.stretches - 132, 132):
         rows, stretches = jax.vmap(plan.of)(first + jnp.arange(132))
         assert len(set(rows.tolist())) == 16
         assert len(set(stretches.tolist())) <= 10
 
 
+@pytest.mark.slow
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(gpu, "BACKWARD_ROWS", 4)
     rng = np.random.default_rng(1)

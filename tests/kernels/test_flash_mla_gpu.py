@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import compat
 from pallas_kernels.flash_mla import flash_mla, gpu, visits
 from pallas_kernels.flash_mla.visits import Tiling
-from tests.kernels.implementations import watched
+from tests.kernels.implementations import in_tiers, watched
 from tests.kernels.offline import compile_for
 
 RNG = np.random.default_rng(0)
@@ -56,6 +56,7 @@ def test_rings_that_turn_and_widths_that_differ(t, n):
     assert not compat.races_found("gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 def test_wide_latents_in_pieces(shared):
     """Three heads' two queries over one tile or five, in two pieces, of which one may see nothing."""
@@ -72,8 +73,8 @@ def test_wide_latents_in_pieces(shared):
             assert not compat.races_found("gpu")
 
 
-@pytest.mark.parametrize("by_keys", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("by_keys", in_tiers([True], [False]))
+@pytest.mark.parametrize("packed", in_tiers([True], [False]))
 def test_ranges_hold_what_tiles_meet(by_keys, packed):
     """Whatever is met is in the range, nothing partly hidden is in its whole part; pieces join up."""
     tiling = Tiling(t=90, s=150, row=16, key=8, rows=6, keys=19)
@@ -84,8 +85,8 @@ def test_ranges_hold_what_tiles_meet(by_keys, packed):
         of_rows = np.zeros((2, 96), np.int32)
         of_rows[:, :90] = of_keys[:, 60:150]
         segments = jnp.asarray(of_rows), jnp.asarray(of_keys)
-    known = jax.jit(lambda: gpu._ranges(tiling, 60, segments, by_keys))()
-    later = jax.jit(lambda start: gpu._ranges(tiling, start, segments, by_keys))
+    known = jax.jit(lambda: gpu.ranges_of(tiling, 60, segments, by_keys))()
+    later = jax.jit(lambda start: gpu.ranges_of(tiling, start, segments, by_keys))
     np.testing.assert_array_equal(known, later(60))
     met, whole = (np.asarray(x) for x in visits.meetings(tiling, 60, *segments))
     if by_keys:
@@ -96,7 +97,7 @@ def test_ranges_hold_what_tiles_meet(by_keys, packed):
     assert not (~whole & (low <= tile) & (tile < high)).any()
     assert ((low <= tile) & (tile < high)).sum() > 0.5 * whole.sum()
     assert (begin == end).any() == (~met.any(2)).any()
-    pieces = np.asarray(gpu._cut(known, 3)).reshape(*known.shape[:2], 3, 4)
+    pieces = np.asarray(gpu.cut_ranges(known, 3)).reshape(*known.shape[:2], 3, 4)
     inside = (pieces[..., :1] <= tile) & (tile < pieces[..., 1:2])
     np.testing.assert_array_equal(inside.sum(axis=2), (begin <= tile) & (tile < end))
 
@@ -129,7 +130,7 @@ def test_compiles_for_values_of_another_width(heads, x, y):
 def test_decoding_keeps_all_multiprocessors_busy():
     """The range of each of 8 blocks is cut into 16; 64 heads of 8 queries are 8 blocks of a batch row."""
     q, k = jnp.zeros((1, 1, 64, 1, 64)), jnp.zeros((1, 1, 8192, 64))
-    blocks = gpu._Blocks(q, k, gpu.ROWS, gpu.KEYS)
+    blocks = gpu.Blocks(q, k, gpu.ROWS, gpu.KEYS)
     assert (blocks.parts, blocks.tiling.rows) == (1, 1)
-    blocks = gpu._Blocks(jnp.zeros((1, 1, 64, 8, 64)), k, gpu.ROWS, gpu.KEYS)
+    blocks = gpu.Blocks(jnp.zeros((1, 1, 64, 8, 64)), k, gpu.ROWS, gpu.KEYS)
     assert (blocks.group, blocks.parts, blocks.tiling.rows) == (8, 8, 1)

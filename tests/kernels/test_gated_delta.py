@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import compat
 from pallas_kernels.gated_delta import chunk as chunks, gated_delta, gated_delta_step
 from tests.kernels.implementations import (
+    in_tiers,
     interpreted,
+    over_cases,
     over_implementations,
     over_pallas_forms,
     watched,
@@ -132,8 +134,14 @@ CASES = {
 }
 
 
-@over_implementations("gated_delta", slow="gpu")
-@pytest.mark.parametrize("name", CASES)
+QUICK = {
+    "ref": CASES,
+    "tpu": ("everything", "a gate that shuts", "only padding in a row"),
+    "gpu": (),
+}
+
+
+@over_cases("gated_delta", CASES, QUICK)
 def test_chunked_form_and_its_gradients(name, implementation):
     args, segments = CASES[name]
     wanted = expected(args, segments, *cotangents())
@@ -161,7 +169,7 @@ def test_steps_are_the_recurrence_and_so_are_their_gradients():
     assert_equal((out, final, pull((dout, dfinal))[0]), wanted)
 
 
-@over_implementations("gated_delta", slow="gpu")
+@over_implementations("gated_delta", slow="tpu gpu")
 def test_a_prefix_in_chunks_and_the_rest_in_steps(implementation):
     args = problem()
     prefix = {name: x[:, :33] for name, x in args.items() if name != "state"}
@@ -174,7 +182,7 @@ def test_a_prefix_in_chunks_and_the_rest_in_steps(implementation):
     np.testing.assert_allclose(state, final, atol=2e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("chunk", in_tiers([7], [1, 64]))
 def test_any_chunk_in_float64(chunk):
     """Formulas, not tolerances; 64 is longer than the sequence."""
     with jax.enable_x64(True):
@@ -185,7 +193,7 @@ def test_any_chunk_in_float64(chunk):
         assert_equal(got, expected(args, PADDED, *d), 1e-13)
 
 
-@over_implementations("gated_delta")
+@over_implementations("gated_delta", slow="tpu")
 def test_keys_that_repeat(implementation):
     """One key, and nothing forgotten: powers of the matrix that is inverted reach 1e18 in a chunk of 64."""
     args = {name: x[:1, :, :1] for name, x in problem(t=64).items() if name != "state"}
@@ -211,7 +219,8 @@ def test_inverse(size, parts):
     np.testing.assert_allclose(got, np.linalg.inv(np.eye(size) + a), atol=limit)
 
 
-@over_implementations("gated_delta", slow="gpu")
+@pytest.mark.slow
+@over_implementations("gated_delta")
 def test_bfloat16(implementation):
     """Its sums are wide: what comes out wide is as exact as two bfloat16 parts of an operand make it."""
     args = problem()
@@ -231,6 +240,7 @@ def test_bfloat16(implementation):
         assert error < (2**-8 if name in "qkv" else 5e-5), (name, error)
 
 
+@pytest.mark.slow
 @over_pallas_forms("gated_delta", slow="gpu")
 def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
     args, d = problem(), cotangents()
@@ -253,7 +263,8 @@ def test_backward_keeps_a_state_per_chunk():
     assert compiled.memory_analysis().temp_size_in_bytes < 5e6
 
 
-@over_implementations("gated_delta", slow="gpu")
+@pytest.mark.slow
+@over_implementations("gated_delta")
 def test_batched_and_traced_once(implementation):
     args = problem()
     args.pop("state")
@@ -274,7 +285,7 @@ def test_batched_and_traced_once(implementation):
         np.testing.assert_allclose(final[i], single[1], atol=1e-5)
 
 
-@over_implementations("gated_delta", several_devices=True)
+@over_implementations("gated_delta", several_devices=True, slow="ref tpu")
 def test_sharded_over_batch_and_heads(implementation):
     axes = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=axes, devices=jax.devices()[:4])

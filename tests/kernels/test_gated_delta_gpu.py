@@ -69,7 +69,7 @@ def test_says_what_it_cannot_take(h, dtype, reason):
 @pytest.mark.aot
 def test_xla_keeps_both_parts():
     """A cast to bfloat16 and back is left out by XLA for GPUs, and with it the second part of a number."""
-    product = functools.partial(chunks.product, "ab", chunks.Parts(2, 2, gpu._split))
+    product = functools.partial(chunks.product, "ab", chunks.Parts(2, 2, gpu.split))
     x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     text = compile_for("h200", product, x, x).as_text()
     assert text.count("reduce-precision(") >= 4

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul import cases, grouped_matmul, grouped_swiglu, tiles, tpu
 from tests.kernels.expert_problem import D, E, F, gradients, weights
-from tests.kernels.implementations import over_implementations, watched
+from tests.kernels.implementations import in_tiers, marks, over_implementations, watched
 from tests.oracles import experts as oracle
 
 ROWS = 140  # on one expert they are several rounds of a block's capacity
@@ -26,28 +26,24 @@ SIZES = {
     "less than a tile": (3, 0, 4, 0, 1),
     "no row at all": (0, 0, 0, 0, 0),
 }
+FEW = (3, 0, 20, 9, 1)  # of 40 rows
 over_all = over_implementations("grouped_matmul")
+over_all_slowly = over_implementations("grouped_matmul", slow="gpu")
 
 
-def in_tiers(names=(None,), quick=()):
-    """Parametrises a test by `implementation` and, if there are several, by `name`.
-
-    Hopper's emulator takes seconds for each: what is not among the quick names is slow with it.
-    """
+def over_sizes(test):
+    """Parametrises a test by `implementation` and `sizes`; Hopper's emulator takes seconds for each of SIZES."""
+    forms = [(p.id, *p.values) for p in over_all.args[1]]
     params = [
-        pytest.param(
-            *(p.values if name is None else (*p.values, name)),
-            id=p.id if name is None else f"{name}-{p.id}",
-            marks=[pytest.mark.slow] if p.id == "gpu" and name not in quick else [],
-        )
-        for name in names
-        for p in over_all.args[1]
+        pytest.param(how, list(SIZES.values()), id=form, marks=marks(form == "gpu"))
+        for form, how in forms
     ]
-    return pytest.mark.parametrize(("implementation", "name")[: 1 + (names != (None,))], params)
-
-
-over_sizes = in_tiers(tuple(SIZES), quick=("uneven",))
-over_all_slowly = in_tiers()
+    params += [
+        pytest.param(how, [FEW], id=f"few-{form}", marks=marks("swiglu" in test.__name__))
+        for form, how in forms
+        if form == "gpu"
+    ]
+    return pytest.mark.parametrize(("implementation", "all_sizes"), params)(test)
 
 
 def slices(sizes):
@@ -86,17 +82,20 @@ def loop(x, w, dy, sizes):
 
 
 @over_sizes
-def test_product_and_gradients_are_those_of_the_loop(implementation, name, problem):
-    sizes = SIZES[name]
-    got = with_gradients(implementation)(*problem, jnp.asarray(sizes))
-    for a, b in zip(got, loop(*problem, sizes)):
-        np.testing.assert_allclose(a, b, atol=1e-4)
-    filled = sum(sizes)
-    assert not got[0][filled:].any() and not got[1][filled:].any()
-    assert not got[2][np.asarray(sizes) == 0].any()
+def test_product_and_gradients_are_those_of_the_loop(implementation, all_sizes, problem):
+    x, w, dy = problem
+    if all_sizes == [FEW]:
+        x, dy = x[:40], dy[:40]
+    for sizes in all_sizes:
+        got = with_gradients(implementation)(x, w, dy, jnp.asarray(sizes))
+        for a, b in zip(got, loop(x, w, dy, sizes)):
+            np.testing.assert_allclose(a, b, atol=1e-4, err_msg=str(sizes))
+        filled = sum(sizes)
+        assert not got[0][filled:].any() and not got[1][filled:].any(), sizes
+        assert not got[2][np.asarray(sizes) == 0].any(), sizes
 
 
-@over_all
+@over_all_slowly
 def test_rows_without_an_owner_are_never_looked_at(implementation, problem):
     x, w, dy = problem
     sizes = SIZES["rows without an owner"]
@@ -107,7 +106,8 @@ def test_rows_without_an_owner_are_never_looked_at(implementation, problem):
         np.testing.assert_array_equal(a, b)
 
 
-@over_all_slowly
+@pytest.mark.slow
+@over_all
 def test_bfloat16_is_summed_wide(implementation):
     """A bfloat16 sum of ones would stop at 256."""
     x, w, dy = (jnp.ones(s, jnp.bfloat16) for s in ((320, 400), (2, 400, 320), (320, 320)))
@@ -125,10 +125,8 @@ def test_two_runs_give_the_same_bits(implementation, problem):
         np.testing.assert_array_equal(a, b)
 
 
-FEW = (3, 0, 20, 9, 1)  # of 40 rows
-
-
-@over_all_slowly
+@pytest.mark.slow
+@over_all
 def test_batches(implementation, problem):
     """A batch of everything but the sizes."""
     x, w, dy = problem[0][:40], problem[1], problem[2][:40]
@@ -140,6 +138,7 @@ def test_batches(implementation, problem):
         np.testing.assert_allclose(a, jnp.stack([b, 4 * b]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @over_implementations("grouped_matmul", several_devices=True)
 def test_experts_on_devices(implementation, problem):
     """Experts that lie on 8 devices."""
@@ -157,7 +156,7 @@ def test_experts_on_devices(implementation, problem):
     np.testing.assert_allclose(jax.jit(spread)(*many), np.concatenate([expected] * 8), atol=1e-4)
 
 
-@over_all_slowly
+@over_implementations("grouped_matmul", slow="tpu gpu")
 def test_traced_once_whatever_the_sizes(implementation, problem):
     traced = []
 
@@ -171,7 +170,8 @@ def test_traced_once_whatever_the_sizes(implementation, problem):
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("name", ["tpu", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_swiglu_does_not_race(name, x_dy):
     x, dy = (
         jnp.asarray(a[:48]) for a in x_dy
@@ -185,6 +185,7 @@ def test_swiglu_does_not_race(name, x_dy):
         np.testing.assert_allclose(dw[key], value, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_weights_fetched_ahead_over_several_column_tiles_do_not_race(problem):
     """Three column tiles of 128, so that the fetch ahead goes over from tile to tile."""
     rng = np.random.default_rng(2)
@@ -203,8 +204,7 @@ def test_weights_fetched_ahead_over_several_column_tiles_do_not_race(problem):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize("rows", [160, 149])
+@pytest.mark.parametrize(("tile", "rows"), [(16, 149), (64, 160)])
 def test_visits(tile, rows):
     rng = np.random.default_rng(tile + rows)
     num_tiles = -(-rows // tile)
@@ -293,15 +293,16 @@ def swiglu_with_gradients(implementation):
 
 
 @over_sizes
-def test_swiglu_and_its_gradients_are_those_of_the_loop(implementation, name, x_dy):
-    sizes = SIZES[name]
-    y, dx, dw = swiglu_with_gradients(implementation)(*x_dy, np.asarray(sizes, np.int32), weights())
-    expected = swiglu_loop(*x_dy, sizes)
-    np.testing.assert_allclose(y, expected[0], atol=1e-4)
-    assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any()
-    np.testing.assert_allclose(dx, expected[1], atol=1e-4)
-    for key, value in expected[2].items():
-        np.testing.assert_allclose(dw[key], value, atol=1e-3)
+def test_swiglu_and_its_gradients_are_those_of_the_loop(implementation, all_sizes, x_dy):
+    x, dy = x_dy[:, :40] if all_sizes == [FEW] else x_dy
+    for sizes in all_sizes:
+        y, dx, dw = swiglu_with_gradients(implementation)(x, dy, np.int32(sizes), weights())
+        expected = swiglu_loop(x, dy, sizes)
+        np.testing.assert_allclose(y, expected[0], atol=1e-4, err_msg=str(sizes))
+        assert not y[sum(sizes) :].any() and not dx[sum(sizes) :].any(), sizes
+        np.testing.assert_allclose(dx, expected[1], atol=1e-4, err_msg=str(sizes))
+        for key, value in expected[2].items():
+            np.testing.assert_allclose(dw[key], value, atol=1e-3, err_msg=f"{key} {sizes}")
 
 
 def test_the_loop_is_the_oracle(x_dy):
@@ -311,8 +312,8 @@ def test_the_loop_is_the_oracle(x_dy):
     np.testing.assert_allclose(swiglu_loop(x, x, (0, 3, 0, 0, 0))[0], expected, atol=1e-5)
 
 
-@over_all_slowly
-@pytest.mark.parametrize("expected_rows", [1, 4000])
+@over_implementations("grouped_matmul", slow="tpu gpu")
+@pytest.mark.parametrize("expected_rows", in_tiers([1], [4000]))
 def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows, x_dy):
     sizes = SIZES["uneven"]
     run = functools.partial(swiglu, expected_rows=expected_rows, implementation=implementation)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import compat
 from pallas_kernels.grouped_matmul import gpu, gpu_rows, gpu_weights
@@ -19,6 +20,7 @@ def draw(*shape):
     return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.slow
 def test_rows_of_several_tiles_that_begin_anywhere():
     """Five steps in a ring of four, tiles of one group behind another's, and rows that nobody has."""
     sizes = (3, 131, 0, 1, 17)
@@ -34,6 +36,7 @@ def test_rows_of_several_tiles_that_begin_anywhere():
     assert not np.asarray(y[152:]).any()
 
 
+@pytest.mark.slow
 def test_sums_over_rows_that_are_others_too():
     """Groups that begin and end within the same eight rows, beside a group of six steps."""
     sizes = (3, 2, 0, 340)

@@ -47,10 +47,8 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in CUTS if name != "chunks")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTS)
 def test_cuts(name):
     q, w, k, own, of = problem(2, 12, 400, 4, 24, 380)
     with cut(**CUTS[name]):
@@ -79,6 +77,7 @@ def test_long_rows_of_bfloat16():
     np.testing.assert_array_equal(got, expected(q, w, k, None, None, 8992, 300))
 
 
+@pytest.mark.slow
 def test_has_no_races():
     q, w, k, own, of = problem(1, 8, 900, 2, 16, 892, jnp.bfloat16)
     with cut(MULTIPROCESSORS=1):

@@ -72,12 +72,12 @@ def test_queries_latents_and_cache(implementation, biases=True):
     np.testing.assert_array_equal(np.asarray(got.cache)[others], cache[others])
 
 
-@over_implementations("mla_prologue", slow="gpu")
+@over_implementations("mla_prologue", slow="tpu gpu")
 def test_without_biases(implementation):
     test_queries_latents_and_cache(implementation, biases=False)
 
 
-@over_implementations("mla_prologue", slow="gpu")
+@over_implementations("mla_prologue", slow="tpu gpu")
 def test_without_a_cache(implementation):
     (x, w, cos, sin, cache), turns = problem()
     got = run(x, w, cos, sin, implementation=implementation)
@@ -86,7 +86,8 @@ def test_without_a_cache(implementation):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@over_implementations("mla_prologue", slow="gpu")
+@pytest.mark.slow
+@over_implementations("mla_prologue")
 def test_bfloat16(implementation):
     (x, w, cos, sin, cache), turns = problem()
     half = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), (x, w, cos, sin, cache))
@@ -110,6 +111,7 @@ def test_blocks_of_tokens_that_meet_in_one_tile_of_the_cache(monkeypatch):
     np.testing.assert_allclose(got.cache, expected(x, w, turns, cache, slots)[3], atol=2e-5)
 
 
+@pytest.mark.slow
 @over_pallas_forms("mla_prologue")
 def test_no_races_and_the_same_bits_twice(name):
     (x, w, cos, sin, cache), _ = problem()
@@ -119,7 +121,7 @@ def test_no_races_and_the_same_bits_twice(name):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
-@over_implementations("mla_prologue", several_devices=True)
+@over_implementations("mla_prologue", several_devices=True, slow="ref tpu")
 def test_every_device_its_own_sequences(implementation):
     """In a manual region over eight devices, with a cache each."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -140,7 +142,8 @@ def test_every_device_its_own_sequences(implementation):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@over_implementations("mla_prologue", slow="gpu")
+@pytest.mark.slow
+@over_implementations("mla_prologue")
 def test_vmap(implementation):
     (x, w, cos, sin, _), turns = problem()
     one = functools.partial(run, implementation=implementation)

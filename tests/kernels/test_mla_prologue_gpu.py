@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from pallas_kernels import compat
@@ -18,6 +19,7 @@ def normal(*shape):
     return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.slow
 def test_the_last_block_begins_within_the_one_before():
     """137 rows are 144 in two blocks of 128, 300 columns are 320 in two of 256; 192 in three parts of 64."""
     x, weights = normal(137, 192), (normal(192, 300), normal(192, 70))
@@ -26,6 +28,7 @@ def test_the_last_block_begins_within_the_one_before():
         np.testing.assert_allclose(ours, x @ w, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_ends_of_heads_are_turned_wherever_they_lie():
     """Three heads of 128 columns, the last of which two blocks of 256 share; a ring of 2 for 5 steps."""
     x, w, angles = normal(72, 320), normal(320, 3 * 128), normal(72, 7)

@@ -73,9 +73,9 @@ def expected(q, w, pages, table, lengths, k, scales=None):
     ("t", "heads", "dtype", "k"),
     [
         pytest.param(1, 8, jnp.bfloat16, 9, id="one query"),
-        pytest.param(2, 4, jnp.float32, 9, id="two queries"),
-        pytest.param(3, 1, jnp.float32, 9, id="three queries"),
-        pytest.param(1, 3, jnp.float32, 200, id="odd heads, more keys than there are"),
+        pytest.param(2, 4, jnp.float32, 9, id="two queries", marks=pytest.mark.slow),
+        pytest.param(3, 1, jnp.float32, 9, id="three queries", marks=pytest.mark.slow),
+        pytest.param(1, 3, jnp.float32, 200, id="odd heads, all keys", marks=pytest.mark.slow),
     ],
 )
 def test_selection_over_pages(implementation, t, heads, dtype, k):
@@ -87,6 +87,7 @@ def test_selection_over_pages(implementation, t, heads, dtype, k):
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.slow
 @over_all
 def test_quantised_pages(implementation):
     dtype = "int8"
@@ -119,6 +120,7 @@ def test_pages_that_are_not_in_use_are_never_looked_at(implementation):
     np.testing.assert_array_equal(got, expected(q, w, pages, table, lengths, 9))
 
 
+@pytest.mark.slow
 @over_pallas_forms("lightning_indexer")
 def test_no_races_over_pages(name):
     args = problem(2, 4)

@@ -140,4 +140,7 @@ def test_bfloat16_is_taken_as_it_is(w):
 def test_groups_that_cannot_be_are_refused(w, group):
     with pytest.raises(ValueError, match=f"48 rows in groups of {group}"):
         quantize_w4(w, group)
-    assert quantize_w4(w, 48)[1].shape == (1, N)
+
+
+def test_a_group_may_be_all_rows(w):
+    assert WEIGHTS(w, K)[1].shape == (1, N)

@@ -41,6 +41,7 @@ def agree(ours, theirs):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_lists_in_any_order_and_rings_that_turn():
     """130 rows are 3 tiles forward and 5 backward, in rings of 2; 3 queries are fewer than a union has."""
     arrays = problem(t=3, s=150, n=40, k=130)
@@ -53,7 +54,7 @@ def test_lists_in_any_order_and_rings_that_turn():
 def test_few_queries_are_cut():
     """4 tiles of one query as two pieces of 2, one of them without rows; no rows at all are zeros."""
     q, latents, topk = problem(t=1, s=300, n=64, k=256)
-    assert gpu._cuts(1, 256) == 2
+    assert gpu.num_pieces(1, 256) == 2
 
     def forward(implementation, topk):
         return jax.jit(

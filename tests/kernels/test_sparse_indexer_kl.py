@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -11,21 +10,31 @@ from jax.sharding import AxisType, PartitionSpec as P
 from pallas_kernels import compat
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
-from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from tests.kernels import indexer_problem
+from tests.kernels.implementations import (
+    in_tiers,
+    interpreted,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
 from tests.kernels.indexer_problem import (
     SCALE,
     SEGMENTS,
     START,
+    TRAINED,
     S,
+    assert_equal,
+    assert_summed_wide,
     expected,
+    in_bfloat16,
     keep,
     log_sum_exp,
     problem,
+    target_gradients,
 )
 from tests.oracles import indexer
 
-TRAINED = ("idx_q", "idx_w", "idx_k")
-OUTPUTS = ("loss", "kl", "d_idx_q", "d_idx_w", "d_idx_k")
 K = 128
 
 
@@ -52,34 +61,26 @@ def call(given, lse, topk, **options):
     return sparse_indexer_kl(**inputs, latents=latents, lse=lse, topk=topk, scale=SCALE, **options)
 
 
-def pulled(given, lse, topk, **options) -> dict[str, np.ndarray]:
-    """The same with the gradients, by the oracle's names."""
-
-    @jax.jit
-    def run(trained):
-        return jax.value_and_grad(
-            lambda trained: call(given | trained, lse, topk, **options), has_aux=True
-        )(trained)
-
-    (loss, kl), gradients = run({name: given[name] for name in TRAINED})
-    return {"loss": loss, "kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
+def pulled(given, lse, topk, **options):
+    """The same with the gradients."""
+    return indexer_problem.pulled(lambda given: call(given, lse, topk, **options), given)
 
 
 @over_implementations("sparse_indexer_kl", slow="gpu")
-@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize("block", in_tiers([64], [4]))
 def test_kl_and_its_gradients(block, implementation):
     given, topk = problem(key_heads=1), selected()
     lse = log_sum_exp(given, chosen(topk))
     got = pulled(given, lse, topk, block=block, implementation=implementation)
     want = expected(given, chosen(topk))
-    for name in OUTPUTS:
-        np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
+    assert_equal(got, want)
     assert not np.asarray(got["kl"])[1, 2]
     _, kl = jax.jit(lambda: call(given, lse, topk, block=block, implementation=implementation))()
     np.testing.assert_allclose(kl, want["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl", slow="gpu")
+@pytest.mark.slow
+@over_implementations("sparse_indexer_kl")
 def test_attention_hands_over_its_log_sum_exp(implementation):
     given, topk = problem(key_heads=1), selected()
     latents = given["k"][:, :, 0]
@@ -88,55 +89,34 @@ def test_attention_hands_over_its_log_sum_exp(implementation):
     np.testing.assert_allclose(kl, expected(given, chosen(topk))["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl", slow="gpu")
+@over_implementations("sparse_indexer_kl", slow="tpu gpu")
 def test_the_target_is_normalised(implementation):
     """A log-sum-exp that is off by a constant scales every probability alike."""
     given, topk = problem(key_heads=1), selected()
     lse = log_sum_exp(given, chosen(topk))
     got = pulled(given, lse - 0.7, topk, implementation=implementation)
-    want = expected(given, chosen(topk))
-    for name in OUTPUTS:
-        np.testing.assert_allclose(got[name], want[name], atol=2e-5, err_msg=name)
+    assert_equal(got, expected(given, chosen(topk)))
 
 
 @over_implementations("sparse_indexer_kl", slow="gpu")
 def test_the_target_does_not_learn(implementation):
     given, topk = problem(key_heads=1), selected()
-    lse = log_sum_exp(given, chosen(topk))
-
-    @jax.jit
-    def run(q, k, lse, weight):
-        def loss(q, k, lse, weight):
-            inputs = given | {"q": q, "k": k, "weight": weight}
-            loss, kl = call(inputs, lse, topk, implementation=implementation)
-            return loss + jnp.sum(kl)
-
-        return jax.grad(loss, (0, 1, 2, 3))(q, k, lse, weight)
-
-    assert not any(np.asarray(g).any() for g in run(given["q"], given["k"], lse, given["weight"]))
+    run = functools.partial(call, topk=topk, implementation=implementation)
+    gradients = target_gradients(run, given, log_sum_exp(given, chosen(topk)))
+    assert not any(np.asarray(g).any() for g in gradients)
 
 
-@over_implementations("sparse_indexer_kl", slow="gpu")
+@pytest.mark.slow
+@over_implementations("sparse_indexer_kl")
 def test_bfloat16_sums_wide_and_the_same_twice(implementation):
-    given, topk = problem(key_heads=1), selected()
-    low = {
-        name: x if name in ("idx_w", "weight") else jnp.asarray(x, jnp.bfloat16)
-        for name, x in given.items()
-    }
-    rounded = {name: np.asarray(x, np.float32) for name, x in low.items()}
+    (low, rounded), topk = in_bfloat16(problem(key_heads=1)), selected()
     lse = log_sum_exp(rounded, chosen(topk))
     got, again = (pulled(low, lse, topk, implementation=implementation) for _ in range(2))
-    want = expected(rounded, chosen(topk))
-    np.testing.assert_allclose(got["kl"], want["kl"], atol=2e-5)
-    for name in OUTPUTS:
-        np.testing.assert_array_equal(got[name], again[name])
-    for name in TRAINED:
-        ours, theirs = np.asarray(got[f"d_{name}"], np.float64), want[f"d_{name}"]
-        assert got[f"d_{name}"].dtype == low[name].dtype
-        assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max(), name
+    assert_summed_wide(low, expected(rounded, chosen(topk)), got, again)
 
 
-@over_implementations("sparse_indexer_kl", slow="gpu")
+@pytest.mark.slow
+@over_implementations("sparse_indexer_kl")
 def test_under_vmap(implementation):
     given, topk = problem(key_heads=1), selected()
     lse = log_sum_exp(given, chosen(topk))
@@ -149,7 +129,7 @@ def test_under_vmap(implementation):
     np.testing.assert_allclose(kl[:, 0], expected(given, chosen(topk))["kl"], atol=2e-5)
 
 
-@over_implementations("sparse_indexer_kl", several_devices=True)
+@over_implementations("sparse_indexer_kl", several_devices=True, slow="ref tpu")
 def test_in_a_manual_region_of_8_devices(implementation):
     """Queries over devices, keys whole, as the model shards them: the keys' gradient is the devices' sum."""
     given = problem(key_heads=1, t=16)
@@ -180,15 +160,30 @@ def test_in_a_manual_region_of_8_devices(implementation):
     value, gradients = run(given, lse, topk)
     want = expected(given, chosen(topk))
     np.testing.assert_allclose(value, want["loss"], rtol=1e-5)
-    for name, x in gradients.items():
-        np.testing.assert_allclose(x, want[f"d_{name}"], atol=2e-5, err_msg=name)
+    got = {f"d_{name}": x for name, x in gradients.items()}
+    assert_equal(got, want, got)
 
 
+def few_queries(count, rows=2):
+    """(problem, topk) of the first queries of the first rows of a batch."""
+    given, topk = problem(key_heads=1), selected()
+    own = ("idx_q", "idx_w", "q", "weight")
+    few = {n: x[:rows, :count] if n in own else x[:rows] for n, x in given.items()}
+    return few, topk[:rows, :count]
+
+
+def test_kl_and_its_gradients_on_hopper():
+    """Of two queries, as its emulator takes seconds for each."""
+    given, topk = few_queries(2, rows=1)
+    lse = log_sum_exp(given, chosen(topk))
+    got = pulled(given, lse, topk, implementation=interpreted("gpu"))
+    assert_equal(got, expected(given, chosen(topk)))
+
+
+@pytest.mark.slow
 @over_pallas_forms("sparse_indexer_kl")
 def test_no_races(name):
-    given, topk = problem(key_heads=1), selected()
-    few = {n: x[:, :3] if n in ("idx_q", "idx_w", "q", "weight") else x for n, x in given.items()}
-    topk = topk[:, :3]
+    few, topk = few_queries(3)
     lse = log_sum_exp(few, chosen(topk))
 
     def loss(trained):
@@ -196,6 +191,5 @@ def test_no_races(name):
 
     (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: few[n] for n in TRAINED})
     assert not compat.races_found(name)
-    want = expected(few, chosen(topk))
-    for name, x in ({"kl": kl} | {f"d_{n}": g for n, g in gradients.items()}).items():
-        np.testing.assert_allclose(x, want[name], atol=2e-5)
+    got = {"kl": kl} | {f"d_{n}": g for n, g in gradients.items()}
+    assert_equal(got, expected(few, chosen(topk)), got)

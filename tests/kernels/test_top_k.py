@@ -9,6 +9,7 @@ from pallas_kernels import compat, dispatch
 from pallas_kernels.top_k import gpu, top_k
 from tests.kernels.implementations import (
     interpreted,
+    marks,
     over_implementations,
     over_pallas_forms,
     watched,
@@ -16,7 +17,6 @@ from tests.kernels.implementations import (
 from tests.oracles import indexer as oracle
 
 S = 5 * gpu.STAGE + 1000  # the candidates fill their room more than once
-over_all = over_implementations("top_k")
 
 
 def rows(s):
@@ -35,14 +35,25 @@ def expected(scores, k):
     return oracle.select(scores[None], np.ones((1, *scores.shape), bool), k)[0]
 
 
-@over_all
-@pytest.mark.parametrize("s,k", [(S, 600), (S, 2048), (700, 64), (9, 20)])
+SHAPES = ((S, 600), (S, 2048), (700, 64), (9, 20))
+QUICK = {"ref": ((9, 20),), "gpu": ((700, 64),)}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "s", "k"),
+    [
+        pytest.param(*p.values, s, k, id=f"{s}-{k}-{p.id}", marks=marks((s, k) not in QUICK[p.id]))
+        for p in over_implementations("top_k").args[1]
+        for s, k in SHAPES
+    ],
+)
 def test_is_a_stable_descending_sort(implementation, s, k):
     scores = rows(s)
     got = jax.jit(lambda x: top_k(x, k, implementation=implementation))(scores)
     np.testing.assert_array_equal(got, expected(scores, k))
 
 
+@pytest.mark.slow
 @over_pallas_forms("top_k")
 def test_under_vmap(name):
     scores = rows(300)[:4].reshape(2, 2, 300)
@@ -50,6 +61,7 @@ def test_under_vmap(name):
     np.testing.assert_array_equal(got.reshape(4, 20), expected(scores.reshape(4, 300), 20))
 
 
+@pytest.mark.slow
 @over_pallas_forms("top_k")
 def test_has_no_races(name):
     scores = rows(S)[:2]
@@ -60,6 +72,7 @@ def test_has_no_races(name):
     np.testing.assert_array_equal(first, expected(scores, 600))
 
 
+@pytest.mark.slow
 def test_only_places_between_the_bounds_are_taken():
     scores, bounds = rows(S), np.array([[0, S], [5, 4096], [9000, 9003], [4097, S - 1]])
     bounds = np.concatenate([bounds, [[0, 0], [7, 7], [8192, 20000], [1, 13000]]]).astype(np.int32)

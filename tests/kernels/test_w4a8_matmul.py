@@ -11,7 +11,13 @@ from jax.sharding import Mesh, PartitionSpec as P
 from pallas_kernels import compat
 from pallas_kernels.w4a8_matmul import tpu, w4a8_grouped_matmul, w4a8_matmul
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_a8, quantize_w4, unpack_int4
-from tests.kernels.implementations import over_implementations, over_pallas_forms, watched
+from tests.kernels.implementations import (
+    in_tiers,
+    marks,
+    over_implementations,
+    over_pallas_forms,
+    watched,
+)
 from tests.oracles import quantize as oracle
 
 M, K, N, E, GROUP = 140, 384, 200, 5, 128
@@ -23,21 +29,19 @@ SIZES = {
     "less than a tile": (3, 0, 4, 0, 1),
     "no row at all": (0, 0, 0, 0, 0),
 }
+FEW = (3, 0, 20, 9, 1)  # of 40 rows
 over_all = over_implementations("w4a8_matmul")
 over_all_but_slow_on_hopper = over_implementations("w4a8_matmul", slow="gpu")
+over_xla = over_implementations("w4a8_matmul", slow="tpu gpu")
 
 
-def over_all_and(name, values, slow):
-    """Every implementation with every value; in Hopper's emulator those of `slow` are for the slow tier."""
-    params = [
-        pytest.param(
-            *form.values,
-            value,
-            id=f"{value}-{form.id}",
-            marks=[pytest.mark.slow] * (form.id == "gpu" and value in slow),
-        )
-        for form in over_all.args[1]
-        for value in values
+def over_all_and(name, values, quick):
+    """Parametrises a test by `implementation` and by all values of a name; Hopper's emulator takes `quick` by
+    default, if that is not None, and all of them in the slow tier."""
+    forms = [(p.id, *p.values) for p in over_all.args[1]]
+    params = [pytest.param(how, values, id=form, marks=marks(form == "gpu")) for form, how in forms]
+    params += [
+        pytest.param(how, (quick,), id="few-gpu") for form, how in forms if form == "gpu" and quick
     ]
     return pytest.mark.parametrize(("implementation", name), params)
 
@@ -69,16 +73,17 @@ def runner(implementation, grouped=False, out_dtype=jnp.float32):
     return jax.jit(functools.partial(run, out_dtype=out_dtype, implementation=implementation))
 
 
-@over_all_and("group", (128, 256, 768), slow=(128, 768))
-def test_dense(implementation, group):
-    args = dense(m=75, k=768, n=72, group=group)
-    got = runner(implementation)(*args)
-    np.testing.assert_allclose(got, expected(*args), rtol=1e-5, atol=1e-4)
-    # Groups are added in the same order, and each sum may be fused with its product or not.
-    np.testing.assert_allclose(got, runner("ref")(*args), rtol=1e-6, atol=4e-6)
+@over_all_and("groups", (128, 256, 768), quick=None)
+def test_dense(implementation, groups):
+    for group in groups:
+        args = dense(m=75, k=768, n=72, group=group)
+        got = runner(implementation)(*args)
+        np.testing.assert_allclose(got, expected(*args), rtol=1e-5, atol=1e-4, err_msg=str(group))
+        # Groups are added in the same order, and each sum may be fused with its product or not.
+        np.testing.assert_allclose(got, runner("ref")(*args), rtol=1e-6, atol=4e-6)
 
 
-@over_all_but_slow_on_hopper
+@over_implementations("w4a8_matmul", slow="ref gpu")
 def test_products_are_exact_integers(implementation):
     """The largest sums that a group can have, of both signs, and their neighbours."""
     x = jnp.full((3, 256), -128, jnp.int8).at[1].set(127).at[2, 0].set(-127)
@@ -89,24 +94,26 @@ def test_products_are_exact_integers(implementation):
     assert got[0, 0] == 256 * 128 * 8 and got[1, 1] == 256 * 127 * 7
 
 
-@over_all_and("name", SIZES, slow=("empty experts", "all on the last", "less than a tile"))
-def test_rows_sorted_by_expert(implementation, name):
-    x, x_scale, w, w_scale = problem()
-    sizes = SIZES[name]
-    filled = sum(sizes)
-    x_scale = x_scale.at[filled:].set(jnp.nan)
-    args = (x, x_scale, w, w_scale, jnp.asarray(sizes))
-    got = runner(implementation, grouped=True)(*args)
-    ends = np.cumsum(sizes)
-    for e, (size, end) in enumerate(zip(sizes, ends)):
-        rows = slice(end - size, end)
-        wanted = expected(x[rows], x_scale[rows], w[e], w_scale[e])
-        np.testing.assert_allclose(got[rows], wanted, rtol=1e-5, atol=1e-4)
-    assert not got[filled:].any()
-    np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
+@over_all_and("names", tuple(SIZES), quick="few")
+def test_rows_sorted_by_expert(implementation, names):
+    given = problem(m=40, k=128, n=256) if names == ("few",) else problem()
+    x, all_scales, w, w_scale = map(np.asarray, given)
+    for name in names:
+        sizes = FEW if name == "few" else SIZES[name]
+        filled = sum(sizes)
+        x_scale = np.where(np.arange(len(x)) < filled, all_scales, np.nan).astype(np.float32)
+        args = (x, x_scale, w, w_scale, jnp.asarray(sizes))
+        got = np.asarray(runner(implementation, grouped=True)(*args))
+        for e, (size, end) in enumerate(zip(sizes, np.cumsum(sizes))):
+            rows = slice(end - size, end)
+            wanted = expected(x[rows], x_scale[rows], w[e], w_scale[e])
+            np.testing.assert_allclose(got[rows], wanted, rtol=1e-5, atol=1e-4, err_msg=name)
+        assert not got[filled:].any(), name
+        np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args), err_msg=name)
 
 
-@over_all_and("expected_rows", (1, 4000), slow=(1, 4000))
+@over_xla
+@pytest.mark.parametrize("expected_rows", in_tiers([1], [4000]))
 def test_how_many_rows_are_expected_changes_nothing(implementation, expected_rows):
     args = *problem(), jnp.asarray(SIZES["uneven"])
     run = functools.partial(w4a8_grouped_matmul, out_dtype=jnp.float32)
@@ -115,7 +122,8 @@ def test_how_many_rows_are_expected_changes_nothing(implementation, expected_row
     np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
 
 
-@over_all_but_slow_on_hopper
+@pytest.mark.slow
+@over_all
 def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
     x, x_scale, w, w_scale = dense()
     got = runner(implementation)(x, x_scale, w, w_scale)
@@ -128,20 +136,21 @@ def test_one_expert_is_dense_and_two_runs_give_the_same_bits(implementation):
     np.testing.assert_array_equal(half, got.astype(jnp.bfloat16))
 
 
-@over_all_but_slow_on_hopper
+@over_xla
 def test_what_is_quantised_is_what_is_multiplied(implementation):
     """From floats and back: the error is that of rounding, 1/7 and 1/127 of a largest value at most."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((20, 256)).astype(np.float32)
     w = rng.standard_normal((256, 40)).astype(np.float32)
-    (q, x_scale), (packed, w_scale) = quantize_a8(x), quantize_w4(w)
+    (q, x_scale), (packed, w_scale) = jax.jit(lambda x, w: (quantize_a8(x), quantize_w4(w)))(x, w)
     got = runner(implementation)(q, x_scale, packed, w_scale)
     near = np.asarray(q * x_scale[:, None], np.float64) @ np.asarray(dequantize_w4(packed, w_scale))
     np.testing.assert_allclose(got, near, atol=1e-4)
     assert 0.05 < np.std(got - x @ w) / np.std(x @ w) < 0.2
 
 
-@over_all_but_slow_on_hopper
+@pytest.mark.slow
+@over_all
 def test_batches(implementation):
     x, x_scale, w, w_scale = dense(m=20, k=256, n=128)
     run = runner(implementation)
@@ -153,7 +162,7 @@ def test_batches(implementation):
     np.testing.assert_array_equal(both[1], run(-x, x_scale, w, w_scale))
 
 
-@over_implementations("w4a8_matmul", several_devices=True)
+@over_implementations("w4a8_matmul", several_devices=True, slow="ref tpu")
 def test_devices(implementation):
     x, x_scale, w, w_scale = dense(m=20, k=256, n=1024)
     run = runner(implementation)
@@ -166,7 +175,7 @@ def test_devices(implementation):
     np.testing.assert_array_equal(jax.jit(spread)(x, x_scale, w, w_scale), once)
 
 
-@over_all_but_slow_on_hopper
+@over_xla
 def test_traced_once_whatever_the_sizes(implementation):
     traced = []
 
@@ -180,11 +189,11 @@ def test_traced_once_whatever_the_sizes(implementation):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 @over_pallas_forms("w4a8_matmul")
 def test_no_races(name):
     x, x_scale, w, w_scale = problem(m=40, k=128, n=256)
-    sizes = jnp.asarray((3, 0, 20, 9, 1))
-    args = (x, x_scale, w, w_scale, sizes)
+    args = (x, x_scale, w, w_scale, jnp.asarray(FEW))
     got = runner(watched(name), grouped=True)(*args)
     assert not compat.races_found(name)
     np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))

@@ -52,6 +52,19 @@ def config(attention: str = "sparse", **changes):
     return dataclasses.replace(cfg, **changes)
 
 
+def small(attention: str = "sparse", **changes):
+    """One MoE layer of config() without multi-token prediction, which compiles in seconds."""
+    few = dict(num_hidden_layers=1, first_k_dense_replace=0)
+    few |= dict(num_nextn_predict_layers=0, indexer_types=None)
+    return config(attention, **few | changes)
+
+
+def pair(attention: str = "sparse", **changes):
+    """A dense layer and an MoE layer that shares its selection, without multi-token prediction."""
+    few = dict(num_hidden_layers=2, num_nextn_predict_layers=0, indexer_types=("full", "shared"))
+    return config(attention, **few | changes)
+
+
 @functools.cache
 def params(cfg):
     """Weights large enough that attention and routing are far from uniform, biases included."""
@@ -93,11 +106,11 @@ def step_of(cfg):
 
 
 @functools.cache
-def reference(cfg):
-    """(objective, LossParts, gradients) on one device."""
-    return jax.device_get(
-        jax.jit(gradient_function(cfg, step_of(cfg)))(params(cfg), batch(), RATES)
-    )
+def reference(cfg, mtp_steps: int = STEP.mtp_steps):
+    """(objective, LossParts, gradients) on one device, all queries in one block and nothing recomputed."""
+    whole = dict(query_block=LENGTH, gather_block=LENGTH, remat="none", mtp_steps=mtp_steps)
+    step = dataclasses.replace(step_of(cfg), **whole)
+    return jax.device_get(jax.jit(gradient_function(cfg, step))(params(cfg), batch(), RATES))
 
 
 def shardings_of(letters, shapes, mesh):

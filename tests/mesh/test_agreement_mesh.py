@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.record import TokenRecord
@@ -12,11 +13,12 @@ from tests.mesh import cases
 from tests.mesh.test_engine_mesh import CFG, engine
 
 
+@pytest.mark.slow
 def test_an_agreement_on_a_mesh_and_a_fault_there():
     """In a model of two groups of experts whose last layer attends by the selection of the one before."""
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
     params = jax.device_put(cases.params(CFG), glm5.param_shardings(CFG, mesh))
-    made = engine(mesh)
+    made = engine(mesh, cfg=CFG)
     prompt = np.random.default_rng(0).integers(0, CFG.vocab_size, 20).tolist()
     [reply] = made.generate([prompt], Sampling(max_tokens=8))
     logp = [np.nan] * len(prompt) + reply.logprobs

@@ -10,6 +10,7 @@ import pytest
 
 from tests.mesh import compiled_step
 
+pytestmark = pytest.mark.slow
 WARNING = "Involuntary full rematerialization"
 DEVICES = {"fsdp": 2, "expert": 2, "context": 2}
 

@@ -1,5 +1,7 @@
 """The mixture on either side of the exchange between experts' devices, in one level and in two."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,10 +55,26 @@ def run_on(shards, chunk=None, slices=1):
 # Of 5 rows each: parts of 1, and of 2 with a row to fill.
 LEVELS = [(1, None, 1), (1, 8, 1), (8, None, 1), (4, 1, 1), (8, 2, 1)]
 LEVELS += [(8, None, 2), (8, 2, 4), (8, None, 8), (4, 2, 2)]
+DEFAULT = {
+    (1, None, 1, "with padding"),
+    (4, 1, 1, "spread"),
+    (8, 2, 1, "one expert"),
+    (8, 2, 4, "with padding"),
+}
 
 
-@pytest.mark.parametrize("routing", ["spread", "one expert", "with padding"])
-@pytest.mark.parametrize(("shards", "chunk", "slices"), LEVELS)
+def mostly_slow(levels, routings, default):
+    """All pairs of a level and a routing; those that are not in `default` are slow."""
+    cases = [(*level, routing) for level, routing in itertools.product(levels, routings)]
+    assert default <= set(cases)
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        ("shards", "chunk", "slices", "routing"),
+        [case if case in default else pytest.param(*case, marks=slow) for case in cases],
+    )
+
+
+@mostly_slow(LEVELS, ["spread", "one expert", "with padding"], DEFAULT)
 def test_no_row_is_lost_whatever_the_routing(shards, chunk, slices, routing):
     """Rows, weights and combine weights of every device reach the experts and come back, also when
     all tokens choose the same experts; what is no token comes back as zero."""
@@ -68,8 +86,11 @@ def test_no_row_is_lost_whatever_the_routing(shards, chunk, slices, routing):
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("routing", ["spread", "with padding"])
-@pytest.mark.parametrize(("shards", "chunk", "slices"), [(8, None, 2), (8, 2, 4), (4, None, 2)])
+@mostly_slow(
+    [(8, None, 2), (8, 2, 4), (4, None, 2)],
+    ["spread", "with padding"],
+    {(4, None, 2, "with padding")},
+)
 def test_gradients_of_two_levels_are_those_of_one_device(shards, chunk, slices, routing):
     draw = np.random.default_rng(1)
     w, (x, ids, combine) = weights(draw), routed(draw, routing)

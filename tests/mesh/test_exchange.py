@@ -69,13 +69,10 @@ def random_plans(sizes, draw):
     return plans
 
 
-def on_devices(function, *args):
-    """The function on each device's part of arrays that are cut along their first dimension."""
-    mesh = make_mesh(expert=DEVICES)
-    run = jax.shard_map(
-        function, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False
-    )
-    return jax.jit(run)(*args)
+def on_devices(function):
+    """The compiled function on each device's part of arrays that are cut along their first dimension."""
+    mesh, cut = make_mesh(expert=DEVICES), P("expert")
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
 
 
 def sizes_of(kind, draw, count):
@@ -89,24 +86,23 @@ def sizes_of(kind, draw, count):
 
 
 @pytest.mark.parametrize("among", PEERS)
-@pytest.mark.parametrize("kind", ["mixed", "one receiver", "nothing"])
-def test_dense_exchange_does_what_ragged_all_to_all_documents(kind, among):
-    draw, peers = np.random.default_rng(0), PEERS[among]
-    plans = [None] * DEVICES
-    for group in members(peers):
-        for device, own in zip(group, random_plans(sizes_of(kind, draw, peers.size), draw)):
-            plans[device] = own
-    operands = [draw.standard_normal((ROWS, WIDTH), np.float32) for _ in plans]
-    outputs = [draw.standard_normal((ROOM, WIDTH), np.float32) for _ in plans]
-    names = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
-    stacked = [np.concatenate([own[n] for own in plans]).astype(np.int32) for n in names]
-    got = on_devices(
-        lambda *args: dense_exchange(*args, axis_name="expert", axis_index_groups=peers.groups),
-        np.concatenate(operands),
-        np.concatenate(outputs),
-        *stacked,
+def test_dense_exchange_does_what_ragged_all_to_all_documents(among):
+    peers = PEERS[among]
+    run = on_devices(
+        lambda *args: dense_exchange(*args, axis_name="expert", axis_index_groups=peers.groups)
     )
-    np.testing.assert_array_equal(got, in_groups(peers, operands, outputs, plans))
+    for kind in ("mixed", "one receiver", "nothing"):
+        draw, plans = np.random.default_rng(0), [None] * DEVICES
+        for group in members(peers):
+            for device, own in zip(group, random_plans(sizes_of(kind, draw, peers.size), draw)):
+                plans[device] = own
+        operands = [draw.standard_normal((ROWS, WIDTH), np.float32) for _ in plans]
+        outputs = [draw.standard_normal((ROOM, WIDTH), np.float32) for _ in plans]
+        names = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
+        stacked = [np.concatenate([own[n] for own in plans]).astype(np.int32) for n in names]
+        got = run(np.concatenate(operands), np.concatenate(outputs), *stacked)
+        want = in_groups(peers, operands, outputs, plans)
+        np.testing.assert_array_equal(got, want, err_msg=kind)
 
 
 def test_dense_exchange_takes_the_arguments_of_the_ragged_one():
@@ -140,7 +136,7 @@ def test_rows_arrive_in_the_order_of_their_senders_and_gradients_go_back(among):
         return got, transpose(pull)[0], received
 
     flat = (a.reshape(-1, *a.shape[2:]) for a in (x, counts.astype(np.int32), pull))
-    got, gradient, received = on_devices(send, *flat)
+    got, gradient, received = on_devices(send)(*flat)
     np.testing.assert_array_equal(got, want.reshape(-1, WIDTH))
     np.testing.assert_array_equal(gradient, back.reshape(-1, WIDTH))
     np.testing.assert_array_equal(received, want_counts.reshape(-1, 2))
@@ -150,7 +146,7 @@ def test_two_levels_are_positions_across_slices_and_the_devices_of_one():
     across, inside = two_levels("expert", 8, 2)
     assert across.groups == ((0, 4), (1, 5), (2, 6), (3, 7)) and across.size == 2
     assert inside.groups == ((0, 1, 2, 3), (4, 5, 6, 7)) and inside.size == 4
-    places = on_devices(lambda _: jnp.stack([across.index(), inside.index()])[None], np.zeros(8))
+    places = on_devices(lambda _: jnp.stack([across.index(), inside.index()])[None])(np.zeros(8))
     np.testing.assert_array_equal(places, [[i // 4, i % 4] for i in range(8)])
     for slices in (3, 0):
         with pytest.raises(

@@ -26,10 +26,11 @@ LEAVES = (  # one of every layout: batch, rows and columns sharded, together and
 )
 MESHES = [
     {"fsdp": 2, "expert": 4},
-    {"fsdp": 8},
-    {"data": 2, "fsdp": 2, "expert": 2},
     {"expert": 2, "context": 2, "tensor": 2},
-    {"data": 8},
+    *(
+        pytest.param(axes, marks=pytest.mark.slow)
+        for axes in ({"fsdp": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"data": 8})
+    ),
 ]
 
 
@@ -137,7 +138,14 @@ def test_weights_of_few_blocks_go_to_different_devices_and_are_worked_on_at_once
     assert {block: num for block, num in found.items() if block[0] == 128} == {(128, 384): 1}
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"expert": 2, "context": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"expert": 2, "context": 2, "tensor": 2},
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_owners_alone_compute_saves_every_other_device_its_share(axes):
     """Zero-redundant Muon beside the plain one, where all that hold a part of a block compute it."""
     _, update, everywhere = on_mesh(keys(axes), "everywhere")

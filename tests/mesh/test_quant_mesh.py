@@ -1,18 +1,33 @@
 """Experts become int4 on the shards that hold them, which gives what one device gives."""
 
+import dataclasses
+
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
 from tests.mesh import cases
 from tests.mesh.test_gradients import compare, name
 
+SMALL = cases.small("dense", int4_group=2, index_topk=None)
+STEP = dataclasses.replace(cases.step_of(SMALL), remat="none")
 
+
+def test_agrees_with_one_device_on_fsdp_expert_and_tensor():
+    compare(SMALL, STEP, make_mesh(fsdp=2, expert=2, tensor=2))
+
+
+def test_adds_microbatches_up_on_whole_weights_and_data_fsdp_and_context():
+    step = dataclasses.replace(STEP, rows_per_device=1, accumulate="local", reduce_dtype="float32")
+    compare(SMALL, step, make_mesh(data=2, fsdp=2, context=2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
         {"fsdp": 2, "expert": 2, "context": 2},
-        pytest.param({"expert": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "fsdp": 4}, marks=pytest.mark.slow),
+        {"expert": 2, "context": 2, "tensor": 2},
+        {"data": 2, "fsdp": 4},
     ],
     ids=name,
 )

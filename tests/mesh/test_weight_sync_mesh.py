@@ -1,6 +1,5 @@
 """Weights from the trainer's mesh to engines on other devices of the same process, and from it to the network."""
 
-import dataclasses
 import json
 import os
 import socket
@@ -30,16 +29,17 @@ from tests.checkpoint.test_hf_export import UNCACHED
 from tests.contracts.source_tree import ROOT
 from tests.mesh import cases
 
-CFG = dataclasses.replace(cases.config("sparse"), dtype="bfloat16")
+CFG = cases.small("dense", dtype="bfloat16")
+LARGER = cases.config(dtype="bfloat16")
 OPTIONS = dict(page_size=8, max_length=32, max_batch=2, num_pages=10, chunk=32)
 TRAINER = {"fsdp": 2, "expert": 2}
 
 
-def trainer():
+def trainer(cfg=CFG):
     """Float32 weights on the first four devices."""
     mesh = make_mesh(TRAINER, devices=jax.devices()[:4])
-    params = jax.tree.map(lambda x: x * 1.25, cases.params(CFG))
-    return jax.device_put(params, glm5.param_shardings(CFG, mesh))
+    params = jax.tree.map(lambda x: x * 1.25, cases.params(cfg))
+    return jax.device_put(params, glm5.param_shardings(cfg, mesh))
 
 
 def engine(axes=None, devices=None, held=None, cfg=CFG):
@@ -72,7 +72,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+FIRST, *REST = PLACES
+
+
+@pytest.mark.parametrize("place", [FIRST, *(pytest.param(p, marks=pytest.mark.slow) for p in REST)])
 def test_engines_get_the_trainer_s_bits_where_theirs_lie(place):
     axes, where = PLACES[place]
     devices = where and jax.devices()[where]
@@ -89,6 +92,7 @@ def test_engines_get_the_trainer_s_bits_where_theirs_lie(place):
     assert_same(held, want)
 
 
+@pytest.mark.slow
 def test_several_engines_tell_one_checksum():
     held = [engine({"expert": 2}, jax.devices()[4:6]), engine(None, jax.devices()[6:7])]
     pusher, params = Reshard(held), trainer()
@@ -98,6 +102,7 @@ def test_several_engines_tell_one_checksum():
     assert pusher.push(jax.tree.map(lambda x: x * 2, params), 4).checksum != pushed.checksum
 
 
+@pytest.mark.slow
 def test_quantised_engines_quantise_what_arrives_and_leave_it_where_theirs_lies():
     quantised, cfg = table.quantise(cases.params(CFG), CFG, 4)
     axes, devices = {"expert": 2, "tensor": 2}, jax.devices()[4:]
@@ -108,14 +113,15 @@ def test_quantised_engines_quantise_what_arrives_and_leave_it_where_theirs_lies(
     assert_same(held, engine(axes, devices, table.quantise(narrow, CFG, 4)[0], cfg))
 
 
+@pytest.mark.slow
 def test_no_second_copy_of_the_model_is_made(monkeypatch):
     """Neither where it comes from nor where it goes, at any time."""
     devices = jax.devices()[4:]
-    held, params = engine({"expert": 4}, devices), trainer()
+    held, params = engine({"expert": 4}, devices, cfg=LARGER), trainer(LARGER)
     size = {path: x.size * 2 for path, x in flatten(params).items()}
     limit = sorted(size.values())[-2]
     monkeypatch.setattr(runner, "LOADED_BYTES", limit)
-    cast, most = reshard._cast, {"there": [], "here": []}
+    original, most = reshard.fingerprint, {"there": [], "here": []}
 
     def on(where):
         # By their place: a shard that was looked at is an array of its own, too.
@@ -127,12 +133,13 @@ def test_no_second_copy_of_the_model_is_made(monkeypatch):
         }
         return sum(found.values())
 
-    def watched(x, dtype):
+    def watched(x):
+        """Called of each weight that was cast, and of each that has arrived."""
         most["there"].append(on(set(devices)))
         most["here"].append(on(set(jax.devices()[:4])))
-        return cast(x, dtype)
+        return original(x)
 
-    monkeypatch.setattr(reshard, "_cast", watched)
+    monkeypatch.setattr(reshard, "fingerprint", watched)
     before = on(set(devices)), on(set(jax.devices()[:4]))
     Reshard([held]).push(params, 3)
     # On a device there may be copies: what is counted is of all four.
@@ -145,7 +152,8 @@ def test_no_second_copy_of_the_model_is_made(monkeypatch):
 
 def test_fingerprints_do_not_depend_on_how_an_array_is_cut():
     params = trainer()
-    for path, x in flatten(params).items():
+    for path in ("embed/weight", "final_norm", "moe_layers/attn/q_b", "moe_layers/experts/down"):
+        x = flatten(params)[path]
         np.testing.assert_array_equal(fingerprint(x), fingerprint(np.asarray(x)), err_msg=path)
 
 

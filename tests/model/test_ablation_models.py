@@ -71,18 +71,19 @@ def forward(params, tokens, cfg, segments=None):
 TOKENS = np.random.default_rng(0).integers(0, 32, (B, T + NEW), dtype=np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_is_the_full_forward(name, monkeypatch):
     """The scanned layers, which switch, against those that a cache serves one by one; the first row is padded
     on the left, and the prompt enters in two parts."""
-    cfg, seen, plain = MODELS[name], [], decoding._advance
+    cfg, seen, plain = MODELS[name], [], decoding.advance
 
     def spied(*args):
         logits, cache = plain(*args)
         seen.append(np.asarray(logits))
         return logits, cache
 
-    monkeypatch.setattr(decoding, "_advance", spied)
+    monkeypatch.setattr(decoding, "advance", spied)
     mask = np.ones((B, T), np.int32)
     mask[0, :3] = 0
     got = generate(params(cfg), TOKENS[:, :T], cfg, NEW, mask=mask, prefill_chunk=10, plan=PLAN)
@@ -92,6 +93,7 @@ def test_generation_is_the_full_forward(name, monkeypatch):
     np.testing.assert_array_equal(got[:, T:], full.argmax(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_of_a_row_do_not_see_each_other(name):
     cfg = MODELS[name]
@@ -161,13 +163,17 @@ def test_what_a_token_costs_in_memory():
     assert size("gdn", 7) == 5 * 3 * (state + 3 * 4 * (10 + 10 + 5) * 2)
 
 
+@pytest.mark.slow
 def test_a_converted_model_leaves_its_indexers_behind():
     sparse = dataclasses.replace(OLD(BASE), attention="sparse", index_topk=7, index_head_dim=12)
     after, cfg = convert(params(sparse), sparse, BASE.layer_attention)
     assert cfg.full_layers == () and not any("indexer" in path for path in flatten(after))
 
 
-@pytest.mark.parametrize("projections", [{}, GROUPED], ids=["mla", "gqa"])
+@pytest.mark.parametrize(
+    "projections",
+    [pytest.param({}, id="mla", marks=pytest.mark.slow), pytest.param(GROUPED, id="gqa")],
+)
 def test_a_converted_model_keeps_every_weight(projections):
     old = dataclasses.replace(OLD(BASE), **projections)
     kinds = BASE.layer_attention
@@ -182,6 +188,7 @@ def test_a_converted_model_keeps_every_weight(projections):
     assert all(after[path] is x for path, x in before.items())
 
 
+@pytest.mark.slow
 def test_windows_that_hold_everything_change_nothing():
     old = dataclasses.replace(OLD(BASE), num_hidden_layers=2, first_k_dense_replace=2)
     wide = dataclasses.replace(old, sliding_window=T + NEW)
@@ -214,7 +221,7 @@ def test_new_gates_start_neutrally():
     assert not after["moe_layers"]["gdn"]["gate"].any()
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 8}], ids=str)
+@pytest.mark.parametrize("mesh", [None, pytest.param({"fsdp": 8}, marks=pytest.mark.slow)], ids=str)
 def test_weights_that_a_model_lacks_begin_as_in_a_new_one(mesh):
     dense = dataclasses.replace(OLD(BASE), num_hidden_layers=2, first_k_dense_replace=2)
     sparse = dataclasses.replace(dense, attention="sparse", index_topk=7, index_head_dim=12)

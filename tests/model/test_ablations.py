@@ -15,6 +15,7 @@ from glm5_jax.model.ablations.simple_gdn import simple_gdn
 from glm5_jax.model.cache import State
 from glm5_jax.model.mla import Queries
 from glm5_jax.model.plan import Plan
+from tests.kernels.implementations import in_tiers
 from tests.oracles import ablations as oracle, attention, gated_delta
 
 B, T, D, N, Y, H, R, U, W = 2, 75, 10, 4, 2, 6, 4, 5, 4
@@ -115,7 +116,7 @@ def test_recurrent_chunked_and_parallel_forms_are_one(kind):
     np.testing.assert_allclose(parallel[here], recurrent[here], atol=1e-8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_tiers(["gdn"], ["simple_gdn"]))
 def test_without_segments_a_row_is_one_document(kind):
     w, x = problem()
     with jax.enable_x64(True):
@@ -152,7 +153,7 @@ def test_a_state_goes_on_where_it_was_left(kind):
     np.testing.assert_allclose(np.concatenate(parts, 1)[here], expected(kind)[here], atol=1e-9)
 
 
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("window", in_tiers([7], [None]))
 def test_grouped_queries(window):
     w, x = problem()
     positions = np.arange(T)[None].repeat(B, 0)

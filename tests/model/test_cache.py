@@ -49,6 +49,7 @@ def test_write(length):
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,sizes", [("hf_tiny_a", (13,) * 3), ("hf_tiny_d", (1,) * 29)])
 def test_drafting_with_a_cache_is_the_forward_without(name, sizes):
     """The MTP layer in chunks and token by token; transformers' arrays have no cache."""

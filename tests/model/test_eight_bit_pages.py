@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -11,10 +12,10 @@ from glm5_jax import presets
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import FETCHING_QUERIES, PagedCache, init_pages
 from pallas_kernels import dispatch
+from tests.kernels.implementations import in_tiers
 from tests.model import golden as goldens
 from tests.oracles import glm5 as oracle
 
-FORMATS = ("int8", "fp8")
 PAGE = 4
 forward = jax.jit(glm5.forward, static_argnames="cfg")
 
@@ -26,7 +27,7 @@ def num_bytes(cfg, **kinds):
     return size / (3 * 64)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", in_tiers(["fp8"], ["int8"]))
 def test_bytes_per_token(kind):
     """DeepSeek's 656 of a latent (512 values, 4 scales, 64 bfloat16) and 132 of an index key."""
     cfg, latent, index = presets.glm5(), 512 + 4 * 4 + 2 * 64, 128 + 4
@@ -106,8 +107,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("many", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "many"),
+    in_tiers(
+        [("dense", False)], [("dense", True), *itertools.product([*CASES][:2], [True, False])]
+    ),
+)
 def test_a_forward_over_pages_is_the_oracle_s(case, many):
     """Of many queries at a time, whose pages are brought together, and of few."""
     name, kinds, (most, few) = CASES[case]

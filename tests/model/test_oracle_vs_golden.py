@@ -82,6 +82,15 @@ def test_chosen_experts(golden, out):
     np.testing.assert_array_equal(out["router_weights"] != 0, arrays["router_weights"] != 0)
 
 
+@pytest.mark.parametrize(
+    "golden",
+    [
+        *(pytest.param(f"hf_tiny_{x}", marks=pytest.mark.slow) for x in "ab"),
+        "hf_tiny_c",
+        "hf_tiny_d",
+    ],
+    indirect=True,
+)
 def test_greedy_continuations(golden):
     config, weights, arrays, _ = golden
     for kind in ("long", "short"):

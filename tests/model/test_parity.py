@@ -13,6 +13,7 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.training.step import Rates, StepConfig, gradient_function
 from pallas_kernels.cross_entropy import linear_cross_entropy
+from tests.kernels.implementations import in_tiers
 from tests.model import golden as goldens
 from tests.oracles import experts, glm5 as oracle
 
@@ -20,7 +21,11 @@ LOGITS = 2e-4  # absolute, with logits up to 10
 ROUNDING = 10  # times what float32 costs transformers itself, as its float64 twin shows
 
 
-@pytest.fixture(scope="module", params=goldens.NAMES)
+# By default that with shared indices and groups of experts.
+@pytest.fixture(
+    scope="module",
+    params=in_tiers(["hf_tiny_b"], sorted({*goldens.NAMES} - {"hf_tiny_b"})),
+)
 def golden(request):
     return goldens.load(request.param)
 
@@ -136,6 +141,11 @@ def test_packed_documents(golden):
     )
 
 
+one_by_default = pytest.mark.parametrize(
+    "golden",
+    in_tiers(["hf_tiny_d"], sorted({*goldens.NAMES} - {"hf_tiny_d"})),
+    indirect=True,
+)
 PLAIN = StepConfig(mtp_steps=0, balance_weight=0.0, remat="none", loss_chunk=24, gather_block=16)
 RATES = Rates(jnp.float32(0), jnp.float32(0))
 
@@ -162,6 +172,7 @@ def balance_of(golden):
     return total
 
 
+@one_by_default
 def test_gradients(golden):
     step = jax.jit(gradient_function(golden.cfg, PLAIN))
     loss, parts, grads = step(golden.params, batch_of(golden.tokens), RATES)
@@ -182,6 +193,7 @@ def test_gradients(golden):
     assert set(without) - set(buffers) == set(golden.meta["parameters_without_gradient"])
 
 
+@one_by_default
 def test_float64(golden):
     with jax.enable_x64(True):
         cfg, params = golden.as_float64()
@@ -204,10 +216,9 @@ def test_float64(golden):
     np.testing.assert_allclose(loss, golden.arrays["loss_f64"], atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("golden", in_tiers(["hf_tiny_d"], ["hf_tiny_a"]), indirect=True)
 def test_mtp(golden):
     """Three steps of the one layer, each from the normed hidden state of the step before."""
-    if "mtp_logits" not in golden.arrays:
-        pytest.skip("this golden has no MTP layer")
     tokens = golden.tokens
     step = jax.jit(glm5.forward_mtp, static_argnums=3)
     hidden = golden.arrays["final_hidden"]
@@ -233,6 +244,7 @@ print(json.dumps(float(np.abs(logits - arrays["logits"]).max())))
 """
 
 
+@pytest.mark.slow
 def test_logits_under_the_flags_of_real_runs(plain_env):
     folder = str(goldens.FOLDER / "hf_tiny_b")
     child = subprocess.run(

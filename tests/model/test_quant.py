@@ -16,11 +16,14 @@ from glm5_jax.model.draft import speculate
 from glm5_jax.model.generate import generate, prepare
 from glm5_jax.training.step import gradient_function
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_w4
+from tests.kernels.implementations import in_tiers
 from tests.mesh import cases
 
 GROUP = 4
-# A dense layer, a MoE layer and the MTP layer.
-PLAIN = cases.config("dense", num_hidden_layers=2, index_topk=None, indexer_types=None)
+# A MoE layer and the MTP layer.
+PLAIN = cases.config(
+    "dense", num_hidden_layers=1, first_k_dense_replace=0, index_topk=None, indexer_types=None
+)
 CFG = dataclasses.replace(PLAIN, int4_group=GROUP)
 STEP = dataclasses.replace(cases.STEP, index_weight=0.0, mtp_steps=1)
 EXPERTS = {
@@ -55,20 +58,26 @@ def run(params, tokens, cfg, cache=None):
     out = glm5.forward(params, tokens, cfg, cache=cache)
     if cache is not None:
         return out.logits, out.cache
+    if not cfg.num_nextn_predict_layers:
+        return {"logits": out.logits}
     drafted = glm5.forward_mtp(params, out.hidden, tokens, cfg)
     return {"logits": out.logits, "drafted": drafted.logits}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_forward_is_that_of_the_dequantised_weights(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "drafts"), in_tiers([("float32", 0)], [("float32", 1), ("bfloat16", 1)])
+)
+def test_the_forward_is_that_of_the_dequantised_weights(dtype, drafts):
     tokens = cases.batch()["token_ids"][:2]
-    cfg, plain = (dataclasses.replace(c, dtype=dtype) for c in (CFG, PLAIN))
+    changes = {"dtype": dtype, "num_nextn_predict_layers": drafts}
+    cfg, plain = (dataclasses.replace(c, **changes) for c in (CFG, PLAIN))
     got = run(cases.params(PLAIN), tokens, cfg)
     same_bits(got, run(dequantised(), tokens, plain))
     unlike = run(cases.params(PLAIN), tokens, plain)
     assert all(np.any(got[name] != unlike[name]) for name in got)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_at_the_dequantised_weights():
     """Straight through: a weight's gradient is that of what stands for it, whether it rounds or not."""
     take = [jax.jit(gradient_function(c, STEP)) for c in (CFG, PLAIN)]
@@ -96,6 +105,7 @@ def test_what_stands_for_a_weight_is_exact_and_its_gradient_the_identity(dtype):
     same_bits({"w": gradient}, {"w": jnp.asarray(c, dtype)})
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_equal_the_full_forward():
     tokens = cases.batch()["token_ids"][:2]
     full = run(cases.params(PLAIN), tokens, CFG)["logits"]
@@ -120,6 +130,7 @@ def test_decoding_quantises_before_the_first_token_alone(dtype):
         same_bits({"w": flatten(params)[path]}, {"w": w})
 
 
+@pytest.mark.slow
 def test_decoded_text_is_that_of_the_dequantised_weights():
     prompts = cases.batch()["token_ids"][:2, :6]
     want = generate(dequantised(), prompts, PLAIN, 6)

@@ -28,8 +28,11 @@ CASES = {
 }
 
 
+compiled = jax.jit(route, static_argnums=2)
+
+
 def both(cfg, x=X, weight=WEIGHT, bias=BIAS):
-    ours = route({"weight": weight, "bias": bias}, jnp.asarray(x), cfg)
+    ours = compiled({"weight": weight, "bias": bias}, x, cfg)
     logits = x.astype(np.float64) @ weight.astype(np.float64)
     theirs = oracle.route(
         logits,
@@ -88,14 +91,15 @@ def test_gradient_reaches_the_weight_and_not_the_bias():
         out = route(w, jnp.asarray(X), BASE)
         return jnp.sum(out.combine_weights * jnp.arange(3.0)[None])
 
-    grads = jax.grad(loss)({"weight": jnp.asarray(WEIGHT), "bias": jnp.asarray(BIAS)})
+    grads = jax.jit(jax.grad(loss))({"weight": WEIGHT, "bias": BIAS})
     assert np.abs(grads["weight"]).max() > 1e-3
     assert not grads["bias"].any()
 
 
 def balance(logits, ids, valid, cfg=BASE):
     probs = jnp.asarray(oracle.sigmoid(logits), jnp.float32)
-    return sequence_balance(probs, jnp.asarray(ids), jnp.asarray(valid), Region(), cfg)
+    run = jax.jit(lambda *args: sequence_balance(*args, Region(), cfg))
+    return run(probs, ids, valid)
 
 
 def test_balance_loss():
@@ -125,7 +129,7 @@ def test_balance_loss_pushes_scores_of_loaded_experts_down():
     def loss(logits):
         return sequence_balance(jax.nn.sigmoid(logits), jnp.asarray(ids), valid, Region(), BASE)
 
-    grads = jax.grad(loss)(jnp.zeros((1, T, E)))
+    grads = jax.jit(jax.grad(loss))(jnp.zeros((1, T, E)))
     assert (grads[..., :3] > 0).all() and (grads[..., 3:] < 0).all()
     step = 1e-2
     logits = np.zeros((1, T, E))

@@ -41,7 +41,11 @@ def lowered(make):
     return config, mesh, pod.lower_step(config, mesh)
 
 
-LAYOUTS = pytest.mark.parametrize("make", [pretraining, long_context])
+def slow(make):
+    return pytest.param(make, marks=pytest.mark.slow)
+
+
+LAYOUTS = pytest.mark.parametrize("make", [pretraining, slow(long_context)])
 
 
 def warm_up():
@@ -64,10 +68,10 @@ def reinforcement():
     return run.load("experiments/rl_reasoning.py:glm5")[1]
 
 
-STAGES = [pretraining, long_context, warm_up, adaptation, fine_tuning, reinforcement]
+STAGES = [long_context, warm_up, adaptation, fine_tuning, reinforcement]
 
 
-@pytest.mark.parametrize("make", STAGES)
+@pytest.mark.parametrize("make", [pretraining, *map(slow, STAGES)])
 def test_the_step_lowers_for_a_thousand_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS
@@ -79,6 +83,7 @@ def test_the_step_lowers_for_a_thousand_tpus(make):
     assert "approx" not in text.lower(), "what is selected depends on how long the row is"
 
 
+@pytest.mark.slow
 def test_a_step_of_reinforcement_reads_what_was_sampled():
     config, _, step = lowered(reinforcement)
     assert step.arguments["batch"].keys() > {*PolicyLoss.streams}
@@ -89,6 +94,7 @@ def test_a_step_of_reinforcement_reads_what_was_sampled():
     assert read == len(PolicyLoss.streams) + len(("loss_mask", "ce_weight"))
 
 
+@pytest.mark.slow
 def test_bytes_per_device_of_reinforcement():
     """Two moments of what gradients move: not the indexers, the MTP layer and the router's bias."""
     _, _, step = lowered(reinforcement)
@@ -123,6 +129,7 @@ def test_bytes_per_device(make):
     assert params + optimizer + batch < 6 * GIB
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_the_ramp_keeps_no_more_than_the_first():
     """Four times as many rows, in four microbatches."""
     config, mesh, step = lowered(pretraining)

@@ -30,12 +30,13 @@ def small(attention: str, **axes: int):
     return step_flops(config, abstract_mesh({"fsdp": 1} | axes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "axes"),
     [
         ("dense", {"data": 2, "fsdp": 2, "expert": 2}),
         ("sparse", {"data": 2, "fsdp": 2, "expert": 2}),
-        pytest.param("sparse", {"fsdp": 2, "expert": 2, "context": 2}, marks=pytest.mark.slow),
+        ("sparse", {"fsdp": 2, "expert": 2, "context": 2}),
     ],
 )
 def test_eight_devices_share_the_work(attention, axes):
@@ -48,12 +49,14 @@ def test_eight_devices_share_the_work(attention, axes):
     assert alone.model == 8 * shared.model
 
 
+@pytest.mark.slow
 def test_keys_that_every_device_of_a_sequence_expands_are_work_that_is_not_shared():
     whole, cut = small("dense"), small("dense", context=8)
     assert 8 * cut.parts["attention"].flops > 1.05 * whole.parts["attention"].flops
     assert 8 * cut.parts["experts"].flops == whole.parts["experts"].flops
 
 
+@pytest.mark.slow
 def test_every_part_has_work_and_kernels_move_bytes():
     sparse = small("sparse")
     assert min(sparse.parts[part].flops for part in PARTS) > 0

@@ -49,7 +49,7 @@ def test_it_learns_records_every_step_and_keeps_the_newest_checkpoints(unbroken)
     assert int(state["step"]) == 12
 
 
-@pytest.mark.parametrize("stops", [(1,), (4,), (6, 10), (2, 3, 7)])
+@pytest.mark.parametrize("stops", [pytest.param((4,), marks=pytest.mark.slow), (2, 3, 7)])
 def test_stopping_and_resuming_is_bitwise_the_unbroken_run(unbroken, tmp_path, stops):
     whole, last = unbroken
     for at in stops:
@@ -126,12 +126,10 @@ def test_rarer_logging_leaves_out_rows_but_not_the_last_checkpoint(tmp_path):
     assert metrics_log.column(rows, "loss/total")[0] == [5, 10]
 
 
-@pytest.mark.parametrize(
-    "field", ["steps", "log_interval", "keep", "eval_batches", "baseline_tokens"]
-)
-def test_settings_that_make_no_sense_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field} is 0"):
-        loop.TrainConfig(**{field: 0})
+def test_refuses_settings_that_make_no_sense():
+    for field in ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens"):
+        with pytest.raises(ValueError, match=f"{field} is 0"):
+            loop.TrainConfig(**{field: 0})
     with pytest.raises(ValueError, match="save_interval is -1; it must be at least 0"):
         loop.TrainConfig(save_interval=-1)
 
@@ -155,6 +153,7 @@ def wait_for_row(workdir, step, process):
     raise AssertionError(process.communicate()[0])
 
 
+@pytest.mark.slow
 def test_killed_twice_in_the_middle_it_still_equals_the_unbroken_run(tmp_path):
     for step in (7, 20):  # a save every three steps: each kill comes just after one was begun
         process = child(tmp_path / "killed", 40)
@@ -166,6 +165,7 @@ def test_killed_twice_in_the_middle_it_still_equals_the_unbroken_run(tmp_path):
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_cleanly(tmp_path):
     process = child(tmp_path, 100_000)
     wait_for_row(tmp_path, 5, process)
@@ -176,6 +176,7 @@ def test_sigterm_saves_and_exits_cleanly(tmp_path):
         assert store.latest == metrics_log.read(tmp_path)[-1]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["3000", "500"])  # a checkpoint needs more; so do the rows
 def test_a_disk_that_fills_keeps_the_last_good_checkpoint_and_says_so(tmp_path, room):
     process = child(tmp_path, 100, room)

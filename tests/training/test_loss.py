@@ -10,6 +10,8 @@ from glm5_jax.training.step import Rates, StepConfig, loss_function
 from tests.model import golden as goldens
 from tests.oracles import glm5 as oracle
 
+STEPS = 2  # of multi-token prediction
+
 
 def batch_of(tokens, segments, loss_mask=None, ce_weight=None):
     ones = np.ones(tokens.shape, np.float32)
@@ -68,8 +70,8 @@ def mean_nll(logits, targets, weights):
 @pytest.fixture(scope="module")
 def objective():
     """(golden, batch, params, f(params) -> ((objective, parts), gradients)) in float64."""
-    golden = goldens.load("hf_tiny_a")
-    config = StepConfig(mtp_steps=3, balance_weight=0.02, z_weight=0.01, remat="none")
+    golden = goldens.load("hf_tiny_d")
+    config = StepConfig(mtp_steps=STEPS, balance_weight=0.02, z_weight=0.01, remat="none")
     batch = packed(golden)
     batch = {k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in batch.items()}
     rates = Rates(np.float64(0.3), np.float64(0))
@@ -94,7 +96,7 @@ def test_the_parts_are_those_of_the_oracle(objective):
     ce, z = mean_nll(out["logits"][:, :-1], tokens[:, 1:], weight[:, 1:] * same)
     np.testing.assert_allclose(parts.ce, ce, rtol=1e-9)
     np.testing.assert_allclose(parts.z, z, rtol=1e-9)
-    steps = oracle.mtp(weights, config, tokens, out["final_hidden"], segments, steps=3)
+    steps = oracle.mtp(weights, config, tokens, out["final_hidden"], segments, steps=STEPS)
     further = []
     for k, step in enumerate(steps, 1):
         ahead = (segments[:, k + 1 :] == segments[:, : -k - 1]) & (segments[:, k + 1 :] != 0)
@@ -105,7 +107,7 @@ def test_the_parts_are_those_of_the_oracle(objective):
     np.testing.assert_allclose(total, expected, rtol=1e-12)
     counts = (out["router_weights"] != 0)[:, segments != 0].sum(1)
     np.testing.assert_array_equal(parts.load[:-1], counts)
-    mtp_choices = 3 * golden.cfg.num_experts_per_tok * (segments != 0).sum()
+    mtp_choices = STEPS * golden.cfg.num_experts_per_tok * (segments != 0).sum()
     assert parts.load[-1].sum() == mtp_choices
 
 

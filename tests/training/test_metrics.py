@@ -89,7 +89,7 @@ def test_parts_and_layers_become_columns(tmp_path, capsys):
 @pytest.fixture
 def late(monkeypatch):
     """Steps that have not ended when the next one is sent off."""
-    monkeypatch.setattr(metrics, "_is_there", lambda value: False)
+    monkeypatch.setattr(metrics, "is_ready", lambda value: False)
 
 
 def test_a_step_is_waited_for_when_the_next_is_under_way(tmp_path, capsys, late):
@@ -108,7 +108,7 @@ def test_a_step_is_waited_for_when_the_next_is_under_way(tmp_path, capsys, late)
 @pytest.mark.parametrize("ends", ["at once", "later"])
 def test_each_step_has_its_own_time(tmp_path, capsys, clock, ends, monkeypatch):
     """Whether the device has done it when it is sent off or while the next one is; the last is waited for alone."""
-    monkeypatch.setattr(metrics, "_is_there", lambda value: ends == "at once")
+    monkeypatch.setattr(metrics, "is_ready", lambda value: ends == "at once")
 
     def feed(recorder):
         for step in range(1, 5):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from glm5_jax.core import tree
 from glm5_jax.core.mesh import make_mesh
@@ -16,32 +17,34 @@ from tests.training.test_optimizer import LETTERS, draw, exact
 from tests.training.test_step import RATES, TOKENS, build, start
 
 CONFIG = exact(adam_b1=0.8, adam_b2=0.9, adam_eps=1e-2, clip_norm=3.0)
+OPTIMIZER = make_optimizer(CONFIG, LETTERS)
 
 
 def trained(gradients):
     """The state of an optimiser after these gradients."""
-    tx, params = make_optimizer(CONFIG, LETTERS), draw(0)
-    state = {"params": params, "optimizer": tx.init(params), "step": jnp.int32(0)}
+    params = draw(0)
+    state = {"params": params, "optimizer": OPTIMIZER.init(params), "step": jnp.int32(0)}
     for g in gradients:
-        state = updated(tx, state, g)
-    return tx, state
+        state = updated(state, g)
+    return state
 
 
-def updated(tx, state, g, rates=lambda step: 0.1 / (1 + step)):
+@jax.jit
+def updated(state, g):
     """As `Step.train` does it: the rate is the step's."""
-    updates, moments = tx.update(g, state["optimizer"], state["params"])
-    rate = rates(state["step"])
+    updates, moments = OPTIMIZER.update(g, state["optimizer"], state["params"])
+    rate = 0.1 / (1 + state["step"])
     params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
     return {"params": params, "optimizer": moments, "step": state["step"] + 1}
 
 
 def test_the_first_update_is_that_of_a_fresh_optimiser_at_the_same_place_of_the_schedule():
-    tx, state = trained([draw(1), draw(2, 5.0), draw(3)])
+    state = trained([draw(1), draw(2, 5.0), draw(3)])
     before = {p: np.asarray(x, np.float64) for p, x in tree.flatten(state["params"]).items()}
     state = with_new_moments(state)
     assert int(state["step"]) == 3
     g = draw(4)
-    got = tree.flatten(updated(tx, state, g)["params"])
+    got = tree.flatten(updated(state, g)["params"])
     want, rate = dict(before), 0.1 / 4
     g = {p: np.asarray(x, np.float64) for p, x in tree.flatten(g).items()}
     for group in (
@@ -71,12 +74,13 @@ def test_the_first_update_is_that_of_a_fresh_optimiser_at_the_same_place_of_the_
 def test_with_the_old_moments_it_is_another_update():
     """In every group: momentum, both moments, and the counts of their bias."""
     gradients = [draw(1), draw(2), draw(3)]
-    tx, kept = trained(gradients)
-    old, new = (updated(tx, own(kept), draw(4)) for own in (lambda s: s, with_new_moments))
+    kept = trained(gradients)
+    old, new = (updated(own(kept), draw(4)) for own in (lambda s: s, with_new_moments))
     for (path, a), b in zip(tree.flatten(old["params"]).items(), jax.tree.leaves(new["params"])):
         assert np.array_equal(a, b) == path.endswith("router/bias"), path
 
 
+@pytest.mark.slow
 def test_all_but_the_moments_stays_and_the_next_step_is_of_its_place():
     step, batch = build(), cases.batch()
     state, _ = step.train(start(step), batch)
@@ -98,9 +102,9 @@ def test_all_but_the_moments_stays_and_the_next_step_is_of_its_place():
 
 def test_new_moments_lie_where_the_old_ones_did():
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
-    cfg = cases.config("dense")
+    cfg = cases.small("dense")
     rates = make_schedule(ScheduleConfig("constant", 1e-3, 0, warmup_steps=0, total_steps=1))
-    made = make_step(cfg, cases.step_of(cases.config("sparse")), exact(), rates, mesh)
+    made = make_step(cfg, cases.STEP, exact(), rates, mesh)
     params = jax.device_put(cases.params(cfg), glm5.param_shardings(cfg, mesh))
     state = made.initialise(jax.random.key(0), params)
     wanted = jax.tree.map(lambda x: x.sharding, made.abstract["optimizer"])

@@ -1,0 +1,182 @@
+"""A pytest plugin that holds the default tier to its budget, so that it stays at ten minutes on two cores.
+
+`budget.json` gives CPU seconds for each directory of tests. A run fails, and lists the slowest tests, if a directory takes
+half more than its budget, or if one test's call takes half more than the limit of a call (more where it compiles).
+Tests marked slow, aot or device do not count.
+
+CPU seconds of the process and of the children that it waited for are measured, because the clock of a shared machine says
+little. They are divided by how much longer than on the reference machine a fixed piece of work takes at the start.
+
+    --durations-json=FILE   also writes the scaled seconds of every test to FILE, for `durations.json`
+"""
+
+import collections
+import dataclasses
+import json
+import pathlib
+import resource
+import time
+import zlib
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).parent
+TIERS = ("slow", "aot", "device")
+TOLERANCE = 1.5
+COMPILATION = "/jax/core/compile/backend_compile_duration"
+LISTED = 10  # slowest tests of a directory
+
+
+@dataclasses.dataclass(kw_only=True, frozen=True)
+class Budget:
+    """What `budget.json` holds.
+
+    Attributes:
+      directories: CPU seconds of the default tests of each directory, "tests/NAME"; of "tests", those of its own files.
+      call_s: CPU seconds that one test's call may take.
+      compiling_call_s: the same for a call that compiles a JAX program.
+      calibration_s: CPU seconds of `calibrate` on the reference machine.
+      coverage_factor: how much longer tests take while line coverage is measured.
+    """
+
+    directories: dict[str, float]
+    call_s: float
+    compiling_call_s: float
+    calibration_s: float
+    coverage_factor: float
+
+    @classmethod
+    def read(cls) -> "Budget":
+        return cls(**json.loads((FOLDER / "budget.json").read_text()))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Spent:
+    """What one test took: scaled CPU seconds of all phases, those of its call, and whether the call compiled."""
+
+    total_s: float = 0.0
+    call_s: float = 0.0
+    has_compiled: bool = False
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of the children that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
+def calibrate() -> float:
+    """CPU seconds of a fixed piece of work, the fastest of three: loops of Python and of C."""
+    data = bytes(range(256)) * 16_000
+
+    def once() -> float:
+        start = time.process_time()
+        zlib.compress(data, 6)
+        sorted((i * 7919) % 100_003 for i in range(600_000))
+        return time.process_time() - start
+
+    return min(once() for _ in range(3))
+
+
+def violations(spent: dict[str, Spent], budget: Budget, factor: float = 1.0) -> list[str]:
+    """The lines that say what is over budget; none if all is well. spent: by the tests' ids."""
+    lines = []
+    by_directory = collections.defaultdict(list)
+    for test, one in spent.items():
+        folders = test.split("::")[0].split("/")[:-1]
+        by_directory["/".join(folders[:2])].append((one.total_s, test))
+    for directory, tests in sorted(by_directory.items()):
+        total = sum(seconds for seconds, _ in tests)
+        allowed = budget.directories.get(directory, budget.call_s)
+        if total <= TOLERANCE * factor * allowed:
+            continue
+        lines.append(f"{directory}: {total:.0f} CPU seconds of {allowed:.0f}; the slowest:")
+        lines += [
+            f"  {seconds:6.1f}  {test}" for seconds, test in sorted(tests)[: -LISTED - 1 : -1]
+        ]
+    for test, one in spent.items():
+        allowed = budget.compiling_call_s if one.has_compiled else budget.call_s
+        if one.call_s > TOLERANCE * factor * allowed:
+            lines.append(
+                f"{test}: its call took {one.call_s:.1f} CPU seconds of {allowed:.0f}; make it faster or mark it slow"
+            )
+    return lines
+
+
+def pytest_addoption(parser):
+    parser.addoption("--durations-json", type=pathlib.Path, help="write every test's CPU seconds")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Measure(), "budget-measure")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Judge(config), "budget-judge")
+
+
+class Measure:
+    """Runs where tests run: adds to each phase's report what the phase took."""
+
+    def __init__(self):
+        self._scale = self._start = 1.0
+        self._compilations = self._before = 0
+
+    def pytest_collection_finish(self):
+        from jax import monitoring
+
+        monitoring.register_event_duration_secs_listener(self._hear)
+        self._scale = Budget.read().calibration_s / calibrate()
+
+    def _hear(self, event, duration, **_):
+        self._compilations += event == COMPILATION
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self):
+        self._mark()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        seconds = self._scale * (cpu_seconds() - self._start)
+        report.budget = [seconds, self._compilations > self._before]
+        self._mark()
+        return report
+
+    def _mark(self):
+        self._start, self._before = cpu_seconds(), self._compilations
+
+
+class Judge:
+    """Runs in the process that reports: adds up and judges."""
+
+    def __init__(self, config):
+        self._config = config
+        self._spent = collections.defaultdict(Spent)
+        self._all = collections.defaultdict(float)
+        self._lines = []
+
+    def pytest_runtest_logreport(self, report):
+        seconds, has_compiled = getattr(report, "budget", (0.0, False))
+        self._all[report.nodeid] += seconds
+        if any(tier in report.keywords for tier in TIERS):
+            return
+        one = self._spent[report.nodeid]
+        one.total_s += seconds
+        if report.when == "call":
+            one.call_s, one.has_compiled = seconds, has_compiled
+
+    def pytest_sessionfinish(self, session):
+        if path := self._config.option.durations_json:
+            found = {test: round(seconds, 2) for test, seconds in sorted(self._all.items())}
+            path.write_text(json.dumps(found, indent=0) + "\n")
+        budget = Budget.read()
+        is_covered = bool(self._config.pluginmanager.getplugin("_cov"))
+        self._lines = violations(self._spent, budget, budget.coverage_factor if is_covered else 1.0)
+        if self._lines and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self._lines:
+            terminalreporter.section("over budget (tests/budget.json)", red=True)
+            for line in self._lines:
+                terminalreporter.write_line(line)

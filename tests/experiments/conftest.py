@@ -1,0 +1,9 @@
+import pytest
+
+from glm5_jax.core import charts
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Findings have no charts, each of which takes a third of a second; test_charts and test_findings draw some."""
+    monkeypatch.setattr(charts, "line_chart", lambda *args, **options: "")
