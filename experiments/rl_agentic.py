@@ -209,8 +209,7 @@ class Agentic(Asynchronous):
             self._pusher = Network(self.config.model, engines, sync)
         else:
             folder = self.workdir / "weights"
-            own = self.config.model, folder, engines, sync
-            self._pusher = SharedStorage(*own, self.tokenizer)
+            self._pusher = SharedStorage(self.config.model, folder, engines, sync, self.tokenizer)
 
 
 # -- the other programs ---------------------------------------------------------------------------------------

@@ -153,8 +153,8 @@ class Ops:
     def dots(self, acc, pairs, b_transposed=False, a_transposed=False):
         """acc + the sum of a @ b over pairs, in their order; otherwise as `dot`.
 
-        Each product is waited for. With several in flight whose `a` are different registers, an H200 added
-        some of them into accumulators that the next one had already overwritten (jax 0.11.2, ptxas 13.0).
+        Each product is waited for. With several in flight whose `a` are different registers, results on an
+        H200 were wrong in the rows of one register of `a`, by another amount in each run (jax 0.11.2).
         """
         if self.emulated:
             for a, b in pairs:

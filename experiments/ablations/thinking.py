@@ -92,7 +92,7 @@ def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -
     num_turns = sum(message["role"] == "user" for message in chats[0].messages)
     for turn in range(num_turns):
         answers = assistant([Request(tuple(m), **request(mode)) for m in said], NEW)
-        kept = (
+        shared = (
             [] if before is None else [common_prefix(a.prompt, b) for a, b in zip(answers, before)]
         )
         known = [len(b) for b in before] if before else []
@@ -101,9 +101,9 @@ def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -
                 "right": [int(_right(a, c, turn)) for a, c in zip(answers, chats)],
                 "reasoning": float(np.mean([a.num_reasoning for a in answers])),
                 "prompt": float(np.mean([len(a.prompt) for a in answers])),
-                "kept": float(sum(kept) / sum(known)) if known else None,
-                "whole": float(np.mean([k == n for k, n in zip(kept, known)])) if known else None,
-                "anew": float(np.mean([len(a.prompt) for a in answers]) - np.mean(kept or [0])),
+                "kept": float(sum(shared) / sum(known)) if known else None,
+                "whole": float(np.mean([k == n for k, n in zip(shared, known)])) if known else None,
+                "anew": float(np.mean([len(a.prompt) for a in answers]) - np.mean(shared or [0])),
             }
         )
         before = [a.prompt + a.ids for a in answers]

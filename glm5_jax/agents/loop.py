@@ -240,12 +240,15 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
     return reply, calls
 
 
-def _make_sendable(given: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]:
-    """The call as servers read it again: they refuse arguments that are no object, but for a call's text, which is theirs.
-    What was written stands in the answer."""
+def _make_sendable(sent: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]:
+    """Returns a call of a reply in a form that servers accept in the next request.
+
+    They refuse arguments that are no object, except the text of a call that they could not parse. The result of the call
+    quotes what was written.
+    """
     if call.problem is None or is_unparsed(call.text):
-        return given
-    return {**given, "function": {**given["function"], "arguments": "{}"}}
+        return sent
+    return {**sent, "function": {**sent["function"], "arguments": "{}"}}
 
 
 def _call(name: str, arguments: str | Mapping) -> ToolCall:

@@ -233,7 +233,7 @@ class _Pieces:
 
 def _loads(text: str) -> Any:
     """Returns the value of JSON. Raises ValueError for numbers that no float can hold, integers among them."""
-    # A hook for each integer would take longer than all the rest; few bodies have so many digits in a row.
+    # A hook for each integer slows all parsing down, and few bodies have an integer that needs it.
     parse_int = _integer if _MANY_DIGITS.search(text) else None
     return json.loads(text, parse_int=parse_int, parse_float=_finite, parse_constant=_no_constant)
 

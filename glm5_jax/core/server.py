@@ -37,9 +37,9 @@ _log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def shortened(text: str, most: int) -> str:
-    """Returns a text of at most so many characters, with dots in place of the rest."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def shortened(text: str, max_length: int) -> str:
+    """Returns a text cut to `max_length` characters; dots mark what was cut."""
+    return text if len(text) <= max_length else f"{text[: max_length - 3]}..."
 
 
 class ApiError(Exception):

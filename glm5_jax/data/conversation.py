@@ -287,8 +287,8 @@ def _check_whole(messages: Sequence[Mapping]) -> None:
             raise ChatError(
                 f"message {i}, an assistant's, says nothing; give it content or drop it"
             )
-        behind = range(i + 1, len(messages))
-        count = sum(1 for _ in itertools.takewhile(lambda k: messages[k]["role"] == "tool", behind))
+        later = range(i + 1, len(messages))
+        count = sum(1 for _ in itertools.takewhile(lambda k: messages[k]["role"] == "tool", later))
         if count < num_calls and i + 1 + count < len(messages):
             raise ChatError(
                 f"message {i} makes {num_calls} calls, {count} of which have a result before the next "

@@ -150,7 +150,7 @@ FORMS = {
     "launcher": (says("timeout 5 env A=1 nohup /app/prog"), SOLVED),
     "find": (says("find /app -name prog -exec {} \\;"), SOLVED),
     "xargs": (says("echo /app/prog | xargs -n1 bash"), SOLVED),
-    "copied": (says("cp -r /app /tmp/work; bash /tmp/work/prog"), SOLVED),
+    "copied": (says("cp -r /app /tmp/copy; bash /tmp/copy/prog"), SOLVED),
     "copied and run": (says("cp /app/prog /srv/prog; /srv/prog"), SOLVED),
     "renamed": (says("mkdir /srv/b; cp /app/prog /srv/b/cat; /srv/b/cat"), SOLVED),
     "moved": (says("mv /app/prog /srv/prog; /srv/prog"), SOLVED),
