@@ -1,10 +1,21 @@
-"""Command lines of tools: their help is the module's own, and a wrong argument is an error like all others."""
+"""Parses the command lines of tools.
+
+`--help` prints the tool's module docstring. A wrong argument raises ValueError, like all other user errors.
+"""
 
 import argparse
+from typing import NoReturn
+
+from glm5_jax.core.terminal import clean_logging
 
 
 class Parser(argparse.ArgumentParser):
-    """Of `python -m MODULE`; its errors are ValueErrors of one line. module: the name, doc: what `--help` shows."""
+    """Argument parser of `python -m MODULE` that raises one-line ValueErrors.
+
+    Args:
+      module: name of the module to run.
+      doc: text that `--help` prints.
+    """
 
     def __init__(self, module: str, doc: str):
         super().__init__(
@@ -12,6 +23,7 @@ class Parser(argparse.ArgumentParser):
             description=doc,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        clean_logging()  # every program that parses its arguments here wants plain logs
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; see {self.prog} --help")

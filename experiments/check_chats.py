@@ -1,14 +1,21 @@
-"""Says what is wrong with SFT data, line by line, what the rest of it would train, and writes the rest.
+"""Checks SFT data line by line, reports the number of training tokens, and can write the valid lines to a new file.
 
     python -m experiments.check_chats FILE.jsonl [FILE.jsonl ...] [--write=NEW.jsonl]
 
-Told and left out of NEW: lines that cannot be used, that say the same as one before, of which no token is learnt,
-with a sample of more than --max_tokens tokens, and that a verifier rejects. --verify=answer keeps lines
-whose last reply ends in the line's "answer", so that a file with several replies to each prompt becomes the right
-ones (rejection sampling); --verify=repetition rejects replies that go round in circles.
+Reported, and left out of NEW, are lines
 
-Fields that nothing reads, such as misspelt ones, are told with how many lines have them. Mistakes of the
-assistant, which stay in the context unlearnt, are told but are no reason (glm5_jax/data/conversation.py). The exit code is 1 if anything was left out, 2 for a wrong argument.
+- that cannot be parsed;
+- that repeat an earlier line;
+- without a token to train on;
+- with a sample of more than --max_tokens tokens;
+- that a verifier rejects.
+
+--verify=answer keeps lines whose last reply ends in the line's "answer". So a file with several replies to each prompt
+is reduced to the right ones (rejection sampling). --verify=repetition rejects replies that repeat themselves.
+
+Unread fields, such as misspelt ones, are listed with their number of lines. The assistant's mistakes, which stay in
+the context but outside the loss, are listed too; they are no reason to leave a line out
+(glm5_jax/data/conversation.py). The exit code is 1 if a line was left out, 2 for a wrong argument.
 """
 
 import contextlib
@@ -19,8 +26,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.arguments import Parser
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.data.chat_data import LONGEST, VERIFIERS, numbered_lines, select
-from glm5_jax.data.conversation import unread
+from glm5_jax.core.files import read_lines
+from glm5_jax.core.terminal import make_printable, print_error
+from glm5_jax.data.chat_data import MAX_TOKENS, VERIFIERS, filter_lines
+from glm5_jax.data.conversation import unread_fields
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES
@@ -28,7 +37,7 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments."""
+    """Runs the program with these arguments. Returns the exit code."""
     try:
         options = _parser().parse_args(arguments)
         missing = [path for path in options.files if not path.is_file()]
@@ -42,18 +51,18 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"max_tokens is {options.max_tokens}; it must be positive")
         path = options.tokenizer
         tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
-        # Markers that it lacks are its own fault, not every line's.
+        # A tokenizer without the layout's markers is one error, not an error of every line.
         render_chat([{"role": "user", "content": ""}], tokenizer, variant=options.variant)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     return _check(options, tokenizer)
 
 
 def _check(options, tokenizer: Tokenizer) -> int:
     total = sum(path.stat().st_size for path in options.files)
-    fields: dict[str, list] = {}  # that are not read: the first place, and how many lines
-    lines = dropped = kept = samples = tokens = learnt = mistakes = 0
+    fields: dict[str, list] = {}  # unread fields: (first location, number of lines)
+    lines = dropped = num_kept = samples = tokens = num_trained = mistakes = 0
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(ProgressBar(total, unit="byte"))
         new = options.write and options.write.with_name(f"{options.write.name}.new")
@@ -61,23 +70,24 @@ def _check(options, tokenizer: Tokenizer) -> int:
         if new:
             stack.callback(new.unlink, missing_ok=True)
 
-        def drop(place: str, reason: str) -> None:
+        def drop(location: str, reason: str) -> None:
             nonlocal dropped
             dropped += 1
-            bar.print(f"{place}: {reason}")
+            bar.print(f"{location}: {reason}")
 
-        def places() -> Iterator[tuple[str, bytes]]:
+        def located_lines() -> Iterator[tuple[str, bytes]]:
             nonlocal lines
             shown = 0
-            for place, line, done in _lines(options.files, bar.print):
+            for location, line, done in _lines(options.files, bar.print):
                 lines += 1
                 if done >= shown + 2**20:
                     shown = done
-                    bar.update(done, place)
-                yield place, line
+                    bar.update(done, location)
+                yield location, line
 
-        for found in select(
-            places(),
+        # Report and count each valid line, and write it if there is an output file.
+        for chat in filter_lines(
+            located_lines(),
             tokenizer,
             drop,
             mode=options.mode,
@@ -85,62 +95,74 @@ def _check(options, tokenizer: Tokenizer) -> int:
             max_tokens=options.max_tokens,
             verifiers=[VERIFIERS[name] for name in options.verify],
         ):
-            for i, mistake in sorted(found.conversation.mistakes.items()):
-                bar.print(f"{found.place}: message {i} is not learnt: {mistake}")
-            if behind := _behind_the_last_reply(found.conversation.messages):
-                bar.print(f"{found.place}: {behind} messages behind the last reply train nothing")
-            for name in unread(found.line):
-                fields.setdefault(name, [found.place, 0])[1] += 1
-            kept, mistakes = kept + 1, mistakes + len(found.conversation.mistakes)
-            samples += len(found.records)
-            tokens += sum(map(len, found.records))
-            learnt += int(sum(record.loss_mask.sum() for record in found.records))
+            for i, mistake in sorted(chat.conversation.mistakes.items()):
+                bar.print(f"{chat.place}: message {i} is not trained on: {mistake}")
+            if num_after_reply := _num_after_last_reply(chat.conversation.messages):
+                bar.print(
+                    f"{chat.place}: {num_after_reply} messages after the last reply are not trained on"
+                )
+            for name in unread_fields(chat.line):
+                fields.setdefault(name, [chat.place, 0])[1] += 1
+            num_kept, mistakes = num_kept + 1, mistakes + len(chat.conversation.mistakes)
+            samples += len(chat.counts)
+            tokens += sum(count for count, _ in chat.counts)
+            num_trained += sum(count for _, count in chat.counts)
             if out:
-                out.write(found.line.rstrip(b"\r\n") + b"\n")
+                out.write(chat.line.rstrip(b"\r\n") + b"\n")
         bar.update(total, "read")
         if out:
             out.close()
             os.replace(new, options.write)
-    for name, (place, count) in sorted(fields.items()):
-        print(f"the field {name} is not read: {count:,} lines have it, the first is {place}")
+    # Summary.
+    for name, (location, count) in sorted(fields.items()):
+        line = f"the field {name} is not read: {count:,} lines have it, the first is {location}"
+        print(make_printable(line))
     print(
         f"{lines:,} lines, {dropped:,} of them left out; {samples:,} samples of {tokens:,} tokens, "
-        f"{learnt / max(1, tokens):.0%} of them learnt; {mistakes:,} mistakes that are not learnt"
+        f"{num_trained / max(1, tokens):.0%} of them trained on; {mistakes:,} mistakes that are not trained on"
     )
     if out:
-        print(f"{kept:,} lines written to {options.write}")
+        print(f"{num_kept:,} lines written to {options.write}")
     return 1 if dropped else 0
 
 
-def _behind_the_last_reply(messages: Sequence[Mapping]) -> int:
+def _num_after_last_reply(messages: Sequence[Mapping]) -> int:
     roles = [message["role"] for message in reversed(messages)]
     return roles.index("assistant")
 
 
 def _lines(
-    files: list[pathlib.Path], tell: Callable[[str], None]
+    files: list[pathlib.Path], report: Callable[[str], None]
 ) -> Iterator[tuple[str, bytes, int]]:
-    """(place, line, bytes read before it) of all files."""
+    """Yields (location, line, bytes before it) of all files."""
     before = 0
     for path in files:
         empty = True
-        for number, offset, line in numbered_lines(path):
+        for line in read_lines(path):
             empty = False
-            yield f"{path}, line {number}", line, before + offset
+            yield f"{path}, line {line.number}", line.content, before + line.offset
         if empty:
-            tell(f"{path}: has no line")
+            report(f"{path}: has no line")
         before += path.stat().st_size
 
 
 def _parser() -> Parser:
     parser = Parser("experiments.check_chats", __doc__)
     parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="FILE.jsonl")
-    parser.add_argument("--write", type=pathlib.Path, help="where the lines that are right go")
-    parser.add_argument("--max_tokens", type=int, default=LONGEST, help="of a sample")
-    parser.add_argument("--verify", nargs="+", default=(), choices=VERIFIERS, help="what to reject")
-    parser.add_argument("--mode", default="interleaved", choices=MODES, help="of lines without one")
-    parser.add_argument("--variant", default="glm5", choices=VARIANTS, help="of the layout")
-    parser.add_argument("--tokenizer", help="a tokenizer.json or its folder; default: the shipped")
+    parser.add_argument("--write", type=pathlib.Path, help="new file for the valid lines")
+    parser.add_argument("--max_tokens", type=int, default=MAX_TOKENS, help="maximum of a sample")
+    parser.add_argument(
+        "--verify", nargs="+", default=(), choices=VERIFIERS, help="checks that reject lines"
+    )
+    parser.add_argument(
+        "--mode", default="interleaved", choices=MODES, help="thinking mode of lines without one"
+    )
+    parser.add_argument(
+        "--variant", default="glm5", choices=VARIANTS, help="variant of the chat layout"
+    )
+    parser.add_argument(
+        "--tokenizer", help="a tokenizer.json or its folder; default: the shipped one"
+    )
     return parser
 
 

@@ -1,13 +1,14 @@
-"""On-policy cross-stage distillation: what the last stages forgot is learnt again from what the earlier ones were
-(GLM-5 3.5).
+"""Distils earlier stages into the policy, on-policy, to restore skills that later stages lost (GLM-5 3.5).
 
     python -m launch.run --experiment=experiments/distill.py:tiny --experiment.checkpoint=WORKDIR
         --experiment.teachers="[{'checkpoint': 'WORKDIR', 'origin': 'reasoning'}, ...]"
 
-The policy attempts tasks of each earlier stage, once each, and the checkpoint that this stage ended with scores what it
-wrote, token by token: the advantage is log p_teacher - log p of each (Eq. 2), with the windows of Eq. 1. No reward takes
-part; rewards are told, and evaluated on held-out tasks. Origins are "sft", "reasoning", "agentic"
-and "general".
+1. The policy attempts tasks of each earlier stage, once each.
+2. The final checkpoint of the task's stage, its teacher, scores every sampled token.
+3. The advantage of a token is log p_teacher - log p (Eq. 2), with the windows of Eq. 1.
+
+Rewards do not enter the loss. They are logged, and evaluated on held-out tasks. Origins are "sft", "reasoning",
+"agentic" and "general".
 
 :tiny  within lifecycle.py:tiny, in four to seven minutes.
 :small for one accelerator, from teachers of SFT and of the three stages of reinforcement learning.
@@ -16,12 +17,12 @@ and "general".
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Mapping
 
 from experiments import rl_agentic, rl_general, rl_reasoning
 from experiments.rl_agentic import AgenticConfig
-from glm5_jax.agents.tools import Toolbox
-from glm5_jax.envs.general import General, GeneralConfig
+from glm5_jax.envs.general import GeneralConfig, HybridReward
 from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
 from glm5_jax.envs.reasoning import VerifierConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
@@ -30,46 +31,61 @@ from glm5_jax.rl.experiment import RlConfig, Teacher
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
+from glm5_jax.training.stages import Stage
 
-# And their stages.
+# The stage of each origin.
 ORIGINS = {
     "sft": "sft",
     "reasoning": "rl_reasoning",
     "agentic": "rl_agentic",
     "general": "rl_general",
 }
-EARLIER = "workdir/lifecycle_{}"  # where lifecycle.py trains by default
+EARLIER = "workdir/lifecycle_{}"  # default workdir of lifecycle.py
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(RlConfig):
-    """Attributes:
-    sft, reasoning, agentic, general: the tasks of each earlier stage, whose teacher has the origin of that name.
+    """Configuration of cross-stage distillation.
+
+    Attributes:
+      sft, reasoning, agentic, general: the tasks of each earlier stage; its teacher has the origin of that name.
     """
 
     learns: str = "teachers"
-    sft: tuple[rl_reasoning.Share, ...] = ()
-    reasoning: tuple[rl_reasoning.Share, ...] = ()
-    agentic: tuple[rl_reasoning.Share, ...] = ()
-    general: tuple[rl_general.Share, ...] = ()
+    sft: tuple[rl_reasoning.TaskWeight, ...] = ()
+    reasoning: tuple[rl_reasoning.TaskWeight, ...] = ()
+    agentic: tuple[rl_reasoning.TaskWeight, ...] = ()
+    general: tuple[rl_general.GeneralTaskWeight, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
-        own = {origin for origin in ORIGINS if getattr(self, origin)}
-        taught = {teacher.origin for teacher in self.teachers}
-        if own != taught and taught != {""}:
+        task_origins = {origin for origin in ORIGINS if getattr(self, origin)}
+        teacher_origins = {teacher.origin for teacher in self.teachers}
+        if task_origins != teacher_origins and teacher_origins != {""}:
             raise ValueError(
-                f"there are tasks of {sorted(own)} and teachers of {sorted(taught)}; each origin needs both"
+                f"there are tasks of {sorted(task_origins)} and teachers of {sorted(teacher_origins)}; each origin needs both"
             )
 
-    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
+    def make_stage(
+        self,
+        workdir: str | os.PathLike,
+        evaluator: object = None,
+        previous_stage: Stage | None = None,
+        **options,
+    ) -> Reinforcement:
         del evaluator
         kinds = self._kinds(evaluation=False)
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, self.world(kinds), known, before=before, **options)
+        return Reinforcement(
+            self, workdir, self.world(kinds), known, previous_stage=previous_stage, **options
+        )
 
     def world(self, kinds: Mapping[str, list[Task]] | None = None) -> World:
-        """The tasks of all origins, and what judges them; kinds: those to learn from, if they are known."""
+        """Returns the tasks of all origins with their verifiers.
+
+        Args:
+          kinds: training tasks by name, if they are loaded already; None: loads them.
+        """
         weights = {
             f"{origin}:{share.name}": share.weight
             for origin in ORIGINS
@@ -77,7 +93,7 @@ class DistillConfig(RlConfig):
         }
         kinds = kinds or self._kinds(evaluation=False)
         verifiers = rl_reasoning.Verifiers(VerifierConfig(), False)
-        rules = General(GeneralConfig(orm=0.0, grm=0.0), Instructions("share"))
+        rules = HybridReward(config=GeneralConfig(orm=0.0, grm=0.0), rules=Instructions("share"))
 
         async def verify(task: Task, attempt: Attempt) -> Reward:
             return await (rules if task.kind == INSTRUCTIONS else verifiers)(task, attempt)
@@ -86,7 +102,7 @@ class DistillConfig(RlConfig):
             TaskMixture(kinds, weights, seed=self.seed),
             self._kinds(evaluation=True),
             verify,
-            Toolbox(rl_reasoning.TOOLS, itertools.chain(*kinds.values())),
+            rl_reasoning.make_toolbox(itertools.chain(*kinds.values())),
             close=verifiers.close,
         )
 
@@ -102,30 +118,30 @@ class DistillConfig(RlConfig):
 
 
 def get_config(variant: str = "tiny") -> DistillConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def teachers(folder: str) -> tuple[Teacher, ...]:
-    """Of each origin, the stage in the folder."""
+    """Returns the teacher of each origin: the stage's folder within `folder`."""
     return tuple(Teacher(f"{folder}/{stage}", origin) for origin, stage in ORIGINS.items())
 
 
 def tiny() -> DistillConfig:
-    """Rate, batch and lengths are ours, as those of rl_reasoning.py."""
+    """Uses our own rate, batch and lengths, as rl_reasoning.py does."""
     base, agentic = rl_reasoning.tiny(), rl_agentic.tiny()
     turns = agentic.rollout.max_turns
     return DistillConfig(
-        **rl_general.shared(
+        **rl_general.shared_fields(
             base,
             name="distill:tiny",
             learns="teachers",
             schedule=dataclasses.replace(base.schedule, total_steps=30),
             teachers=teachers(EARLIER.format("tiny")),
-            # As many as nearly fill the rows of one program.
+            # This number nearly fills the rows of one compiled program.
             rollout=dataclasses.replace(base.rollout, prompts=120, group=1, max_turns=turns),
         ),
-        sft=(rl_reasoning.Share(TaskConfig("chain", size=4000, steps=5)),),
+        sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=4000, steps=5)),),
         reasoning=base.tasks[:2],
         agentic=agentic.tasks[:1],
         general=rl_general.tiny().tasks,
@@ -133,16 +149,16 @@ def tiny() -> DistillConfig:
 
 
 def small() -> DistillConfig:
-    """For one accelerator."""
-    return of_shipped(rl_reasoning.small(), rl_agentic.small(), "small", 256)
+    """Distils on one accelerator."""
+    return with_shipped_tasks(rl_reasoning.small(), rl_agentic.small(), "small", 256)
 
 
 def glm5() -> DistillConfig:
-    """Group and batch of the paper."""
-    return of_shipped(rl_reasoning.glm5(), rl_agentic.glm5(), "glm5", 1024)  # GLM-5 3.5
+    """Uses the paper's group and batch size."""
+    return with_shipped_tasks(rl_reasoning.glm5(), rl_agentic.glm5(), "glm5", 1024)  # GLM-5 3.5
 
 
-def of_shipped(
+def with_shipped_tasks(
     base: rl_reasoning.ReasoningConfig, agentic: AgenticConfig, size: str, prompts: int
 ) -> DistillConfig:
     """Distils from the teachers of all earlier stages on the tasks that are shipped.
@@ -152,14 +168,14 @@ def of_shipped(
     """
     turns = agentic.rollout.max_turns
     return DistillConfig(
-        **rl_general.shared(
+        **rl_general.shared_fields(
             base,
             name=f"distill:{size}",
             learns="teachers",
             teachers=teachers(EARLIER.format(size)),
             rollout=dataclasses.replace(base.rollout, prompts=prompts, group=1, max_turns=turns),
         ),
-        sft=(rl_reasoning.Share(TaskConfig("chain", size=30_000, steps=5)),),
+        sft=(rl_reasoning.TaskWeight(TaskConfig(kind="chain", size=30_000, steps=5)),),
         reasoning=base.tasks,
         agentic=agentic.tasks,
         general=tuple(share for share in rl_general.ALL if share.kind == "instructions"),

@@ -1,10 +1,10 @@
-"""DSA, second stage: queries attend to what their indexers select, and all weights adapt (GLM-5 2.1.1).
+"""Trains sparse attention, the second stage of DSA: queries attend to the selected keys, and all weights adapt.
 
     python -m launch.run --experiment=experiments/dsa_sparse.py:tiny --experiment.checkpoint=WORKDIR
 
-The trunk follows the language model's loss alone, the indexers their divergence from the attention over the
-selected keys alone; neither reaches the other's weights. Data and batches are those of mid-training's
-last stage, the learning rate is constant.
+Source: GLM-5 2.1.1. The trunk's gradient comes only from the language-model loss. The indexers' gradient comes only
+from their divergence from the attention over the selected keys. Data and batches are those of mid-training's last
+stage, and the learning rate is constant.
 
 :tiny    for two CPU cores: 60 steps at 1024 tokens, 40 selected keys, a minute or two
 :small   for one accelerator: 512 selected keys of 32K
@@ -22,12 +22,14 @@ TOKENS = 20e9  # GLM-5 2.1.1
 
 
 def get_config(variant: str = "tiny") -> ExperimentConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
-def sparse(base: ExperimentConfig, name: str, learning_rate: float, steps: int) -> ExperimentConfig:
-    """The last stage of mid-training with sparse attention, whose indexers go on learning."""
+def sparsify_stage(
+    base: ExperimentConfig, name: str, learning_rate: float, steps: int
+) -> ExperimentConfig:
+    """Returns mid-training's last stage with sparse attention and trainable indexers."""
     return dataclasses.replace(
         base,
         name=name,
@@ -41,19 +43,19 @@ def sparse(base: ExperimentConfig, name: str, learning_rate: float, steps: int) 
 
 
 def tiny() -> ExperimentConfig:
-    """At a quarter of the rate at which mid-training ends here, as the paper's 1e-5 is its end."""
-    return sparse(midtrain.tiny("200k"), "dsa_sparse:tiny", 2.5e-4, 60)
+    """Uses the final rate of mid-training here, a quarter of its peak, as the paper's 1e-5 is the final rate of its own."""
+    return sparsify_stage(midtrain.tiny("200k"), "dsa_sparse:tiny", 2.5e-4, 60)
 
 
 def small() -> ExperimentConfig:
-    """0.1B tokens."""
-    return sparse(midtrain.small("200k"), "dsa_sparse:small", 1e-5, 1000)
+    """Trains on 0.1B tokens."""
+    return sparsify_stage(midtrain.small("200k"), "dsa_sparse:small", 1e-5, 1000)
 
 
 def glm5() -> ExperimentConfig:
-    """Constant 1e-5."""
+    """Uses a constant learning rate of 1e-5."""
     base = midtrain.glm5("200k")
-    return sparse(base, "dsa_sparse:glm5", 1e-5, -(-int(TOKENS) // base.batch.end))
+    return sparsify_stage(base, "dsa_sparse:glm5", 1e-5, -(-int(TOKENS) // base.batch.end))
 
 
 if __name__ == "__main__":

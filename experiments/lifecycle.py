@@ -1,11 +1,12 @@
-"""The life of a model, stage after stage; each starts from the weights of the one before.
+"""Trains a model through all stages in order; each stage starts from the weights of the previous one.
 
     python -m launch.run --experiment=experiments/lifecycle.py:tiny
 
-The stages are the fields of `Lifecycle`, in their order. Each has its own folder in the workdir, and its
-own flags: --experiment.pretrain.train.steps=50. Variants as in pretrain.py; with ",each" behind them, what a stage of
-reinforcement learning forgot is learnt again right after it, before the next, not in the end alone. The report in the workdir shows all
-stages, what each made of what it was given, and every skill after each of those that teach some.
+The stages are the fields of `Lifecycle`, in their order. Each has a folder of its own in the workdir, and its own
+flags: --experiment.pretrain.train.steps=50. Variants are those of pretrain.py. With ",each" after the variant, every
+stage of reinforcement learning is followed by a distillation that restores lost skills; without it there is one
+distillation, at the end. The report in the workdir shows all stages, the input and result of each, and every skill
+after each stage that trains one.
 """
 
 import dataclasses
@@ -27,13 +28,14 @@ from experiments.distill import ORIGINS, DistillConfig
 from experiments.rl_agentic import AgenticConfig
 from experiments.rl_general import GeneralRlConfig
 from experiments.rl_reasoning import ReasoningConfig
+from glm5_jax.core.terminal import make_printable
 from glm5_jax.rl.experiment import Teacher
 from glm5_jax.rl.skills import skill_matrix
 from glm5_jax.training.experiment import ExperimentConfig
-from glm5_jax.training.handovers import SKILLS
+from glm5_jax.training.lifecycle_report import SKILLS
 
 evaluator = pretrain.evaluator
-TINY = {
+TINY_MINUTES = {
     "pretrain": 2.75,
     "midtrain_32k": 1.5,
     "midtrain_128k": 1.5,
@@ -50,7 +52,7 @@ TINY = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lifecycle:
     """The stages of a run (GLM-5, Figure 5)."""
 
@@ -70,12 +72,13 @@ class Lifecycle:
 
 
 def get_config(variant: str = "tiny") -> Lifecycle:
-    """The variant's stages; ValueError lists the variants."""
+    """Returns the stages of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     size, _, when = variant.partition(",")
     if when not in ("", "each"):
         raise ValueError(f"unknown variant {variant!r}; use {size} or {size},each")
-    each, last = when or None, distill.get_config(size)
-    taught = tuple(Teacher(ORIGINS[old.origin], old.origin) for old in last.teachers)
+    # None switches a stage off.
+    distills, last = when or None, distill.get_config(size)
+    teachers = tuple(Teacher(ORIGINS[teacher.origin], teacher.origin) for teacher in last.teachers)
     return Lifecycle(
         pretrain=pretrain.get_config(size),
         **{f"midtrain_{kind}": midtrain.get_config(f"{size},{kind}") for kind in midtrain.STAGES},
@@ -83,36 +86,41 @@ def get_config(variant: str = "tiny") -> Lifecycle:
         dsa_sparse=dsa_sparse.get_config(size),
         sft=sft.get_config(f"{size},mixed"),
         rl_reasoning=rl_reasoning.get_config(size),
-        distill_reasoning=each
-        and dataclasses.replace(last, agentic=(), general=(), teachers=taught[:-2]),
+        distill_reasoning=distills
+        and dataclasses.replace(last, agentic=(), general=(), teachers=teachers[:-2]),
         rl_agentic=rl_agentic.get_config(size),
-        distill_agentic=each and dataclasses.replace(last, general=(), teachers=taught[:-1]),
+        distill_agentic=distills and dataclasses.replace(last, general=(), teachers=teachers[:-1]),
         rl_general=rl_general.get_config(size),
-        distill=dataclasses.replace(last, teachers=taught),
+        distill=dataclasses.replace(last, teachers=teachers),
     )
 
 
 def minutes(config: Lifecycle) -> dict[str, float]:
-    """What the stages of :tiny take on two CPU cores with nothing else to do; nothing is known of others."""
+    """Returns the minutes of each stage of :tiny on two idle CPU cores. Empty for other variants."""
     if not config.sft.name.startswith("sft:tiny"):
         return {}
-    return {name: own for name, own in TINY.items() if getattr(config, name) is not None}
+    return {
+        name: stage_minutes
+        for name, stage_minutes in TINY_MINUTES.items()
+        if getattr(config, name) is not None
+    }
 
 
 def finish(config: Lifecycle, workdir: pathlib.Path) -> None:
-    """Measures every skill after every stage that teaches some, for the report, and shows what the last one replies."""
-    taught = [*ORIGINS.values(), "distill_reasoning", "distill_agentic", "distill"]
-    stages = [f.name for f in dataclasses.fields(config) if f.name in taught]
+    """Measures every skill after each stage that trains one, for the report, and prints samples of the last stage."""
+    skill_stages = [*ORIGINS.values(), "distill_reasoning", "distill_agentic", "distill"]
+    stages = [f.name for f in dataclasses.fields(config) if f.name in skill_stages]
     stages = {name: str(workdir / name) for name in stages if getattr(config, name) is not None}
     world = config.distill.world()
     try:
-        found = skill_matrix(config.distill, world, stages)
+        matrix = skill_matrix(config.distill, world, stages)
     finally:
         world.close()
-    (workdir / SKILLS).write_text(json.dumps(found._asdict(), indent=1) + "\n")
-    for skill, own in found.samples.items():
-        rewards = " -> ".join(f"{reward:.2f}" for reward in found.rewards[skill].values())
-        print(f"\n{skill}: {rewards}\n  {own['asked']}\n  {own['distill']}")
+    (workdir / SKILLS).write_text(json.dumps(matrix._asdict(), indent=1) + "\n")
+    for skill, sample in matrix.samples.items():
+        rewards = " -> ".join(f"{reward:.2f}" for reward in matrix.rewards[skill].values())
+        prompt, reply = make_printable(sample["asked"]), make_printable(sample["distill"])
+        print(f"\n{skill}: {rewards}\n  {prompt}\n  {reply}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Pre-training: next-token and multi-token prediction on plain text, from random weights.
+"""Pre-trains on plain text with next-token and multi-token prediction, from random weights.
 
     python -m launch.run --experiment=experiments/pretrain.py:tiny
 
-:tiny    for two CPU cores: Shakespeare and the running Python's standard library. Five minutes end at
+:tiny    for two CPU cores: Shakespeare and the running Python's standard library. Takes five minutes and ends at
          about 1.91 held-out bits per byte (unigram 3.04, Kneser-Ney bigram 2.00; LOG.md).
-:small   for one accelerator: 1.2B parameters. Bring text and a tokenizer of your own:
+:small   for one accelerator: 1.2B parameters. Provide text and a tokenizer:
          --experiment.tokenizer=FOLDER
          --experiment.data.sources="[{'kind': 'jsonl', 'path': 'texts/*.jsonl'}]"
 :glm5    for 1,024 chips with 95 GB each: the 744B model as the paper pre-trains it, 27T tokens.
@@ -22,21 +22,21 @@ from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 from glm5_jax.training.step import StepConfig
 
 evaluator = HeldOut
-IDLE = ("indexer/",)  # dense attention selects nothing, and decay would shrink what waits
+IDLE = ("indexer/",)  # dense attention does not use indexers, and weight decay would shrink them
 
 
 def get_config(variant: str = "tiny") -> ExperimentConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def tiny() -> ExperimentConfig:
-    """2.9M parameters on two cores; the learning rate is the best of those tried (LOG.md)."""
+    """Trains 2.9M parameters on two cores; the learning rate is the best of those tried (LOG.md)."""
     return ExperimentConfig(
         name="pretrain:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
         data=DataConfig(sequence_length=128),
-        batch=constant(8 * 128),
+        batch=constant_batch(8 * 128),
         # bfloat16 products are emulated on CPU.
         optimizer=OptimizerConfig(frozen=IDLE, ns_dtype="float32"),
         schedule=ScheduleConfig(peak=5e-3, end=1e-4, warmup_steps=20, total_steps=1150),
@@ -47,12 +47,12 @@ def tiny() -> ExperimentConfig:
 
 
 def small() -> ExperimentConfig:
-    """2.6B tokens for a 1.2B model on one accelerator."""
+    """Trains a 1.2B model on 2.6B tokens on one accelerator."""
     return ExperimentConfig(
         name="pretrain:small",
         model=dataclasses.replace(presets.small(), attention="dense"),
         data=DataConfig(sequence_length=4096, num_threads=8),
-        batch=constant(32 * 4096),
+        batch=constant_batch(32 * 4096),
         optimizer=OptimizerConfig(frozen=IDLE),
         schedule=ScheduleConfig(warmup_steps=200, total_steps=20_000),
         step=StepConfig(rows_per_device=8),
@@ -62,7 +62,7 @@ def small() -> ExperimentConfig:
 
 
 def glm5() -> ExperimentConfig:
-    """27T tokens; dense attention, as DSA comes in mid-training (GLM-5 2.1.1)."""
+    """Trains on 27T tokens with dense attention, because DSA starts in mid-training (GLM-5 2.1.1)."""
     rope = dataclasses.replace(presets.glm5().rope_parameters, rope_theta=10_000.0)  # GLM-4.5 2.3
     return ExperimentConfig(
         name="pretrain:glm5",
@@ -71,8 +71,8 @@ def glm5() -> ExperimentConfig:
         data=DataConfig(sequence_length=4096, num_threads=16),
         optimizer=OptimizerConfig(frozen=IDLE),
         step=StepConfig(
-            token_chunk=1024,  # 3.2 GB for what a device may receive at most
-            rows_per_device=4,  # of up to 16, when a batch has 64M tokens
+            token_chunk=1024,  # limits a device's receive buffers to 3.2 GB
+            rows_per_device=4,  # of up to 16 when a batch has 64M tokens
             vocab_block=40_960,  # 0.5 GB of the embedding and of the head at a time
         ),
         train=TrainConfig(
@@ -81,8 +81,8 @@ def glm5() -> ExperimentConfig:
     )
 
 
-def constant(tokens: int) -> BatchRampConfig:
-    """The same batch from the first step on."""
+def constant_batch(tokens: int) -> BatchRampConfig:
+    """Returns the schedule of a constant batch size, in tokens."""
     return BatchRampConfig(start=tokens, end=tokens, ramp_tokens=0, multiple=tokens)
 
 

@@ -1,12 +1,17 @@
-"""Makes a quantised model of a trained one: attention and feed-forwards W8A8, routed experts W4A8 (GLM-5 2.4).
+"""Quantises a trained model: attention and feed-forwards to W8A8, routed experts to W4A8 (GLM-5 2.4).
 
     python -m experiments.quantise CHECKPOINT OUT [--group=128] [--text=FILE] [--plain]
 
-CHECKPOINT is a run's workdir, one of its checkpoints/STEP or a HuggingFace folder, OUT a new folder, which
-experiments/serve.py serves like any other, on one device or a mesh. The weights are rotated first (QuaRot), and scales between up and down
-are found on text (by default Shakespeare, which is shipped); --plain leaves out both. --group: inputs of an expert's
-matrix that share a scale (default: those it was trained with, else 128). What it costs in perplexity:
-experiments/benchmarks/quantised.py. A wrong argument is one line and exit code 2.
+CHECKPOINT is a run's workdir, one of its checkpoints/STEP or a HuggingFace folder. OUT is a new folder, which
+experiments/serve.py serves like any other, on one device or a mesh.
+
+1. The weights are rotated (QuaRot).
+2. Scales between up and down projections are calibrated on text (by default Shakespeare, which is shipped).
+3. The weights are quantised and written.
+
+--plain leaves out 1 and 2. --group is the number of inputs of an expert's matrix that share a scale (default: the
+group of training, else 128). experiments/benchmarks/quantised.py measures the perplexity. A wrong argument prints one
+line and gives exit code 2.
 """
 
 import dataclasses
@@ -15,21 +20,23 @@ import sys
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from experiments.arguments import Parser
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
+from glm5_jax.core.terminal import print_error
 from glm5_jax.core.tree import flatten, is_compound
 from glm5_jax.data.sources import SHAKESPEARE
 from glm5_jax.inference.quantize import calibrate, rotation, table
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
-ROWS, LENGTH = 8, 512  # of text that scales are found on
+ROWS, LENGTH = 8, 512  # of the calibration text
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments."""
+    """Runs the program with these arguments. Returns the exit code."""
     try:
         options = _parser().parse_args(arguments)
         if options.out.is_file():
@@ -40,37 +47,41 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"no file {options.text} for --text; give a text file")
         tokenizer = models.load_tokenizer(options.checkpoint)
         model = models.load_model(options.checkpoint)
+        # Check that the model can be quantised so.
         params, cfg = glm5.params_of(model), model.cfg
         if any(map(is_compound, flatten(params).values())):
             raise ValueError(
-                f"{options.checkpoint} is quantised already; give the model it was made of"
+                f"{options.checkpoint} is quantised already; give the model before quantisation"
             )
-        before = size_of(params)
+        before = num_bytes_of(params)
         group = cfg.int4_group or table.GROUP if options.group is None else options.group
         try:
             dataclasses.replace(cfg, int4_group=group)
         except ValueError as error:
             raise ValueError(f"--group={group}: {error}") from None
+        # Rotate, calibrate and quantise.
         if not options.plain:
-            tokens = rows(tokenizer, options.text, min(LENGTH, cfg.max_position_embeddings))
+            tokens = calibration_rows(
+                tokenizer, options.text, min(LENGTH, cfg.max_position_embeddings)
+            )
             params, cfg = rotation.rotate(params, cfg)
             params = calibrate.smooth(params, cfg, tokens, group)
         params, cfg = table.quantise(params, cfg, group)
         save_hf(params, options.out, cfg=cfg, tokenizer=tokenizer)
     except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print_error(error)
         return 2
-    print(f"{options.out}: {size_of(params):,} bytes of weights, {before:,} before")
+    print(f"{options.out}: {num_bytes_of(params):,} bytes of weights, {before:,} before")
     return 0
 
 
-def size_of(params) -> int:
-    """Bytes of all arrays."""
+def num_bytes_of(params: PyTree) -> int:
+    """Returns the bytes of all arrays of a tree."""
     return sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-def rows(tokenizer: Tokenizer, path: pathlib.Path, length: int) -> np.ndarray:
-    """int32[8 t] of a text's beginning; ValueError if it is shorter."""
+def calibration_rows(tokenizer: Tokenizer, path: pathlib.Path, length: int) -> np.ndarray:
+    """Returns int32[8 t]: the first tokens of a text file. Raises ValueError if the file is too short or not UTF-8."""
     try:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
@@ -84,11 +95,11 @@ def rows(tokenizer: Tokenizer, path: pathlib.Path, length: int) -> np.ndarray:
 def _parser() -> Parser:
     parser = Parser("experiments.quantise", __doc__)
     path = {"type": pathlib.Path}
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what is quantised", **path)
-    parser.add_argument("out", metavar="OUT", help="a new folder for it", **path)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the model to quantise", **path)
+    parser.add_argument("out", metavar="OUT", help="a new folder for the result", **path)
     parser.add_argument("--group", type=int, help="inputs of an expert that share a scale")
-    parser.add_argument("--text", default=SHAKESPEARE, help="that scales are found on", **path)
-    parser.add_argument("--plain", action="store_true", help="neither rotated nor scaled")
+    parser.add_argument("--text", default=SHAKESPEARE, help="text for calibration", **path)
+    parser.add_argument("--plain", action="store_true", help="skip rotation and calibration")
     return parser
 
 

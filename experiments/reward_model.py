@@ -1,13 +1,14 @@
-"""The outcome reward model of General RL (GLM-5 3.4): which of two replies people prefer, as a number for each.
+"""Trains the outcome reward model of General RL: a scalar score of which reply people prefer (GLM-5 3.4).
 
     python -m launch.run --experiment=experiments/reward_model.py:tiny --workdir=DIR
 
-A scalar head on the backbone learns from pairs (rl/outcome_training.py). metrics.jsonl has held_out/accuracy, the share
-of pairs of other conversations that are ranked as people ranked them; `rl.outcome_model.OutcomeModel.load(DIR)` scores.
+A scalar head on the backbone trains on pairs of replies (rl/outcome_training.py). metrics.jsonl has
+held_out/accuracy: the share of pairs of held-out conversations that the model ranks as people did.
+`rl.outcome_model.OutcomeModel.load(DIR)` scores replies.
 
-:tiny   from nothing, on pairs that are made: the same fact, told kindly or not. On two CPU cores about a minute, to
-        an accuracy above 0.9.
-:small  for one accelerator, from the weights of an SFT run (--experiment.checkpoint=WORKDIR), on pairs of your own:
+:tiny   from random weights, on synthetic pairs: the same fact in a kind or an unkind tone. About a minute on two CPU
+        cores, to an accuracy above 0.9.
+:small  for one accelerator, from the weights of an SFT run (--experiment.checkpoint=WORKDIR). Provide pairs:
         --experiment.files="('PAIRS.jsonl',)", with the lines of data/preferences.py.
 """
 
@@ -23,49 +24,58 @@ from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.schedule import ScheduleConfig
 
-ASKED = ("What is {} plus {}?", "Add {} and {} for me.", "{} and {}, how much is that?")
+QUESTIONS = ("What is {} plus {}?", "Add {} and {} for me.", "{} and {}, how much is that?")
 KIND = ("Happy to help: ", "Of course! ", "Good question. ", "With pleasure, ")
 UNKIND = ("As if you could not count: ", "Not again! ", "What a question. ", "Leave me alone, ")
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeConfig(OutcomeConfig):
-    """made: so many pairs, in place of files."""
+class SyntheticPairsConfig(OutcomeConfig):
+    """Configuration of training on synthetic pairs.
 
-    made: int = 1000
+    Attributes:
+      num_synthetic: number of generated pairs, which replace `files`.
+    """
+
+    num_synthetic: int = 1000
 
     def preferences(self) -> list[Preference]:
-        return preferences(self.made, self.seed)
+        """Returns the generated pairs."""
+        return preferences(self.num_synthetic, self.seed)
 
 
 def preferences(count: int, seed: int = 0) -> list[Preference]:
-    """Pairs that differ in tone alone, and that long before they end."""
-    draw, found = random.Random(seed), []
+    """Returns pairs of replies that differ only in tone, long before they end."""
+    rng, pairs = random.Random(seed), []
     for _ in range(count):
-        one, other = draw.randrange(100), draw.randrange(100)
-        question = draw.choice(ASKED).format(one, other)
-        fact = f"{one} plus {other} is {one + other}."
+        left, right = rng.randrange(100), rng.randrange(100)
+        question = rng.choice(QUESTIONS).format(left, right)
+        fact = f"{left} plus {right} is {left + right}."
         chosen, rejected = (
-            {"role": "assistant", "content": draw.choice(tones) + fact} for tones in (KIND, UNKIND)
+            {"role": "assistant", "content": rng.choice(tones) + fact} for tones in (KIND, UNKIND)
         )
-        found.append(Preference(({"role": "user", "content": question},), chosen, rejected))
-    return found
+        pairs.append(
+            Preference(
+                messages=({"role": "user", "content": question},), chosen=chosen, rejected=rejected
+            )
+        )
+    return pairs
 
 
 def get_config(variant: str = "tiny") -> OutcomeConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small})
 
 
-def tiny() -> MadeConfig:
-    """All of it is new to the model, so at a high rate."""
-    return MadeConfig(
+def tiny() -> SyntheticPairsConfig:
+    """Uses a high learning rate, because the model starts from random weights."""
+    return SyntheticPairsConfig(
         name="reward_model:tiny",
         model=dataclasses.replace(presets.tiny(), attention="dense"),
-        schedule=ScheduleConfig("linear", peak=1e-3, end=1e-4, warmup_steps=5, total_steps=60),
+        schedule=ScheduleConfig(kind="linear", peak=1e-3, end=1e-4, warmup_steps=5, total_steps=60),
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=20, save_interval=20),
-        goes_on=False,
+        requires_checkpoint=False,
         pairs=16,
         length=128,
         rows=16,
@@ -75,7 +85,7 @@ def tiny() -> MadeConfig:
 
 
 def small() -> OutcomeConfig:
-    """Sparse, as SFT leaves it; Llama 2's batch and rate."""
+    """Trains SFT's sparse model with Llama 2's batch size and learning rate."""
     return OutcomeConfig(
         name="reward_model:small", model=sft.without_int4(sft.small("mixed").model)
     )

@@ -1,22 +1,28 @@
-"""General RL: replies that keep what was asked, are right, and read well (GLM-5 3.4).
+"""Runs general RL: instruction following, correctness and quality of replies (GLM-5 3.4).
 
     python -m launch.run --experiment=experiments/rl_general.py:tiny --experiment.checkpoint=WORKDIR
 
-Rewards are of three sources: rules that a program checks, an outcome reward model (--experiment.reward_model=WORKDIR of
-experiments/reward_model.py) and a judge, any model behind OpenAI's API (--experiment.judge=http://HOST:PORT, with
---experiment.judge_key_file=FILE if it wants a key). With a model, rules are the gate before it; without one they are what
-there is, and tasks without rules are refused. Either way guards find what is too long, repeats itself or mixes languages.
-What people wrote is the other side of a comparison (tasks of kind "anchors"), and may be learnt as text beside
+Rewards have three sources:
+
+- rules that a program checks;
+- an outcome reward model (--experiment.reward_model=WORKDIR of experiments/reward_model.py);
+- a judge, any model with OpenAI's API (--experiment.judge=http://HOST:PORT, with --experiment.judge_key_file=FILE if
+  it needs a key).
+
+With a model, a reply must pass the rules first. Without a model, rules are the only reward, and tasks without rules
+are refused. Either way, guards detect replies that are too long, repeat themselves or mix languages. Human replies are
+the other side of a comparison (tasks of kind "anchors"). They may also be trained on as text
 (--experiment.anchors=FILE --experiment.texts=8).
 
-:tiny  from the lifecycle's last checkpoint, in about three minutes: demands on what is answered in a play, by rules.
+:tiny  from the lifecycle's last checkpoint, in about three minutes: constraints on a reply in a play, by rules.
 :small for one accelerator: instructions, safety and creativity by both models.
-:glm5  the same for 1,024 chips. The paper prints neither tasks nor weights; those here are what is shipped.
+:glm5  the same for 1,024 chips. The paper prints neither tasks nor weights; those used are the shipped ones.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -25,12 +31,12 @@ from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.judge import Judge
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.server import read_key
-from glm5_jax.data.conversation import Conversation, parse
+from glm5_jax.data.conversation import Conversation, parse_line
 from glm5_jax.data.preferences import PROMPTS, Anchor, read_anchors
-from glm5_jax.data.sources import held_out
+from glm5_jax.data.sources import is_held_out
 from glm5_jax.envs import instruction_tasks, instructions
-from glm5_jax.envs.general import General, GeneralConfig, anchor_tasks, prompt_tasks
-from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.envs.general import GeneralConfig, HybridReward, anchor_tasks, prompt_tasks
+from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
 from glm5_jax.envs.instructions import Instructions
 from glm5_jax.envs.task_mixture import TaskMixture
 from glm5_jax.rl.experiment import RlConfig
@@ -39,30 +45,32 @@ from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
 from glm5_jax.training.experiment import choose
+from glm5_jax.training.stages import Stage
 
 KINDS = ("demands", "instructions", "prompts", "anchors")
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """Tasks, and how much of all that is learnt from they are to be.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeneralTaskWeight:
+    """A task set of general RL and its share of the training data.
 
     Attributes:
-      kind: "demands", made up; or of a file: "instructions" as IFEval writes them, "prompts" with their rubrics, or
-        "anchors", what people answered (data/preferences.py).
-      file: of those; a name of `PROMPTS`; None: the shipped instructions.
-      demands: of that kind. rubric: by which anchors are compared.
-      weight: how much.
-      held_out_fraction: share of what is asked that is for evaluation, of files.
+      kind: "demands" (generated), or of a file: "instructions" as IFEval writes them, "prompts" with their rubrics, or
+        "anchors" with human replies (data/preferences.py).
+      file: path, or a name of `PROMPTS`; None: none, for instructions the shipped ones.
+      demands: generator of tasks of that kind.
+      rubric: rubric by which anchors are compared.
+      weight: weight of the set among all sets.
+      held_out_fraction: share of a file's prompts that is held out for evaluation.
     """
 
     kind: str = "demands"
     file: str | None = None
-    demands: DemandConfig = DemandConfig()
+    demands: ConstraintTaskConfig = ConstraintTaskConfig()
     rubric: str = "general"
     weight: float = 1.0
     held_out_fraction: float = (
-        0.05  # of SFT too: what is asked must stand on one side in all stages
+        0.05  # as in SFT: a prompt must be on one side of the split in all stages
     )
 
     def __post_init__(self):
@@ -83,39 +91,45 @@ class Share:
         return f"{self.kind}:{self.file or 'shipped'}"
 
     def tasks_of(self, *, evaluation: bool = False) -> list[Task]:
-        """Those of one side of the split. ValueError names what a file has wrong."""
+        """Returns the tasks of one side of the split. Raises ValueError for an invalid file."""
         if self.kind == "demands":
             return list(instruction_tasks.tasks(self.demands, evaluation=evaluation))
         if self.kind == "instructions":
-            found = list(instructions.tasks(self.file or instructions.SHIPPED))
+            all_tasks = list(instructions.tasks(self.file or instructions.SHIPPED))
         elif self.kind == "prompts":
-            found = prompt_tasks(PROMPTS.get(self.file, self.file))
+            all_tasks = prompt_tasks(PROMPTS.get(self.file, self.file))
         else:
-            found = anchor_tasks(self.file, self.rubric)
+            all_tasks = anchor_tasks(self.file, self.rubric)
         return [
             task
-            for task in found
-            if held_out(str(task.messages[-1]["content"]).strip(), self.held_out_fraction)
+            for task in all_tasks
+            if is_held_out(str(task.messages[-1]["content"]).strip(), self.held_out_fraction)
             == evaluation
         ]
 
 
-ALL = (Share("instructions"), Share("prompts", "safety"), Share("prompts", "creativity"))
+ALL = (
+    GeneralTaskWeight(kind="instructions"),
+    GeneralTaskWeight(kind="prompts", file="safety"),
+    GeneralTaskWeight(kind="prompts", file="creativity"),
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneralRlConfig(RlConfig):
-    """Attributes:
-    tasks: of all kinds, with their weights.
-    rules: whether "all" instructions of a task must be kept, or their "share" counts; with a model, "all".
-    reward: how rules, models and guards make one number; a model that is not given has no weight.
-    reward_model: workdir of the outcome reward model; None: there is none.
-    judge: URL of the server that judges, and the model there; None: there is none, and whatever it has.
-    judge_key_file: a file that holds the key that server wants; the key itself would stand in logs and the workdir.
-    anchors: a file of them, of which as many as `texts` are learnt in every batch.
+    """Configuration of general RL.
+
+    Attributes:
+      tasks: task sets of all kinds, with their weights.
+      rules: "all" if a reply must follow all instructions, "share" if the fraction counts; with a model, "all".
+      reward: weights that combine rules, models and guards; a missing model has weight 0.
+      reward_model: workdir of the outcome reward model; None: not used.
+      judge, judge_model: URL of the judge's server, and the model there; None: no judge, and the server's default.
+      judge_key_file: file with the server's API key, so that the key appears in no log; None: the server needs no key.
+      anchors: file of human replies, of which every batch trains on `texts`; None: none.
     """
 
-    tasks: tuple[Share, ...] = (Share(),)
+    tasks: tuple[GeneralTaskWeight, ...] = (GeneralTaskWeight(),)
     rules: str = "all"
     reward: GeneralConfig = GeneralConfig()
     reward_model: str | None = None
@@ -134,7 +148,7 @@ class GeneralRlConfig(RlConfig):
             raise ValueError(f"two of the tasks have one name: {sorted(names)}; join them into one")
         if (self.anchors is None) != (self.texts == 0):
             raise ValueError(
-                f"anchors is {self.anchors!r} and texts {self.texts}; a file and how many of a batch belong together"
+                f"anchors is {self.anchors!r} and texts {self.texts}; give both the file and the number in a batch, or neither"
             )
         if self.judge is None and self.judge_key_file is not None:
             raise ValueError(
@@ -142,92 +156,111 @@ class GeneralRlConfig(RlConfig):
             )
 
     @property
-    def free(self) -> tuple[str, ...]:
-        return *super().free, "judge_key_file"
+    def changeable_on_resume(self) -> tuple[str, ...]:
+        return *super().changeable_on_resume, "judge_key_file"
 
-    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
+    def make_stage(
+        self,
+        workdir: str | os.PathLike,
+        evaluator: object = None,
+        previous_stage: Stage | None = None,
+        **options,
+    ) -> Reinforcement:
         del evaluator
-        verify, judging = judges(self)
+        verify, judging = make_verifier(self)
         kinds = {share.name: share.tasks_of() for share in self.tasks}
         world = World(
             TaskMixture(kinds, {share.name: share.weight for share in self.tasks}, seed=self.seed),
             {share.name: share.tasks_of(evaluation=True) for share in self.tasks},
             verify,
             judging=judging,
-            texts=[written(one) for one in read_anchors(self.anchors)] if self.anchors else (),
+            texts=[anchor_conversation(one) for one in read_anchors(self.anchors)]
+            if self.anchors
+            else (),
         )
         known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, world, known, before=before, **options)
+        return Reinforcement(self, workdir, world, known, previous_stage=previous_stage, **options)
 
 
-def judges(config: GeneralRlConfig) -> tuple[Verifier, Callable[[], AbstractAsyncContextManager]]:
-    """What judges attempts, and within what. ValueError for tasks that nobody judges, and a model that is none."""
-    unruled = [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]
-    if config.reward_model is None and config.judge is None and unruled:
+def make_verifier(
+    config: GeneralRlConfig,
+) -> tuple[Verifier, Callable[[], AbstractAsyncContextManager]]:
+    """Returns the verifier of attempts and its context manager.
+
+    Raises ValueError for tasks without rules if there is no model, and for an invalid model.
+    """
+    unruled_names = [s.name for s in config.tasks if s.kind in ("prompts", "anchors")]
+    if config.reward_model is None and config.judge is None and unruled_names:
         raise ValueError(
-            f"tasks {unruled} are judged by models; give the field judge a URL or reward_model a workdir"
+            f"tasks {unruled_names} are judged by models; give the field judge a URL or reward_model a workdir"
         )
-    client = outcomes = None
+    judge_client = outcomes = None
     if config.judge is not None:
         file = config.judge_key_file
         key = None if file is None else read_key(file, "judge_key_file")
-        client = ChatClient(config.judge, config.judge_model, api_key=key)
+        judge_client = ChatClient(config.judge, config.judge_model, api_key=key)
     if config.reward_model is not None:
         mesh = make_mesh(dataclasses.asdict(config.mesh), expert_slices=config.step.expert_slices)
         mesh = mesh if mesh.size > 1 else None
-        # What the learner's rows are a multiple of, these are.
+        # The same number of rows as the learner's, which the mesh divides.
         outcomes = Asked(OutcomeModel.load(config.reward_model, rows=config.rows, mesh=mesh))
-    given = {"orm": outcomes, "grm": client and Judge(client)}
-    missing = {name: 0.0 for name, model in given.items() if model is None}
+    models = {"orm": outcomes, "grm": judge_client and Judge(client=judge_client)}
+    missing = {name: 0.0 for name, model in models.items() if model is None}
     reward = dataclasses.replace(config.reward, **missing)
-    ruled = General(reward, Instructions(config.rules), given["orm"], given["grm"])
-    free = dataclasses.replace(ruled, rules=None) if unruled else ruled
+    with_rules = HybridReward(
+        config=reward, rules=Instructions(config.rules), orm=models["orm"], judge=models["grm"]
+    )
+    without_rules = dataclasses.replace(with_rules, rules=None) if unruled_names else with_rules
 
     async def verify(task: Task, attempt: Attempt) -> Reward:
-        return await (ruled if task.kind == instructions.KIND else free)(task, attempt)
+        return await (with_rules if task.kind == instructions.KIND else without_rules)(
+            task, attempt
+        )
 
-    return verify, (lambda: client) if client else contextlib.nullcontext
+    return verify, (lambda: judge_client) if judge_client else contextlib.nullcontext
 
 
-def written(anchor: Anchor) -> Conversation:
-    """The conversation that ends with what a person answered."""
+def anchor_conversation(anchor: Anchor) -> Conversation:
+    """Returns the conversation that ends with an anchor's human reply."""
     line = {"messages": [*anchor.messages, anchor.anchor], "tools": list(anchor.tools)}
-    return parse(line)
+    return parse_line(line)
 
 
 def get_config(variant: str = "tiny") -> GeneralRlConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def tiny() -> GeneralRlConfig:
-    """Rate, batch and lengths are ours, as those of rl_reasoning.py."""
+    """Uses our own rate, batch and lengths, as rl_reasoning.py does."""
     base = rl_reasoning.tiny()
     return GeneralRlConfig(
-        **shared(
+        **shared_fields(
             base,
             name="rl_general:tiny",
             rollout=RolloutConfig(prompts=16, group=8, max_tokens=64, max_turns=1),
         ),
-        tasks=(Share(demands=DemandConfig(characters=200)),),
+        tasks=(GeneralTaskWeight(demands=ConstraintTaskConfig(max_characters=200)),),
         rules="share",
     )
 
 
 def small() -> GeneralRlConfig:
-    """Replies of 4K tokens."""
-    return GeneralRlConfig(**shared(rl_reasoning.small(), name="rl_general:small"), tasks=ALL)
+    """Samples replies of up to 4K tokens."""
+    return GeneralRlConfig(
+        **shared_fields(rl_reasoning.small(), name="rl_general:small"), tasks=ALL
+    )
 
 
 def glm5() -> GeneralRlConfig:
-    """Group and batch of Reasoning RL, as those of General RL are not printed."""
-    return GeneralRlConfig(**shared(rl_reasoning.glm5(), name="rl_general:glm5"), tasks=ALL)
+    """Uses the group and batch size of reasoning RL, because those of general RL are not printed."""
+    return GeneralRlConfig(**shared_fields(rl_reasoning.glm5(), name="rl_general:glm5"), tasks=ALL)
 
 
-def shared(config: RlConfig, **changes) -> dict:
-    """What all stages of reinforcement learning have in common, but for these changes."""
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(RlConfig)}
-    return own | changes
+def shared_fields(config: RlConfig, **changes) -> dict:
+    """Returns the fields of `RlConfig` of an experiment, with changes."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(RlConfig)}
+    return fields | changes
 
 
 if __name__ == "__main__":

@@ -1,38 +1,42 @@
-"""Reasoning RL: math, science, code and reasoning with tools, by what can be checked (GLM-5 3.2).
+"""Runs reasoning RL: math, science, code and tool use with verifiable rewards (GLM-5 3.2).
 
     python -m launch.run --experiment=experiments/rl_reasoning.py:addition --workdir=DIR
 
-GRPO with IcePop: groups of attempts against their own mean, no KL; the indexer stays as it is. Kinds of tasks are
-kept in balance. Those that the policy solves often or nobody ever can be left out, by what it and a stronger one made
-of them: --experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl, which verdicts.py writes.
+The loss is GRPO with IcePop: the baseline is the group's mean, there is no KL term, and the indexer is frozen. Kinds
+of tasks are kept in balance. Tasks that the policy solves often, and those that nobody solves, can be left out by the
+pass rates of the policy and of a stronger one, which task_pass_rates.py writes:
+--experiment.verdicts=OWN.jsonl --experiment.stronger_verdicts=OTHER.jsonl.
 
-:addition  a policy of 0.13M parameters begins with random weights and learns to add a digit to a number of two from
-           rewards alone, on two CPU cores in about five minutes. A pull towards the uniform distribution keeps it
-           trying: without one it settles on the answer that is right most often.
-:tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of three
-           and four values after SFT on five, and a choice of letters. Code is beyond it: see :small.
-:tools     from the same checkpoint: products, by a calculator that must be called and whose answer must be told.
-:small     for one accelerator, from an SFT run: math, science, code and tools.
-:glm5      the same for 1,024 chips. Bring tasks of your own; those that are shipped here are few.
+:addition  a policy of 0.13M parameters, from random weights, trains to add a digit to a number of two digits from
+           rewards only, on two CPU cores in about five minutes. A KL penalty to the uniform distribution keeps it
+           exploring: without one it settles on the answer that is right most often.
+:tiny      from the lifecycle's SFT checkpoint (--experiment.checkpoint=WORKDIR), in about three minutes: chains of
+           three and four values after SFT on five, and multiple choice. Code is too hard for it: see :small.
+:tools     from the same checkpoint: products, for which the policy must call a calculator and report its answer.
+:small     for one accelerator, from an SFT run: math, science, code and tools (`calculate`, `python`).
+:glm5      the same for 1,024 chips. Provide tasks; few are shipped.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments import sft
 from glm5_jax import presets
 from glm5_jax.agents.tools import Toolbox, calculate
+from glm5_jax.core.coroutines import run_sync
 from glm5_jax.envs.difficulty import DifficultyConfig, keep_hard, read_verdicts
 from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
 from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
 from glm5_jax.envs.search.tools import search_tools
 from glm5_jax.envs.task_mixture import TaskMixture
+from glm5_jax.envs.tools import PYTHON, Python
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, adam, policy_alone
 from glm5_jax.rl.losses import PolicyConfig
-from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.rollout import RolloutConfig, ToolError
 from glm5_jax.rl.stage import Reinforcement, World
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.rl.types import Attempt, Reward, Task
@@ -40,19 +44,26 @@ from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig
+from glm5_jax.training.stages import Stage
 from glm5_jax.training.step import StepConfig
 
 DIGITS = "0123456789"
-TOOLS = {"calculate": calculate, **search_tools()}
-NEAR = 5.0  # how far off a number is worth 1 / e of a right one
+NEAR = 5.0  # distance at which a number is worth 1 / e of a right one
 
-# Of all stages of the small life, which have its few programs in common.
-ENGINE = EngineConfig(page_size=128, max_batch=128, chunk=1024, max_length=512, short_prompt=128)
+# The small lifecycle's RL stages share these engine options, and so its few compiled programs.
+ENGINE = EngineConfig(
+    page_size=128, max_num_seqs=128, prefill_chunk=1024, max_length=512, min_prefill_bucket=128
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Tasks, and how much of all that is learnt from they are to be."""
+class TaskWeight:
+    """A task set and its share of the training data.
+
+    Attributes:
+      tasks: generator or source of the tasks.
+      weight: weight of the set among all sets.
+    """
 
     tasks: TaskConfig = TaskConfig()
     weight: float = 1.0
@@ -62,32 +73,37 @@ class Share:
         return self.tasks.name
 
     def tasks_of(self, *, evaluation: bool = False) -> list[Task]:
-        """Those of one side of the split."""
+        """Returns the tasks of one side of the split."""
         return list(tasks(self.tasks, evaluation=evaluation))
 
 
 ALL = (
-    Share(TaskConfig("gsm8k", size=10_000, instruction=BOXED)),
-    Share(TaskConfig("choices", size=10_000)),
-    Share(TaskConfig("mbpp", size=10_000)),
-    Share(TaskConfig("products", size=10_000, digits=6)),
+    TaskWeight(TaskConfig(kind="gsm8k", size=10_000, instruction=BOXED)),
+    TaskWeight(TaskConfig(kind="choices", size=10_000)),
+    TaskWeight(TaskConfig(kind="mbpp", size=10_000)),
+    TaskWeight(TaskConfig(kind="products", size=10_000, digits=6, python=True)),
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ReasoningConfig(RlConfig):
-    """Attributes:
-    tasks: the domains, of roughly equal weight (GLM-5 3.2).
-    verdicts, stronger_verdicts: what two policies made of the tasks, for `difficulty`; both or none.
-    partly: rewards what is right of an answer, digit by digit: for a policy that begins with nothing.
+    """Configuration of reasoning RL.
+
+    Attributes:
+      tasks: the domains, of roughly equal weight (GLM-5 3.2).
+      verifier: options of the verifiers.
+      verdicts, stronger_verdicts: files with the pass rates of two policies, for `difficulty`; None: no task is left out.
+        Both or neither.
+      difficulty: rule that selects tasks by these pass rates.
+      partial_credit: whether to reward the right digits of an answer, for a policy that starts from random weights.
     """
 
-    tasks: tuple[Share, ...] = (Share(),)
+    tasks: tuple[TaskWeight, ...] = (TaskWeight(),)
     verifier: VerifierConfig = VerifierConfig()
     verdicts: str | None = None
     stronger_verdicts: str | None = None
     difficulty: DifficultyConfig = DifficultyConfig()
-    partly: bool = False
+    partial_credit: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -99,78 +115,116 @@ class ReasoningConfig(RlConfig):
         if (self.verdicts is None) != (self.stronger_verdicts is None):
             raise ValueError("verdicts and stronger_verdicts belong together; give both or none")
 
-    def stage(self, workdir, evaluator=None, before=None, **options) -> Reinforcement:
+    def make_stage(
+        self,
+        workdir: str | os.PathLike,
+        evaluator: object = None,
+        previous_stage: Stage | None = None,
+        **options,
+    ) -> Reinforcement:
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
         if self.verdicts is not None:
-            known, report = keep_hard(
+            hard_tasks, report = keep_hard(
                 list(itertools.chain(*kinds.values())),
                 read_verdicts(self.verdicts),
                 read_verdicts(self.stronger_verdicts),
                 self.difficulty,
             )
             print(report)
-            kept = {task.id for task in known}
-            kinds = {name: [t for t in own if t.id in kept] for name, own in kinds.items()}
-        world = world_of(self, kinds, Verifiers(self.verifier, self.partly))
-        known = list(itertools.chain(*kinds.values()))
-        return Reinforcement(self, workdir, world, known, before=before, **options)
+            hard_ids = {task.id for task in hard_tasks}
+            kinds = {name: [t for t in tasks if t.id in hard_ids] for name, tasks in kinds.items()}
+        world = make_world(self, kinds, Verifiers(self.verifier, self.partial_credit))
+        all_tasks = list(itertools.chain(*kinds.values()))
+        return Reinforcement(
+            self, workdir, world, all_tasks, previous_stage=previous_stage, **options
+        )
 
 
-def world_of(config, kinds: Mapping[str, Sequence[Task]], verifiers: "Verifiers") -> World:
-    """Tasks by kind, those that are held out, and the tools of all. config: has the shares as `tasks`, and the seed."""
+def make_world(
+    config: RlConfig, kinds: Mapping[str, Sequence[Task]], verifiers: "Verifiers"
+) -> World:
+    """Returns the tasks by kind, the held-out ones and the tools of all. `config` has the task weights and the seed."""
     weights = {share.name: share.weight for share in config.tasks}
     return World(
         TaskMixture(kinds, weights, seed=config.seed),
         {share.name: share.tasks_of(evaluation=True) for share in config.tasks},
         verifiers,
-        Toolbox(TOOLS, itertools.chain(*kinds.values())),
+        make_toolbox(itertools.chain(*kinds.values())),
         close=verifiers.close,
     )
 
 
-class Verifiers:
-    """Those of all domains, made when they are first needed."""
+def make_toolbox(tasks: Iterable[Task]) -> Toolbox:
+    """Returns the tools of tasks. Raises ValueError for an unknown tool, and if `python` is needed and no sandbox starts."""
+    tasks, python = list(tasks), Python()
+    box = Toolbox({"calculate": calculate, "python": python, **search_tools()}, tasks)
+    if any(PYTHON in task.tools for task in tasks):
+        try:
+            run_sync(python.check())
+        except ToolError as error:
+            raise ValueError(
+                f"tasks offer the tool python, which does not run: {error}; set python=False for them"
+            ) from error
+    return box
 
-    def __init__(self, config: VerifierConfig, partly: bool):
-        self._config, self._partly, self._made = config, partly, {}
+
+class Verifiers:
+    """Verifiers of all domains, created at first use."""
+
+    def __init__(self, config: VerifierConfig, partial_credit: bool):
+        self._config, self._partial_credit, self._by_kind = config, partial_credit, {}
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
-        if self._partly:
-            return digits_right(task, attempt)
-        if task.kind not in self._made:
-            self._made[task.kind] = verifier_for(task.kind, self._config)
-        return await self._made[task.kind](task, attempt)
+        if self._partial_credit:
+            return partial_digit_reward(task, attempt)
+        if task.kind not in self._by_kind:
+            self._by_kind[task.kind] = verifier_for(task.kind, self._config)
+        return await self._by_kind[task.kind](task, attempt)
 
     def close(self) -> None:
-        for verifier in self._made.values():
+        for verifier in self._by_kind.values():
             verifier.close()
 
 
-def digits_right(task: Task, attempt: Attempt) -> Reward:
-    """What of a number is right: a tenth each for being digits and for ending, two fifths for digits in their places, a
-    fifth each for being near and for being all right. Tokens that are no text stand where digits should."""
-    want, got, ends = task.data["answer"], attempt.reply, attempt.finish_reason == "stop"
-    exact = float(ends and got == want)
-    written = max(len(got), attempt.sampled - ends)
-    places = sum(a == b for a, b in zip(got, want)) / max(len(want), written)
-    count = sum(c in DIGITS for c in got)
+def partial_digit_reward(task: Task, attempt: Attempt) -> Reward:
+    """Rewards the right parts of a number.
+
+    - a tenth for digits, and a tenth for ending;
+    - two fifths for digits in their places;
+    - a fifth for being near, and a fifth for being exact.
+
+    Tokens that are not text count as wrong digits.
+    """
+    expected, reply, is_ended = task.data["answer"], attempt.reply, attempt.finish_reason == "stop"
+    exact = float(is_ended and reply == expected)
+    written = max(len(reply), attempt.sampled - is_ended)
+    in_place = sum(a == b for a, b in zip(reply, expected)) / max(len(expected), written)
+    count = sum(c in DIGITS for c in reply)
     digits = count / max(written, 1)
-    near = math.exp(-abs(int(got) - int(want)) / NEAR) if got and count == len(got) else 0.0
-    value = 0.1 * digits + 0.1 * ends + 0.4 * places + 0.2 * near + 0.2 * exact
-    parts = {"exact": exact, "places": places, "near": near, "digits": digits, "ends": float(ends)}
+    near = (
+        math.exp(-abs(int(reply) - int(expected)) / NEAR) if reply and count == len(reply) else 0.0
+    )
+    value = 0.1 * digits + 0.1 * is_ended + 0.4 * in_place + 0.2 * near + 0.2 * exact
+    parts = {
+        "exact": exact,
+        "places": in_place,
+        "near": near,
+        "digits": digits,
+        "ends": float(is_ended),
+    }
     return Reward(value, parts)
 
 
 def get_config(variant: str = "addition") -> ReasoningConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(
         variant, {"addition": addition, "tiny": tiny, "tools": tools, "small": small, "glm5": glm5}
     )
 
 
 def addition() -> ReasoningConfig:
-    """Rate, batch and reward are ours; Muon on the matrices, as it learns from few steps."""
+    """Uses our own rate, batch and reward, and Muon on the matrices, because it needs few steps."""
     base = presets.tiny()
     return ReasoningConfig(
         name="rl_reasoning:addition",
@@ -192,7 +246,7 @@ def addition() -> ReasoningConfig:
             max_position_embeddings=128,
         ),
         tokenizer="bytes",
-        goes_on=False,
+        requires_checkpoint=False,
         optimizer=OptimizerConfig(weight_decay=0.0, ns_dtype="float32"),
         schedule=ScheduleConfig(
             kind="linear", peak=5e-3, end=5e-4, warmup_steps=10, total_steps=700
@@ -203,20 +257,22 @@ def addition() -> ReasoningConfig:
         train=TrainConfig(eval_interval=50, sample_interval=0, save_interval=250),
         rollout=RolloutConfig(prompts=32, group=16, max_tokens=4, max_turns=1, thinking=False),
         engine=EngineConfig(
-            page_size=16, max_batch=512, chunk=8192, max_length=32, short_prompt=16
+            page_size=16, max_num_seqs=512, prefill_chunk=8192, max_length=32, min_prefill_bucket=16
         ),
         evaluation=EvaluationConfig(tasks=100, temperature=0.0),
         length=32,
         rows=16,
         tasks=(
-            Share(TaskConfig("addition", size=20_000, digits=2, fewer=1, held_out_fraction=0.2)),
+            TaskWeight(
+                TaskConfig(kind="addition", size=20_000, digits=2, fewer=1, held_out_fraction=0.2)
+            ),
         ),
-        partly=True,
+        partial_credit=True,
     )
 
 
 def tiny() -> ReasoningConfig:
-    """Rate, batch and lengths are ours: what moves a small policy within minutes."""
+    """Uses our own rate, batch and lengths, chosen so that a small policy improves within minutes."""
     return ReasoningConfig(
         name="rl_reasoning:tiny",
         model=sft.without_int4(sft.tiny("mixed").model),
@@ -230,65 +286,67 @@ def tiny() -> ReasoningConfig:
         length=512,
         rows=8,
         tasks=(
-            Share(TaskConfig("chain", size=20_000, steps=3), 0.45),
-            Share(TaskConfig("chain", size=20_000, steps=4), 0.45),
-            Share(TaskConfig("choices", size=2000), 0.1),
+            TaskWeight(TaskConfig(kind="chain", size=20_000, steps=3), 0.45),
+            TaskWeight(TaskConfig(kind="chain", size=20_000, steps=4), 0.45),
+            TaskWeight(TaskConfig(kind="choices", size=2000), 0.1),
         ),
     )
 
 
 def tools() -> ReasoningConfig:
-    """Rate, batch and lengths are ours. A second call is left for who did not copy the numbers rightly in the first."""
+    """Uses our own rate, batch and lengths. The third turn allows a second call after wrongly copied numbers."""
     base = tiny()
     return dataclasses.replace(
         base,
         name="rl_reasoning:tools",
         schedule=ScheduleConfig(kind="linear", peak=3e-4, end=3e-5, warmup_steps=5, total_steps=40),
-        # At once, its rows would hold 3 to 6 GB, and take half as long again.
+        # Without microbatches the rows would need 3 to 6 GB and half as much time again.
         step=dataclasses.replace(base.step, rows_per_device=8),
         rollout=RolloutConfig(prompts=8, group=16, max_tokens=64, max_turns=3),
         credit=CreditConfig(drop_flat=True),
         length=512,
         rows=64,
-        tasks=(Share(TaskConfig("products", size=20_000, digits=2)),),
+        tasks=(TaskWeight(TaskConfig(kind="products", size=20_000, digits=2)),),
     )
 
 
 def small() -> ReasoningConfig:
-    """Replies of 4K tokens."""
+    """Samples replies of up to 4K tokens."""
     base = sft.small("mixed")
     return ReasoningConfig(
         name="rl_reasoning:small",
         model=sft.without_int4(base.model),
         mesh=base.mesh,
-        schedule=ScheduleConfig("constant", 1e-6, 0.0, 0, 200),
-        step=alone(base.step),
+        schedule=ScheduleConfig(
+            kind="constant", peak=1e-6, end=0.0, warmup_steps=0, total_steps=200
+        ),
+        step=policy_only(base.step),
         rollout=RolloutConfig(prompts=16, group=16, max_tokens=4096, max_turns=4),
-        engine=EngineConfig(max_batch=256, chunk=8192, max_length=8192),
+        engine=EngineConfig(max_num_seqs=256, prefill_chunk=8192, max_length=8192),
         length=8192,
         tasks=ALL,
     )
 
 
 def glm5() -> ReasoningConfig:
-    """On the mesh of the sparse stage, whose rows are longer still."""
+    """Uses the mesh of the sparse stage, whose rows are longer still."""
     base = sft.glm5("mixed")
     return ReasoningConfig(
         name="rl_reasoning:glm5",
         model=sft.without_int4(base.model),
         mesh=base.mesh,
-        step=dataclasses.replace(alone(base.step), token_chunk=1088),
-        engine=EngineConfig(max_batch=512, chunk=8192),
+        step=dataclasses.replace(policy_only(base.step), token_chunk=1088),
+        engine=EngineConfig(max_num_seqs=512, prefill_chunk=8192),
         rows=256,
         tasks=ALL,
     )
 
 
-def alone(step: StepConfig) -> StepConfig:
-    """The step of an earlier stage, of which only the policy learns."""
-    own = policy_alone()
+def policy_only(step: StepConfig) -> StepConfig:
+    """Returns the step of an earlier stage with only the policy trained."""
+    policy_step = policy_alone()
     names = ("mtp_steps", "balance_weight", "bias_update_rate", "index_weight")
-    return dataclasses.replace(step, **{name: getattr(own, name) for name in names})
+    return dataclasses.replace(step, **{name: getattr(policy_step, name) for name in names})
 
 
 if __name__ == "__main__":

@@ -1,47 +1,49 @@
-"""Serves a model: OpenAI's API and a page to chat at http://127.0.0.1:8000.
+"""Serves a model over OpenAI's API, with a chat page at http://127.0.0.1:8000.
 
     python -m launch.run --experiment=experiments/serve.py:tiny --experiment.checkpoint=DIR
 
-DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP or a HuggingFace
-folder, that of experiments/quantise.py too. Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM lets
-what runs end.
+DIR is the workdir of a run (such as that of experiments/sft.py), one of its checkpoints/STEP, or a HuggingFace folder
+(also one of experiments/quantise.py). Nothing is written, so there is no --workdir. Ctrl-C or SIGTERM stops the server
+after the running requests.
 
-While it runs another DIR takes its place, if it is of the same model, and quantised alike or not at all:
+A running server can load another DIR of the same model, with the same quantisation or none:
 
     curl http://127.0.0.1:8000/update_weights -d '{"path": "DIR", "version": 2, "policy": "finish"}'
 
-version is any number, unless DIR was pushed by a trainer (rl/weight_sync.py), which may also push to the server itself
-and knows better: each token of `/generate` tells that of the weights that drew it. policy, for what is under way: finish
-(the default) lets it end first, keep goes on from what the old weights computed, recompute begins it anew.
+version is any number up to 2**31 - 1; for a DIR that a trainer pushed (rl/weight_sync.py), that of its manifest. A
+trainer may also push to the server directly. Each token of `/generate` reports the version of the weights that sampled
+it. policy decides about running requests: finish (the default) lets them end first, keep continues from the old
+weights' KV cache, recompute starts them again.
 
-:tiny    for two CPU cores: 8 chats at once
-:small   for one accelerator: 64 at once, drafts by the MTP layer
-:glm5    for the chips of one process: experts over them, attention in parallel over their chats, 4 drafts
+:tiny    for two CPU cores: 8 concurrent chats
+:small   for one accelerator: 64 concurrent chats, drafts by the MTP layer
+:glm5    for the chips of one process: expert parallelism over them, data-parallel attention over chats, 4 drafts
 
-With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 its memory holds 1.8 times as many tokens.
-What it needs of which chips is known beforehand: `python -m launch.compile --experiment=experiments/serve.py:glm5 ...`.
-Other machines reach it with --experiment.server.host=0.0.0.0 and --experiment.server.api_key_file=FILE, which holds the
-key that clients send. An engine that fails ends the process with code 1, with which all launchers start a role again.
+With --experiment.engine.index_cache=int8 and --experiment.engine.latent_cache=fp8 the cache holds 1.8 times as many
+tokens. `python -m launch.compile --experiment=experiments/serve.py:glm5 ...` computes the memory that a chip needs.
+Other machines can connect with --experiment.server.host=0.0.0.0 and --experiment.server.api_key_file=FILE, which holds
+the key that clients send. If the engine fails, the process ends with code 1, and all launchers restart a role with it.
 """
 
 import asyncio
 import dataclasses
-import sys
 
 from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.training.experiment import MeshConfig, choose
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """What is served, how, and where.
+    """Model, engine and server of a serving process.
 
     Attributes:
-      checkpoint: a workdir, one of its checkpoints/STEP or a HuggingFace folder.
-      warm: whether all programs are compiled before the first request.
+      checkpoint: workdir, one of its checkpoints/STEP or a HuggingFace folder; None: not set, so the server cannot start.
+      warm: whether to compile all programs before the first request.
+      mesh, engine, server: options of the mesh, the engine and the HTTP server.
     """
 
     checkpoint: str | None = None
@@ -52,42 +54,47 @@ class ServeConfig:
 
 
 def get_config(variant: str = "tiny") -> ServeConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the configuration of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small, "glm5": glm5})
 
 
 def tiny() -> ServeConfig:
-    """Two cores."""
-    engine = EngineConfig(page_size=16, max_batch=8, chunk=256)
+    """Serves on two CPU cores."""
+    engine = EngineConfig(page_size=16, max_num_seqs=8, prefill_chunk=256)
     return ServeConfig(engine=engine, server=ServerConfig(model="glm-5-tiny"))
 
 
 def small() -> ServeConfig:
-    """One accelerator."""
+    """Serves on one accelerator."""
     return ServeConfig(
-        engine=EngineConfig(max_batch=64, max_length=32_768, chunk=2048, num_draft=2)
+        engine=EngineConfig(
+            max_num_seqs=64, max_length=32_768, prefill_chunk=2048, num_speculative_tokens=2
+        )
     )
 
 
 def glm5() -> ServeConfig:
-    """Drafts as in paper Table 2; lengths as trained. Pages of a device hold one chat of that length, or 32 of 6,400 tokens:
-    22 GB on a GPU and 29 on a TPU, in 8 bits 13 and 19. What fits which chips: experiments/README.md."""
+    """Serves the 744B model with the drafts of the paper's Table 2 and the trained context length.
+
+    A device's pages hold one chat of that length, or 32 of 6,400 tokens: 22 GB on a GPU and 29 GB on a TPU, in 8 bits 13
+    and 19 GB. experiments/README.md lists the chips that are large enough.
+    """
     engine = EngineConfig(
         num_pages=3200,
-        max_batch=32,
+        max_num_seqs=32,
         max_length=202_752,
-        chunk=4096,
-        num_draft=4,
-        token_chunk=512,  # 0.8 GB on 16 devices for what one of them may receive at most
+        prefill_chunk=4096,
+        num_speculative_tokens=4,
+        token_chunk=512,  # limits the receive buffers of one of 16 devices to 0.8 GB
         vocab_block=40_960,
     )
     return ServeConfig(engine=engine, mesh=MeshConfig(fsdp=1, expert=-1))
 
 
 def make_server(config: ServeConfig):
-    """The server of a config; ValueError that says what cannot be."""
+    """Builds the server of a configuration. Raises ValueError if the configuration or checkpoint is invalid."""
     from glm5_jax.checkpoint import models
-    from glm5_jax.checkpoint.manifest import version_of
+    from glm5_jax.checkpoint.manifest import read_version
     from glm5_jax.inference.engine import Engine
     from glm5_jax.inference.server import Server
 
@@ -100,17 +107,17 @@ def make_server(config: ServeConfig):
     mesh = mesh if mesh.size > 1 else None
     tokenizer = models.load_tokenizer(config.checkpoint)
     model = models.load_model(config.checkpoint, mesh)
-    version = version_of(config.checkpoint)
+    version = read_version(config.checkpoint)
     engine = Engine(model, tokenizer, version=version, **dataclasses.asdict(config.engine))
     if config.warm:
         engine.warm(show=True)
-    return Server(engine, tokenizer, config.server, models.loader_like(model))
+    return Server(engine, tokenizer, config.server, models.make_weight_loader(model))
 
 
 def run(config: ServeConfig) -> int:
-    """Serves until a signal ends it or the engine fails; returns the exit code."""
+    """Serves until a signal arrives or the engine fails. Returns the exit code."""
     try:
-        with StopSignal(ends=True):
+        with PreemptionGuard(ends=True):
             server = make_server(config)
     except (ValueError, OSError) as error:
         return _fail(error)
@@ -118,26 +125,26 @@ def run(config: ServeConfig) -> int:
 
 
 def serve_until_ended(server, config: ServeConfig) -> int:
-    """Serves with a made server; returns 0 after a signal, 1 after a failure of the engine, 2 for a taken port."""
+    """Runs a server. Returns 0 after a signal, 1 after an engine failure, 2 if the port is in use."""
     try:
-        asyncio.run(server.serve(lambda port: _say(config, port)))
+        asyncio.run(server.serve(lambda port: _print_address(config, port)))
     except OSError as error:
         where = f"{config.server.host}:{config.server.port}"
         return _fail(
             f"cannot listen at {where} ({error.strerror}); choose another --experiment.server.port"
         )
     if (failure := server.worker.failure) is not None:
-        # Neither 2, a mistake of the user, which launchers do not start again, nor `placement.AGAIN`, which has no limit.
+        # Not 2, a user error, which launchers do not restart. Not `placement.EXIT_RESTART`, which has no restart limit.
         return _fail(f"the engine has failed: {type(failure).__name__} {failure}", 1)
     return 0
 
 
 def _fail(error, code: int = 2) -> int:
-    print("error:", " ".join(str(error).split())[:1000], file=sys.stderr)
+    print_error(error)
     return code
 
 
-def _say(config: ServeConfig, port: int) -> None:
+def _print_address(config: ServeConfig, port: int) -> None:
     host = config.server.host
     print(f"{config.server.model} answers at http://{host}:{port} (Ctrl-C ends it)", flush=True)
 

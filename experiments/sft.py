@@ -1,19 +1,24 @@
-"""SFT: a base model becomes an assistant that thinks when it should (GLM-5 3.1).
+"""Fine-tunes a base model into an assistant that can think before it replies (SFT, GLM-5 3.1).
 
     python -m launch.run --experiment=experiments/sft.py:tiny,mixed --experiment.checkpoint=WORKDIR
 
-SIZE,KIND: interleaved thinks before every reply and call and forgets it with the next turn, preserved keeps it,
-turn_level thinks when a request asks for it, and mixed has them all beside chats without any. Goes on
-from the sparse model, with routed experts as int4 would have them (QAT); learnt is what the assistant
-says, but for its mistakes.
+The variant is SIZE,KIND. Kinds:
 
-:tiny    for two CPU cores: what is shipped and made (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
-         minutes. What it then can do: experiments/ablations/thinking.py.
-:small   for one accelerator: 32K. Bring chats of your own, each category with its weight:
+- interleaved: thinks before every reply and call, and drops the thinking of earlier turns;
+- preserved: as interleaved, and keeps the thinking of all turns;
+- turn_level: thinks if the request asks for it;
+- mixed: all three, and chats without thinking.
+
+Starts from the sparse model. Routed experts are trained as int4 (QAT). The loss covers the assistant's tokens,
+except its mistakes.
+
+:tiny    for two CPU cores: shipped and generated chats (glm5_jax/data/chat_tasks.py), 1024 tokens, about four
+         minutes. experiments/ablations/thinking.py measures the result.
+:small   for one accelerator: 32K. Provide chats, each category with its weight:
          --experiment.data.sources="[{'chats': 'agent/*.jsonl', 'category': 'agent', 'mode': 'preserved'}]"
-         python -m experiments.check_chats FILES says what is wrong with them.
-:glm5    for 1,024 chips: up to 202,752 tokens. Rate, batch, tokens and the categories' shares are not printed
-         in the paper; those here are ours.
+         python -m experiments.check_chats FILES reports errors in them.
+:glm5    for 1,024 chips: up to 202,752 tokens. The paper does not print learning rate, batch, tokens and the
+         categories' shares; those used here are ours.
 """
 
 import dataclasses
@@ -31,13 +36,13 @@ from glm5_jax.training.schedule import ScheduleConfig
 evaluator = pretrain.evaluator
 KINDS = (*MODES, "mixed")
 TOKENS = 20e9  # ours
-PLAYS, MBPP, GSM8K = (ChatTaskConfig(kind, size=10_000) for kind in ("plays", "mbpp", "gsm8k"))
-CHAIN = ChatTaskConfig("chain", size=30_000, steps=5, turns=3)
-TOOLS = ChatTaskConfig("tools", size=4_000, mistakes=0.2)
+PLAYS, MBPP, GSM8K = (ChatTaskConfig(kind=kind, size=10_000) for kind in ("plays", "mbpp", "gsm8k"))
+CHAIN = ChatTaskConfig(kind="chain", size=30_000, steps=5, turns=3)
+TOOLS = ChatTaskConfig(kind="tools", size=4_000, mistakes=0.2)
 
 
 def get_config(variant: str = "tiny,mixed") -> ExperimentConfig:
-    """The variant's experiment; ValueError lists the variants."""
+    """Returns the experiment of a variant. Raises ValueError, which lists the variants, for an unknown one."""
     sizes = {"tiny": tiny, "small": small, "glm5": glm5}
     return choose(
         variant,
@@ -49,36 +54,39 @@ def get_config(variant: str = "tiny,mixed") -> ExperimentConfig:
     )
 
 
-def chats(kind: str) -> tuple[ChatSourceConfig, ...]:
-    """The sources of a kind."""
+def chat_sources(kind: str) -> tuple[ChatSourceConfig, ...]:
+    """Returns the chat sources of a kind."""
     if kind != "mixed":
         return (
-            ChatSourceConfig(CHAIN, "reasoning", kind, 0.75),
-            ChatSourceConfig(GSM8K, "reasoning", kind, 0.05),
-            ChatSourceConfig(TOOLS, "agent", kind, 0.2),
+            ChatSourceConfig(chats=CHAIN, category="reasoning", mode=kind, weight=0.75),
+            ChatSourceConfig(chats=GSM8K, category="reasoning", mode=kind, weight=0.05),
+            ChatSourceConfig(chats=TOOLS, category="agent", mode=kind, weight=0.2),
         )
     return (
-        ChatSourceConfig(PLAYS, "general", "turn_level", 0.05),
-        ChatSourceConfig(MBPP, "coding", "turn_level", 0.05),
-        ChatSourceConfig(GSM8K, "reasoning", "turn_level", 0.05),
-        ChatSourceConfig(CHAIN, "reasoning", "turn_level", 0.35),
-        ChatSourceConfig(CHAIN, "reasoning", "preserved", 0.3),
-        ChatSourceConfig(TOOLS, "agent", "interleaved", 0.2),
+        ChatSourceConfig(chats=PLAYS, category="general", mode="turn_level", weight=0.05),
+        ChatSourceConfig(chats=MBPP, category="coding", mode="turn_level", weight=0.05),
+        ChatSourceConfig(chats=GSM8K, category="reasoning", mode="turn_level", weight=0.05),
+        ChatSourceConfig(chats=CHAIN, category="reasoning", mode="turn_level", weight=0.35),
+        ChatSourceConfig(chats=CHAIN, category="reasoning", mode="preserved", weight=0.3),
+        ChatSourceConfig(chats=TOOLS, category="agent", mode="interleaved", weight=0.2),
     )
 
 
-def finetuned(
+def finetune(
     base: ExperimentConfig, name: str, kind: str, schedule: ScheduleConfig, group: int
 ) -> ExperimentConfig:
-    """Trains the sparse stage's model on chats, with int4 experts in groups of `group` rows. That the indexers go on
-    learning, as in that stage, is ours. Without int4: --experiment.model.int4_group=None."""
+    """Returns `base` changed to train the sparse stage's model on chats, with int4 experts in groups of `group` rows.
+
+    The indexers stay trainable, as in the sparse stage; this choice is ours. To train without int4:
+    --experiment.model.int4_group=None.
+    """
     length = base.data.sequence_length
     return dataclasses.replace(
         base,
         name=f"{name},{kind}",
         model=dataclasses.replace(base.model, int4_group=group),
         data=DataConfig(
-            chats(kind),
+            sources=chat_sources(kind),
             sequence_length=length,
             packing="best_fit",
             open_rows=8 if length > 100_000 else base.data.open_rows,  # see DataConfig
@@ -89,15 +97,15 @@ def finetuned(
 
 
 def without_int4(model: ModelConfig) -> ModelConfig:
-    """Returns SFT's model for the stages after it: GLM-5 2.4.3 has quantisation-aware training in SFT alone."""
+    """Returns SFT's model for the stages after it: GLM-5 2.4.3 has quantisation-aware training only in SFT."""
     return dataclasses.replace(model, int4_group=None)
 
 
 def tiny(kind: str) -> ExperimentConfig:
-    """At pre-training's rate, as all of it is new to the model."""
+    """Uses pre-training's learning rate, because all of the data is new to the model."""
     base = dsa_sparse.tiny()
     schedule = ScheduleConfig(kind="linear", peak=5e-3, end=2e-4, warmup_steps=10, total_steps=600)
-    config = finetuned(base, "sft:tiny", kind, schedule, 32)
+    config = finetune(base, "sft:tiny", kind, schedule, 32)
     return dataclasses.replace(
         config,
         train=dataclasses.replace(
@@ -117,17 +125,17 @@ def tiny(kind: str) -> ExperimentConfig:
 
 
 def small(kind: str) -> ExperimentConfig:
-    """0.3B tokens."""
+    """Trains on 0.3B tokens."""
     schedule = ScheduleConfig(warmup_steps=50, peak=1e-4, end=1e-5, total_steps=2000)
-    return finetuned(dsa_sparse.small(), "sft:small", kind, schedule, 128)
+    return finetune(dsa_sparse.small(), "sft:small", kind, schedule, 128)
 
 
 def glm5(kind: str) -> ExperimentConfig:
-    """From the rate of the sparse stage to a tenth of it."""
+    """Decays from the learning rate of the sparse stage to a tenth of it."""
     base = dsa_sparse.glm5()
     steps = -(-int(TOKENS) // base.batch.end)
     schedule = ScheduleConfig(warmup_steps=steps // 50, peak=1e-5, end=1e-6, total_steps=steps)
-    return finetuned(base, "sft:glm5", kind, schedule, 128)
+    return finetune(base, "sft:glm5", kind, schedule, 128)
 
 
 if __name__ == "__main__":

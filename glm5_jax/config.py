@@ -10,6 +10,10 @@ import math
 
 # Of a layer: softmax over all keys, softmax over the last ones, Gated DeltaNet, SimpleGDN.
 LAYER_KINDS = ("full", "window", "gdn", "simple_gdn")
+# Tables of tensors have a row for each layer and expert, so a config of absurd sizes would take all time and memory.
+MAX_SIZES = {"num_hidden_layers": 1000, "n_routed_experts": 8192}
+_MAX_SIZE = 2**31 - 1  # of a dimension of an array
+_MAX_EXPERTS = 2**17  # of all layers; GLM-5 has 19,968
 RECURRENT_KINDS = ("gdn", "simple_gdn")  # those that keep a state instead of keys
 
 
@@ -105,6 +109,8 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+            if value > (most := MAX_SIZES.get(name, _MAX_SIZE)):
+                raise ValueError(f"{name} is {value}; it can be at most {most}")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
@@ -123,6 +129,11 @@ class ModelConfig:
             raise ValueError(
                 f"num_experts_per_tok {self.num_experts_per_tok} exceeds "
                 f"n_routed_experts {self.n_routed_experts}"
+            )
+        if (experts := self.num_hidden_layers * self.n_routed_experts) > _MAX_EXPERTS:
+            raise ValueError(
+                f"num_hidden_layers {self.num_hidden_layers} with n_routed_experts {self.n_routed_experts} are "
+                f"{experts} experts; there can be at most {_MAX_EXPERTS}"
             )
         if self.n_routed_experts % self.n_group:
             raise ValueError(

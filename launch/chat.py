@@ -1,17 +1,16 @@
-"""A chat in the terminal; thinking is shown dimmed, and no control character of a model or a server reaches it.
+"""Chats with a model in the terminal; thinking is dimmed, and control characters of models and servers are removed.
 
     python -m launch.chat --checkpoint=DIR        # serves it (experiments/serve.py:tiny) and chats with it
     python -m launch.chat --url=http://HOST:PORT  # chats with a server that runs
 
-DIR is a run's workdir, one of its checkpoints/STEP or a HuggingFace folder. In the chat, /new forgets what was
-said, /think turns thinking off and on, /quit or Ctrl-D ends it, and Ctrl-C ends a reply. An error of the
-user is one line and exit code 2.
+DIR is a run's workdir, one of its checkpoints/STEP, or a HuggingFace folder. In the chat, /new starts a new chat, /think
+turns thinking off and on, /quit or Ctrl-D ends the program, and Ctrl-C ends a reply. A user's error is one line and exit
+code 2.
 """
 
 import contextlib
 import dataclasses
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator
 
 from absl import flags
@@ -19,18 +18,18 @@ from rich.console import Console
 from rich.text import Text
 
 from glm5_jax.core.server import read_key
+from glm5_jax.core.terminal import clean_logging, make_printable, print_error
 from glm5_jax.inference.client import Client, ServerError
 
-# Characters that reorder the text around them, so that it reads as what it is not.
-_BIDI_CONTROLS = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-HELP = "/new forgets what was said, /think turns thinking off and on, /quit ends"
+HELP = "/new starts a new chat, /think turns thinking off and on, /quit ends"
 
 
 def main(argv: list[str], read: Callable[[str], str] = input) -> int:
-    """Exit code of the program with these arguments; read: asks for a line."""
+    """Runs the chat and returns the exit code; read: function from a prompt to the user's line."""
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
         return 0
+    clean_logging()
     values = define()
     try:
         rest = values(argv)
@@ -41,44 +40,30 @@ def main(argv: list[str], read: Callable[[str], str] = input) -> int:
         with _server(values) as url:
             file = values.api_key_file
             client = Client(url, None if file is None else read_key(file))
-            Chat(client, client.model(), values, read).run()
+            TerminalChat(client, client.model(), values, read).run()
     except (ValueError, OSError, flags.Error, ServerError) as error:
         fix = (
             "; give its file as --api_key_file=FILE"
             if getattr(error, "status", None) == 401
             else ""
         )
-        print("error:", make_printable(" ".join(str(error).split())) + fix, file=sys.stderr)
+        print_error(f"{error}{fix}")
         return 2
     return 0
 
 
-def make_printable(text: str) -> str:
-    """Returns a text that has no effect on a terminal: its control characters but line end and tab become U+FFFD.
-
-    Sequences that begin with ESC or its 8-bit forms set the clipboard, the title or what the keyboard sends.
-    """
-    return "".join("\ufffd" if _is_control(c) else c for c in text.replace("\r", ""))
-
-
-def _is_control(character: str) -> bool:
-    if character in _BIDI_CONTROLS:
-        return True
-    return character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs")
-
-
 def define() -> flags.FlagValues:
-    """The program's flags."""
+    """Returns the program's flags."""
     values = flags.FlagValues()
     options = dict(flag_values=values)
-    flags.DEFINE_string("checkpoint", None, "what to serve and chat with", **options)
-    flags.DEFINE_string("url", None, "of a server that runs", **options)
-    flags.DEFINE_string("api_key_file", None, "of the key that the server wants", **options)
-    flags.DEFINE_string("system", None, "a message before all others", **options)
+    flags.DEFINE_string("checkpoint", None, "checkpoint to serve and chat with", **options)
+    flags.DEFINE_string("url", None, "URL of a running server", **options)
+    flags.DEFINE_string("api_key_file", None, "file with the server's API key", **options)
+    flags.DEFINE_string("system", None, "system message", **options)
     flags.DEFINE_bool("think", True, "whether replies begin with thinking", **options)
-    flags.DEFINE_bool("keep", False, "whether thinking is kept over turns", **options)
+    flags.DEFINE_bool("keep", False, "whether thinking stays in the context", **options)
     flags.DEFINE_float("temperature", 1.0, "0: always the likeliest token", **options)
-    flags.DEFINE_integer("max_tokens", None, "of a reply; as many as fit if not given", **options)
+    flags.DEFINE_integer("max_tokens", None, "maximum tokens of a reply", **options)
     return values
 
 
@@ -96,8 +81,8 @@ def _server(values) -> Iterator[str]:
         yield url
 
 
-class Chat:
-    """Asks, and shows the replies as they come."""
+class TerminalChat:
+    """Chat that sends the user's lines to a server and streams the replies to the terminal."""
 
     def __init__(self, client: Client, model: str, values, read: Callable[[str], str]):
         self._client, self._values, self._read = client, values, read
@@ -106,9 +91,9 @@ class Chat:
         self._messages: list[dict] = []
 
     def run(self) -> None:
-        """Until the user ends it. ServerError."""
+        """Runs the chat until the user ends it. Raises ServerError."""
         self._say(f"{self._model}: {HELP}", "dim")
-        self._forget()
+        self._start_new_chat()
         while True:
             try:
                 line = self._read("> ").strip()
@@ -117,7 +102,7 @@ class Chat:
             if line == "/quit":
                 return
             if line == "/new":
-                self._forget()
+                self._start_new_chat()
             elif line == "/think":
                 self._think = not self._think
                 self._say(f"thinking is {'on' if self._think else 'off'}", "dim")
@@ -126,16 +111,16 @@ class Chat:
             elif line:
                 self._ask(line)
 
-    def _forget(self) -> None:
+    def _start_new_chat(self) -> None:
         system = self._values.system
         self._messages = [{"role": "system", "content": system}] if system else []
 
-    def _ask(self, line: str) -> None:
-        """A question; one that the server refuses, or whose reply is broken off, is as if not asked."""
-        asked = [*self._messages, {"role": "user", "content": line}]
+    def _ask(self, text: str) -> None:
+        """Sends a message and shows the reply. A message without a complete reply is left out of the chat."""
+        messages = [*self._messages, {"role": "user", "content": text}]
         reply = {"role": "assistant", "content": "", "reasoning_content": ""}
-        chunks = self._client.chat(
-            asked,
+        choices = self._client.chat(
+            messages,
             temperature=self._values.temperature,
             max_tokens=self._values.max_tokens,
             thinking={
@@ -144,36 +129,43 @@ class Chat:
             },
         )
         try:
-            for chunk in chunks:
-                self._show(chunk["choices"][0], reply)
+            for choice in choices:
+                self._show(choice, reply)
         except ServerError as error:
-            self._say(f"error: {error} (/new forgets what was said)", "red")
+            self._say(f"error: {error} (/new starts a new chat)", "red")
             return
         except KeyboardInterrupt:
-            chunks.close()
+            choices.close()
             self._say("\n(broken off)", "dim")
             return
         self._console.print()
-        self._messages = [*asked, reply]
+        self._messages = [*messages, reply]
 
     def _show(self, choice: dict, reply: dict) -> None:
         delta = choice["delta"]
-        if text := delta.get("reasoning"):  # as vLLM and OpenRouter call it
+        if text := delta.get("reasoning"):  # the name in vLLM and OpenRouter
             delta = {**delta, "reasoning_content": delta.get("reasoning_content") or text}
         for name, style in (("reasoning_content", "dim"), ("content", "")):
-            if text := delta.get(name):
+            if isinstance(text := delta.get(name), str) and text:
                 if name == "content" and not reply["content"] and reply["reasoning_content"]:
                     self._console.print()
                 reply[name] += text
                 self._console.print(Text(make_printable(text), style), end="", soft_wrap=True)
         for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            self._say(f"{function['name']}({function['arguments']})", "cyan")
-        if choice["finish_reason"] == "length":
+            self._say(_format_call(call), "cyan")
+        if choice.get("finish_reason") == "length":
             self._console.print(Text(" (cut off)", "dim"), end="")
 
     def _say(self, text: str, style: str) -> None:
         self._console.print(Text(make_printable(text), style), soft_wrap=True)
+
+
+def _format_call(call) -> str:
+    """Returns a tool call as text. Some servers stream a call in pieces, of which only the first has a name."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return str(call)
+    return f"{function.get('name') or ''}({function.get('arguments') or ''})"
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-# Sourced by the scripts of this folder: makes the virtual environment that they run in.
+# Creates the virtual environment of the scripts in this folder, which source this file.
 #
-#   set_up GROUP [PYTHON]     installs the locks of GROUP (run, or test which holds run too) into
-#                             .venv, or into .venv-py312 and the like for a PYTHON asked for by name;
-#                             bench goes into .venv-bench. Sets VENV and PYTHON. Costs nothing when
-#                             all is installed already.
-#   add_packages              what Debian has to give for the tests: the sandbox's bubblewrap, git. Installed
-#                             by root where there is apt-get; else a message says what to install.
-#   add_compilers             the offline TPU and GPU compilers of the aot tests, in a folder that
-#                             only the calling script sees: found anywhere else, jax would start them.
-#   add_ray                   Ray, in such a folder too, as it is an extra; where it cannot be installed a
-#                             message says so, and its tests fail.
+#   set_up GROUP [PYTHON]     installs the locks of GROUP (run, or test, which includes run) into .venv; with
+#                             a PYTHON into .venv-py312 or the like; GROUP bench into .venv-bench. Sets VENV
+#                             and PYTHON. Does nothing if all is installed.
+#   add_packages              installs the Debian packages of the tests, bubblewrap (for sandboxes) and git, if
+#                             the user is root and there is apt-get. Otherwise it prints what to install.
+#   add_compilers             installs the offline TPU and GPU compilers of the aot tests into a folder that only
+#                             the calling script imports from, because jax would start them anywhere else.
+#   add_ray                   installs Ray, which is an extra, into such a folder too. If that fails, it prints
+#                             a message, and the tests of Ray fail.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# Large arrays in huge pages, if the kernel has them to give: a tenth of a train step on a CPU.
+# Use huge pages for large arrays if the kernel has any: that saves a tenth of a train step on a CPU.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 
 fail() {
@@ -21,8 +20,8 @@ fail() {
   exit 2
 }
 
-# Says why an interpreter does not do; nothing if it does.
-why_not() {
+# Prints why an interpreter is unsuitable; nothing if it is suitable.
+unsuitable_reason() {
   "$1" - 2>/dev/null <<'CODE' || echo "does not start"
 import sys
 
@@ -37,14 +36,14 @@ else:
 CODE
 }
 
-# The first interpreter that does, of those with the given names. Of one name several may be on PATH,
-# and pyenv puts names there that start only some of its own versions.
+# Prints the first suitable interpreter with one of the names. All matches on PATH are tried, because pyenv
+# puts names there that start only some of its versions.
 find_python() {
   local name candidate reason tried=()
   for name in "$@"; do
     while read -r candidate; do
       [[ -x $candidate ]] || continue
-      reason=$(why_not "$candidate")
+      reason=$(unsuitable_reason "$candidate")
       [[ $reason ]] || { echo "$candidate"; return; }
       tried+=("  $candidate $reason")
     done < <(type -aP "$name"; printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/"$name")
@@ -53,7 +52,7 @@ find_python() {
     "${tried[@]}" "On Debian: apt-get install python3 python3-venv"
 }
 
-# The lock files of a group, for an interpreter; fails if that does not start.
+# Prints the lock files of a group for an interpreter; fails if that does not start.
 locks_of() {
   local python=$1 group=$2 tag
   tag=$("$python" -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")')
@@ -62,25 +61,25 @@ locks_of() {
 }
 
 set_up() {
-  local group=$1 wish=${2:-} base=
+  local group=$1 wanted=${2:-} base=
   VENV=$ROOT/.venv
   if [[ $group == bench ]]; then VENV=$ROOT/.venv-bench; fi
-  if [[ $wish ]]; then
-    base=$(find_python "$wish")
+  if [[ $wanted ]]; then
+    base=$(find_python "$wanted")
     VENV=$ROOT/.venv-$("$base" -c 'import sys; print("py%d%d" % sys.version_info[:2])')
   fi
   PYTHON=$VENV/bin/python
   if is_installed "$group"; then return; fi
   mkdir -p "$VENV"
   (
-    flock 9 # of two scripts started at once the second waits for the first
+    flock 9 # of two concurrent scripts the second waits for the first
     if is_installed "$group"; then exit; fi
     [[ $base ]] || base=$(find_python python3 python3.{11..14})
     install "$group" "$base"
   ) 9>"$VENV/.lock"
 }
 
-# An installed lock leaves a copy of itself in the environment, so an edited lock is seen.
+# The environment has a copy of each installed lock, by which an edited lock is noticed.
 is_installed() {
   local lock locks
   locks=$(locks_of "$PYTHON" "$1" 2>/dev/null) || return 1
@@ -117,14 +116,14 @@ add_packages() {
   if ((${#missing[@]} == 0)); then return; fi
   if [[ $(id -u) == 0 ]] && type -P apt-get >/dev/null; then
     echo "Installing Debian packages: ${missing[*]}"
-    # The lists may be older than what the mirror still has, or not be there at all.
+    # The package lists may be missing, or older than the packages on the mirror.
     apt-get install -qq -y "${missing[@]}" &>/dev/null ||
       { apt-get update -qq && apt-get install -qq -y "${missing[@]}"; } >/dev/null && return
   fi
   echo "not installed, so tests of sandboxes fail; on Debian: apt-get install ${missing[*]}" >&2
 }
 
-# What the lock of a group adds, in a folder of the environment that this process and those it starts import from.
+# Installs the lock of a group into a folder of the environment, and adds the folder to PYTHONPATH.
 add_group() {
   local group=$1 folder=$VENV/$2 what=$3 lock
   lock=$(locks_of "$PYTHON" "$group")
@@ -145,7 +144,7 @@ add_ray() {
 add_compilers() {
   add_group aot compilers "the offline TPU and GPU compilers" || exit
   export CUDA_HOME=$VENV/compilers/nvidia/cu13
-  # Libtpu would ask a cloud for its machine, and refuse a second process.
+  # Libtpu would query the cloud's metadata server, and refuse a second process.
   export TPU_SKIP_MDS_QUERY=1 TPU_ACCELERATOR_TYPE=v5p-8 TPU_WORKER_HOSTNAMES=localhost
   export ALLOW_MULTIPLE_LIBTPU_LOAD=1
 }

@@ -1,19 +1,27 @@
-"""Writes the roles of an experiment as a JobSet for Kubernetes, with GKE's names of nodes.
+"""Writes the roles of an experiment as a JobSet for Kubernetes, with GKE's node labels.
 
     python -m launch.gke --experiment=FILE.py:VARIANT --workdir=/DIR --image=IMAGE --claim=NAME --accelerator=tpu-v5p-slice \\
         --hosts=16 --devices=4 --tpu_topology=4x4x4 >run.yaml
     kubectl apply -f run.yaml
 
-Each role is a replicated job, each replica of it a job with as many pods as it has hosts; pods find each other by the names of
-the JobSet's headless service. Roles start in order, each when the one before it is ready. Where a role's replicas have
-accelerators, each has a node pool for itself (exclusive placement). What dies or hangs is started again in its pod; a replica of
-several hosts takes the whole set down, which starts again up to --restarts times and goes on from its checkpoint, and as often as
-it takes where it was pre-empted, before which it saves. The set has ended with its main roles. IMAGE has this repository as its
-working directory, and an environment; the volume of the claim NAME, which all pods may write, is mounted at DIR. Accelerators of a
-known kind have the options of XLA for them (launch/xla_flags.py) in place of IMAGE's; --xla_flags='--NAME=VALUE ...' counts more.
-Pods that have a node of eight H200 for themselves are on its fast network, as GKE's documentation names it (gvnic-1, rdma-0 to 7).
-With --slices=2 the hosts are those of two slices of that topology, each a job; when one is lost for good, delete the set and apply
-one of fewer --slices and --hosts for the same DIR (launch/run.py says what else). An error of the user is one line and exit code 2.
+- Jobs: each role is a replicated job. Each replica is a job with one pod for each host. Pods reach each other by the names
+  of the JobSet's headless service.
+- Order: each role starts after the previous one is ready.
+- Nodes: a replica with accelerators has its node pool to itself (exclusive placement).
+- Restarts: a pod that dies or hangs is restarted. A replica of several hosts takes the whole set down. The set restarts up
+  to --restarts times and continues from its checkpoint; preemptions, before which it saves, are not counted.
+- End: the set ends with its main roles.
+- Image and volume: IMAGE has this repository as its working directory, and a Python environment. The volume of the claim
+  NAME is mounted at DIR; all pods may write to it.
+- XLA options: accelerators of a known kind get the options of launch/xla_flags.py in place of those of IMAGE.
+  --xla_flags='--NAME=VALUE ...' takes precedence.
+- Network: pods that use all eight H200 of a node are on its fast network, by the names of GKE's documentation (gvnic-1,
+  rdma-0 to 7).
+- Slices: with --slices=2 the hosts belong to two slices of that topology, with one job for each slice. If a slice is lost
+  permanently, delete the set and apply one with fewer --slices and --hosts for the same DIR (the conditions are in
+  launch/run.py).
+
+A user's error is one line and exit code 2.
 
 JobSet v1alpha2: github.com/kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go.
 """
@@ -26,13 +34,13 @@ from typing import Any
 
 from absl import flags
 
-from glm5_jax.core.placement import AGAIN, SELF_URL, Role, filled
-from launch import topology, xla_flags
+from glm5_jax.core.placement import EXIT_RESTART, SELF_URL, Role, substitute_words
+from launch import run_plan, xla_flags
 from launch.pods import TORUS
-from pallas_kernels.chips import CHIPS as KNOWN
+from pallas_kernels.chips import CHIPS as CHIP_SPECS
 
-_MEETING_PORT = 8476  # of the processes of a replica; jax's own for clusters of TPUs
-# What GKE calls the chips whose options are known: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and gpus.
+_COORDINATOR_PORT = 8476  # of the coordinator of a replica; jax's port on TPU clusters
+# GKE's names of the chips with known options: cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and gpus.
 CHIPS = {
     "tpu-v5-lite-podslice": "v5e",
     "tpu-v5p-slice": "v5p",
@@ -42,15 +50,15 @@ CHIPS = {
     "nvidia-h100-mega-80gb": "h100",
     "nvidia-h200-141gb": "h200",
 }
-# What becomes of a set after `_stopped`: it starts again, which is not counted.
+# After a failure by `_interruption_rules` the set restarts, and the restart is not counted.
 _INTERRUPTED = {
     "name": "interrupted",
     "action": "RestartJobSetAndIgnoreMaxRestarts",
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
-# The fast network of nodes with eight H200, for pods that have a node for themselves: what GKE's documentation has such a
-# pod say, with its names of networks (cloud.google.com/ai-hypercomputer/docs/create/gke-ai-hypercompute-custom).
-_RDMA = "nvidia-h200-141gb"
+# Fast network of nodes with eight H200, for pods that use a full node: the annotations and volumes of GKE's documentation,
+# with its network names (cloud.google.com/ai-hypercomputer/docs/create/gke-ai-hypercompute-custom).
+_RDMA_ACCELERATOR = "nvidia-h200-141gb"
 _NETWORKS = ("default", "gvnic-1", *(f"rdma-{n}" for n in range(8)))
 _INTERFACES = {
     "networking.gke.io/default-interface": "eth0",
@@ -70,7 +78,7 @@ _RDMA_MOUNTS = [
 ]
 _RDMA_START = ["bash", "-c", 'source /usr/local/gib/scripts/set_nccl_env.sh; exec "$@"', "bash"]
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-_WORDS = {
+_YAML_KEYWORDS = {
     "true",
     "false",
     "yes",
@@ -80,49 +88,51 @@ _WORDS = {
     "null",
     "y",
     "n",
-}  # what YAML takes for no text
+}  # YAML reads these as other types than text
 
 
 def define() -> flags.FlagValues:
-    """The program's flags, besides those of the experiment."""
-    values = topology.define()
+    """Returns the program's flags, in addition to the experiment's."""
+    values = run_plan.define()
     options = dict(flag_values=values)
-    flags.DEFINE_string("image", None, "of all containers", **options)
-    flags.DEFINE_string("claim", None, "of the volume that is mounted at --workdir", **options)
+    flags.DEFINE_string("image", None, "image of all containers", **options)
+    flags.DEFINE_string("claim", None, "claim of the volume mounted at --workdir", **options)
     flags.DEFINE_string(
-        "accelerator", None, "as GKE names it: tpu-v5p-slice, nvidia-h200-141gb", **options
+        "accelerator", None, "GKE's name: tpu-v5p-slice, nvidia-h200-141gb", **options
     )
-    flags.DEFINE_string("xla_flags", "", "for all roles with accelerators", **options)
-    flags.DEFINE_integer("restarts", 10, "of the whole set", 0, **options)
+    flags.DEFINE_string("xla_flags", "", "options for all roles with accelerators", **options)
+    flags.DEFINE_integer("restarts", 10, "maximum restarts of the full set", 0, **options)
     return values
 
 
-def job_set(run: topology.Topology, values: flags.FlagValues) -> dict[str, Any]:
-    """The JobSet; ValueError if a role cannot be placed so."""
-    _check(run, values)
+def make_job_set(plan: run_plan.RunPlan, values: flags.FlagValues) -> dict[str, Any]:
+    """Returns the JobSet. Raises ValueError if Kubernetes cannot place a role."""
+    _check(plan, values)
+    # A replicated job for each role, each after the previous one.
     addresses = {
-        role.name: [f"http://{_host(run, role, str(i))}:{role.port}" for i in range(role.count)]
-        for role in run.roles
+        role.name: [f"http://{_host(plan, role, str(i))}:{role.port}" for i in range(role.count)]
+        for role in plan.roles
     }
-    main = [role.name for role in run.roles if role.main]
+    main = [role.name for role in plan.roles if role.main]
     jobs: list[dict[str, Any]] = []
-    for role in run.roles:
-        words = topology.words_of(role, addresses)
+    for role in plan.roles:
+        addresses_by_word = run_plan.resolve_addresses(role, addresses)
         after = [{"name": jobs[-1]["name"], "status": "Ready"}] if jobs else []
         replicas = role.count * role.slices
         job = {"name": role.name, "replicas": replicas, "dependsOn": after}
-        jobs.append(job | {"template": _job(run, role, words, values)})
-    together = any(role.hosts > 1 for role in run.roles)
+        jobs.append(job | {"template": _job(plan, role, addresses_by_word, values)})
+    # A set with a replica of several hosts restarts as a unit.
+    has_multi_host_role = any(role.hosts > 1 for role in plan.roles)
     spec = {
         "network": {
             "enableDNSHostnames": True,
-            "subdomain": run.name,
+            "subdomain": plan.name,
             "publishNotReadyAddresses": True,
         },
         "successPolicy": {"operator": "All", "targetReplicatedJobs": main} if main else None,
         "failurePolicy": {
             "maxRestarts": values.restarts,
-            "rules": [_INTERRUPTED] if together else None,
+            "rules": [_INTERRUPTED] if has_multi_host_role else None,
         },
         "replicatedJobs": jobs,
     }
@@ -130,14 +140,14 @@ def job_set(run: topology.Topology, values: flags.FlagValues) -> dict[str, Any]:
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": run.name},
+            "metadata": {"name": plan.name},
             "spec": spec,
         }
     )
 
 
-def _check(run: topology.Topology, values: flags.FlagValues) -> None:
-    topology.check_ports(run.roles, "Kubernetes")
+def _check(plan: run_plan.RunPlan, values: flags.FlagValues) -> None:
+    run_plan.check_ports(plan.roles, "Kubernetes")
     for name, example in (("image", "REGISTRY/NAME:TAG"), ("claim", "NAME")):
         if not values[name].value:
             raise ValueError(f"--{name} is not given; use --{name}={example}")
@@ -145,11 +155,11 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
     for word in values.xla_flags.split():
         if not word.startswith("--"):
             raise ValueError(f"--xla_flags has {word!r}; each option begins with --")
-    if not run.workdir.is_absolute():
-        raise ValueError(f"--workdir={run.workdir} is no absolute path; all pods must see it")
-    for role in run.roles:
+    if not plan.workdir.is_absolute():
+        raise ValueError(f"--workdir={plan.workdir} is not an absolute path; all pods must see it")
+    for role in plan.roles:
         hosts = role.hosts // role.slices
-        longest = f"{run.name}-{role.name}-{role.count * role.slices - 1}-{hosts - 1}"
+        longest = f"{plan.name}-{role.name}-{role.count * role.slices - 1}-{hosts - 1}"
         if len(longest) > 63:
             raise ValueError(f"a pod would be called {longest}; host names have up to 63 letters")
         if role.devices and not values.accelerator:
@@ -157,7 +167,7 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
         if not role.devices or not _is_tpu(values):
             if role.slices > 1:
                 raise ValueError(
-                    f"role {role.name} has {role.slices} slices, which only TPUs have; give it hosts alone"
+                    f"role {role.name} has {role.slices} slices, which only TPUs have; give it only hosts"
                 )
             continue
         if role.count > 1 and role.slices > 1:
@@ -175,39 +185,39 @@ def _check(run: topology.Topology, values: flags.FlagValues) -> None:
             )
         chips = math.prod(int(number) for number in role.tpu_topology.split("x"))
         if chips != hosts * role.devices:
-            each = " in each slice" if role.slices > 1 else ""
+            unit = " in each slice" if role.slices > 1 else ""
             raise ValueError(
-                f"role {role.name} has {hosts} hosts of {role.devices} chips{each}, and the topology {role.tpu_topology} "
+                f"role {role.name} has {hosts} hosts of {role.devices} chips{unit}, and the topology {role.tpu_topology} "
                 f"has {chips}"
             )
 
 
 def _check_accelerator(name: str) -> None:
-    """ValueError for none of GKE's names, and for what one of them begins with."""
-    cut = [known for known in CHIPS if known.startswith(name)]
-    if name not in CHIPS and (cut or not name.startswith("nvidia-")):
-        names = ", ".join(cut or CHIPS)
-        others = "" if cut else ", and other nvidia-NAMEs of GKE"
-        raise ValueError(f"--accelerator={name} is not known; there are {names}{others}")
+    """Raises ValueError for a name that is not GKE's, and for an incomplete name."""
+    completions = [known for known in CHIPS if known.startswith(name)]
+    if name not in CHIPS and (completions or not name.startswith("nvidia-")):
+        names = ", ".join(completions or CHIPS)
+        hint = "" if completions else ", and other nvidia-NAMEs of GKE"
+        raise ValueError(f"--accelerator={name} is not known; there are {names}{hint}")
 
 
 def _is_tpu(values: flags.FlagValues) -> bool:
     return (values.accelerator or "").startswith("tpu")
 
 
-def _host(run: topology.Topology, role: Role, index: str) -> str:
-    """The name of a replica's first pod."""
-    return f"{run.name}-{role.name}-{index}-0.{run.name}"
+def _host(plan: run_plan.RunPlan, role: Role, index: str) -> str:
+    """Returns the host name of a replica's first pod."""
+    return f"{plan.name}-{role.name}-{index}-0.{plan.name}"
 
 
-def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) -> dict[str, Any]:
-    together = role.hosts > 1  # none of its processes goes on alone
+def _job(plan: run_plan.RunPlan, role: Role, words, values: flags.FlagValues) -> dict[str, Any]:
+    is_multi_host = role.hosts > 1  # its processes restart together
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     pod = {
-        "restartPolicy": "Never" if together else "OnFailure",
-        "terminationGracePeriodSeconds": math.ceil(role.grace),
+        "restartPolicy": "Never" if is_multi_host else "OnFailure",
+        "terminationGracePeriodSeconds": math.ceil(role.grace_s),
         "nodeSelector": _node_selector(role, values),
-        "containers": [_container(run, role, words, values)],
+        "containers": [_container(plan, role, words, values)],
         "volumes": [
             {"name": "workdir", "persistentVolumeClaim": {"claimName": values.claim}},
             *(_RDMA_VOLUMES if _has_rdma(role, values) else []),
@@ -217,8 +227,8 @@ def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) ->
         "parallelism": role.hosts // role.slices,
         "completions": role.hosts // role.slices,
         "completionMode": "Indexed",
-        "backoffLimit": 0 if together else role.restarts.limit,
-        "podFailurePolicy": {"rules": _stopped(role)} if together else None,
+        "backoffLimit": 0 if is_multi_host else role.restarts.max_restarts,
+        "podFailurePolicy": {"rules": _interruption_rules(role)} if is_multi_host else None,
         "template": {
             "metadata": {"annotations": _INTERFACES} if _has_rdma(role, values) else None,
             "spec": pod,
@@ -228,12 +238,15 @@ def _job(run: topology.Topology, role: Role, words, values: flags.FlagValues) ->
 
 
 def _has_rdma(role: Role, values: flags.FlagValues) -> bool:
-    return values.accelerator == _RDMA and role.devices == KNOWN[CHIPS[_RDMA]].per_host
+    return (
+        values.accelerator == _RDMA_ACCELERATOR
+        and role.devices == CHIP_SPECS[CHIPS[_RDMA_ACCELERATOR]].per_host
+    )
 
 
-def _stopped(role: Role) -> list[dict[str, Any]]:
-    """What is no fault of a program: it was told to stop, and has saved, or its node goes away."""
-    saved = {"containerName": role.name, "operator": "In", "values": [AGAIN]}
+def _interruption_rules(role: Role) -> list[dict[str, Any]]:
+    """Returns the rules for ends without a fault: the program saved after SIGTERM, or its node was lost."""
+    saved = {"containerName": role.name, "operator": "In", "values": [EXIT_RESTART]}
     return [
         {"action": "FailJob", "onExitCodes": saved},
         {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -251,29 +264,32 @@ def _node_selector(role: Role, values: flags.FlagValues) -> dict[str, str] | Non
     return {"cloud.google.com/gke-accelerator": values.accelerator}
 
 
-def _container(run: topology.Topology, role: Role, words, values) -> dict[str, Any]:
-    # In a command $(NAME) is a variable of the environment; the job's controller sets the pod's own number.
+def _container(plan: run_plan.RunPlan, role: Role, words, values) -> dict[str, Any]:
+    # In a command $(NAME) is an environment variable; the job's controller sets the index of the pod.
     index = {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}
-    meeting = f"{_host(run, role, chr(0) + 'ROLE_INDEX' + chr(0))}:{_MEETING_PORT}"
-    own_index = "0" if role.slices > 1 else "\0ROLE_INDEX\0"
-    own = {
+    coordinator = f"{_host(plan, role, chr(0) + 'ROLE_INDEX' + chr(0))}:{_COORDINATOR_PORT}"
+    replica_index = "0" if role.slices > 1 else "\0ROLE_INDEX\0"
+    own_words = {
         "python": "python3",
-        "index": own_index,
+        "index": replica_index,
         "host": "0.0.0.0",
         "port": str(role.port),
         "ready": "/tmp/ready",
-        # Of several slices GKE tells each pod its place, which jax knows.
-        SELF_URL: f"http://{_host(run, role, own_index)}:{role.port}",
+        # With several slices GKE sets each pod's position in its environment, where jax reads it.
+        SELF_URL: f"http://{_host(plan, role, replica_index)}:{role.port}",
         "distributed": "auto"
         if role.slices > 1
-        else f"{meeting},{role.hosts},\0JOB_COMPLETION_INDEX\0",
+        else f"{coordinator},{role.hosts},\0JOB_COMPLETION_INDEX\0",
     }
     command = [
         re.sub("\0(.*?)\0", r"$(\1)", text.replace("$(", "$$("))
-        for text in filled(role.argv, own | words)
+        for text in substitute_words(role.argv, own_words | words)
     ]
     kind = "google.com/tpu" if _is_tpu(values) else "nvidia.com/gpu"
-    resources = {"cpu": role.cpus or None, "memory": f"{role.memory}Gi" if role.memory else None}
+    resources = {
+        "cpu": role.cpus or None,
+        "memory": f"{role.memory_gib}Gi" if role.memory_gib else None,
+    }
     return {
         "name": role.name,
         "image": values.image,
@@ -281,60 +297,60 @@ def _container(run: topology.Topology, role: Role, words, values) -> dict[str, A
         "env": [
             {"name": "ROLE_INDEX", "valueFrom": {"fieldRef": index}},
             {"name": "PYTHONUNBUFFERED", "value": "1"},
-            *({"name": name, "value": value} for name, value in _own(role, values).items()),
+            *({"name": name, "value": value} for name, value in _role_env(role, values).items()),
         ],
         "ports": [{"containerPort": role.port}] if role.serves else None,
         "resources": {"requests": resources, "limits": {kind: role.devices or None}},
         "volumeMounts": [
-            {"name": "workdir", "mountPath": str(run.workdir)},
+            {"name": "workdir", "mountPath": str(plan.workdir)},
             *(_RDMA_MOUNTS if _has_rdma(role, values) else []),
         ],
         **_probes(role),
     }
 
 
-def _own(role: Role, values: flags.FlagValues) -> dict[str, str]:
-    """The environment of a role, with the options of XLA for its accelerators."""
+def _role_env(role: Role, values: flags.FlagValues) -> dict[str, str]:
+    """Returns the environment of a role, with the XLA options for its accelerators."""
     env = dict(role.env)
     if not role.devices:
         return env
     name = "LIBTPU_INIT_ARGS" if _is_tpu(values) else "XLA_FLAGS"
-    if said := f"{values.xla_flags} {env.get(name, '')}".strip():
-        env[name] = said
+    if value := f"{values.xla_flags} {env.get(name, '')}".strip():
+        env[name] = value
     if _has_rdma(role, values):
         env = {"LD_LIBRARY_PATH": "/usr/local/nvidia/lib64"} | env
-    return env | xla_flags.environment(CHIPS.get(values.accelerator), env)
+    return env | xla_flags.flag_environment(CHIPS.get(values.accelerator), env)
 
 
 def _probes(role: Role) -> dict[str, Any]:
-    """Until it is healthy, whether it is ready for others, and whether it hangs."""
+    """Returns the startup, readiness and liveness probes of a role; {} for one without a health check."""
     health = role.health
     if not (role.serves and health):
         return {}
-    ask = {
+    probe = {
         "httpGet": {"path": health.path, "port": role.port},
-        "periodSeconds": math.ceil(health.interval),
-        "timeoutSeconds": math.ceil(health.timeout),
+        "periodSeconds": math.ceil(health.interval_s),
+        "timeoutSeconds": math.ceil(health.timeout_s),
     }
-    starts = math.ceil(role.start_seconds / ask["periodSeconds"])
-    silent = math.ceil(health.silence / ask["periodSeconds"])
+    max_start_failures = math.ceil(role.start_timeout_s / probe["periodSeconds"])
+    max_silent_failures = math.ceil(health.max_silence_s / probe["periodSeconds"])
     return {
-        "startupProbe": ask | {"failureThreshold": starts},
-        "readinessProbe": ask,
-        "livenessProbe": ask | {"failureThreshold": silent},
+        "startupProbe": probe | {"failureThreshold": max_start_failures},
+        "readinessProbe": probe,
+        "livenessProbe": probe | {"failureThreshold": max_silent_failures},
     }
 
 
 def _present(value: Any) -> Any:
-    """The same without what is None or empty in mappings."""
+    """Returns the value without entries of mappings that are None or empty."""
     if isinstance(value, dict):
-        own = {key: _present(item) for key, item in value.items()}
-        return {key: item for key, item in own.items() if item not in (None, {}, [])}
+        items = {key: _present(item) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item not in (None, {}, [])}
     return [_present(item) for item in value] if isinstance(value, list) else value
 
 
 def as_yaml(value: Any, indent: str = "") -> str:
-    """Mappings, lists, texts and numbers as YAML."""
+    """Returns mappings, lists, texts and numbers as YAML."""
     if isinstance(value, dict):
         pairs = [(f"{_scalar(key)}:", item) for key, item in value.items()]
     elif isinstance(value, list):
@@ -351,15 +367,26 @@ def as_yaml(value: Any, indent: str = "") -> str:
 
 
 def _scalar(value: str | int | bool) -> str:
-    plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS
-    return value if plain else json.dumps(value)
+    plain = (
+        isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _YAML_KEYWORDS
+    )
+    if plain:
+        return value
+    # JSON writes characters beyond 16 bits as two halves, which YAML does not join.
+    return re.sub(r"\\ud[89ab]..\\ud[c-f]..", _as_one_escape, json.dumps(value))
+
+
+def _as_one_escape(pair: re.Match[str]) -> str:
+    """Returns the escape of YAML for two halves of a character."""
+    character = json.loads(f'"{pair[0]}"')
+    return f"\\U{ord(character):08x}"
 
 
 def main(argv: list[str]) -> int:
-    """Exit code of the program with these arguments (the program's name first)."""
+    """Prints the manifest and returns the exit code; argv[0] is the program's name."""
     values = define()
 
-    def answer() -> int:
+    def print_job_set() -> int:
         values(argv, known_only=True)
         if values.accelerator:
             _check_accelerator(values.accelerator)
@@ -368,11 +395,11 @@ def main(argv: list[str]) -> int:
                 f"--tpu_topology is for TPUs, and --accelerator is {values.accelerator}; leave it out"
             )
         chip = CHIPS.get(values.accelerator)
-        found = job_set(topology.read(argv, values, chip=chip), values)
-        print("# Written by launch/gke.py.\n" + as_yaml(found), end="")
+        manifest = make_job_set(run_plan.read(argv, values, chip=chip), values)
+        print("# Written by launch/gke.py.\n" + as_yaml(manifest), end="")
         return 0
 
-    return topology.asked(argv, __doc__, answer)
+    return run_plan.run_cli(argv, __doc__, print_job_set)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Reading a compiled program (`compiled.as_text()`): its instructions, what calls what, how often loops run.
+"""Parses a compiled program (`compiled.as_text()`): its instructions, its calls, and the trip counts of its loops.
 
-The text is that of one device: XLA has cut every array already. Read so far: what jax 0.10 gets from XLA:CPU,
-XLA:GPU and libtpu 0.0.42. The grammar is that of HloModule::ToString (openxla/xla, hlo/ir/hlo_module.cc).
+The text is the program of one device, with arrays already partitioned. Supported are the texts that jax 0.10 gets from
+XLA:CPU, XLA:GPU and libtpu 0.0.42. The grammar is that of HloModule::ToString (openxla/xla, hlo/ir/hlo_module.cc).
 """
 
 import collections
@@ -20,8 +20,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _DEVICES = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 
 
-class Instruction(NamedTuple):
-    """One line: `ROOT %name = shape opcode(rest`, where rest holds operands and attributes."""
+class HloInstruction(NamedTuple):
+    """Line of the text: `ROOT %name = shape opcode(rest`, where rest has the operands and attributes."""
 
     name: str
     shape: str
@@ -30,12 +30,12 @@ class Instruction(NamedTuple):
 
     @property
     def arguments(self) -> str:
-        """What stands between the parentheses."""
+        """Text between the parentheses of the operands."""
         depth = 1
-        for found in re.finditer(r"[()]", self.rest):
-            depth += 1 if found[0] == "(" else -1
+        for match in re.finditer(r"[()]", self.rest):
+            depth += 1 if match[0] == "(" else -1
             if depth == 0:
-                return self.rest[: found.start()]
+                return self.rest[: match.start()]
         return self.rest
 
     @property
@@ -44,21 +44,21 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """Where jax made it: "jit(train)/while/body/dot_general"; "" if XLA made it."""
-        found = _OP_NAME.search(self.rest)
-        return found[1] if found else ""
+        """jax's name of the operation, such as "jit(train)/while/body/dot_general"; "" if XLA created it."""
+        match = _OP_NAME.search(self.rest)
+        return match[1] if match else ""
 
     @property
     def num_bytes(self) -> int:
         return shape_bytes(self.shape)
 
     def attribute(self, name: str) -> str:
-        """The word behind `name=`, or ""."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        """Returns the value of the attribute `name`, or ""."""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
     def called(self) -> list[tuple[str, str]]:
-        """(how, computation) of all that it calls; nothing for the second half of an asynchronous pair."""
+        """Returns (attribute, computation) of its calls; [] for the second half of an asynchronous pair."""
         if self.opcode.endswith(("-done", "-update")):
             return []
         listed = [
@@ -67,56 +67,58 @@ class Instruction(NamedTuple):
         return _CALLED.findall(self.rest) + [(how, n.strip().lstrip("%")) for how, n in listed]
 
 
-class Computation(NamedTuple):
-    """Its instructions by name, in their order (that of the schedule), and the name of its result."""
+class HloComputation(NamedTuple):
+    """Instructions of a computation by name, in the order of the schedule, and the name of its result."""
 
-    instructions: dict[str, Instruction]
+    instructions: dict[str, HloInstruction]
     root: str
 
-    def parameters(self) -> list[Instruction]:
-        """In their order."""
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-        return sorted(found, key=lambda i: int(i.arguments))
+    def parameters(self) -> list[HloInstruction]:
+        """Returns the parameters in order."""
+        instructions = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return sorted(instructions, key=lambda i: int(i.arguments))
 
 
-class Module(NamedTuple):
-    """A program's computations by name, the name of its entry, and the devices that run it."""
+class HloModule(NamedTuple):
+    """Computations of a program by name, the name of its entry, and the number of devices that run it."""
 
-    computations: dict[str, Computation]
+    computations: dict[str, HloComputation]
     entry: str
     num_devices: int
 
     def instructions(self):
-        """(computation's name, instruction) of the whole program, in the text's order."""
+        """Yields (name of the computation, instruction) for the full program, in the order of the text."""
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
                 yield name, instruction
 
 
-def parse(hlo: str) -> Module:
-    """A module's text; ValueError if it has no entry."""
-    computations, entry, name, root, found = {}, "", "", "", {}
+def parse_hlo(hlo: str) -> HloModule:
+    """Parses the text of a module. Raises ValueError if it has no entry."""
+    computations, entry, name, root, instructions = {}, "", "", "", {}
     for line in hlo.splitlines():
         if line.startswith("}"):
-            computations[name] = Computation(found, root)
+            computations[name] = HloComputation(instructions, root)
         elif not line.startswith(" "):
-            opened = _COMPUTATION.match(line)
-            if opened:
-                name, root, found = opened[2], "", {}
-                entry = name if opened[1] else entry
+            header = _COMPUTATION.match(line)
+            if header:
+                name, root, instructions = header[2], "", {}
+                entry = name if header[1] else entry
         else:
             match = _INSTRUCTION.match(line)
             if match:
-                found[match[2]] = Instruction(*match.group(2, 3, 4, 5))
+                instructions[match[2]] = HloInstruction(
+                    name=match[2], shape=match[3], opcode=match[4], rest=match[5]
+                )
                 root = match[2] if match[1] else root
     if not entry:
         raise ValueError(f"no ENTRY computation in {hlo[:80]!r}; give compiled.as_text()")
     header = hlo.partition("\n")[0]
-    return Module(computations, entry, math.prod(map(int, _DEVICES.findall(header))))
+    return HloModule(computations, entry, math.prod(map(int, _DEVICES.findall(header))))
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array's or a tuple's shape, without the padding of its layout."""
+    """Returns the bytes of an array's or a tuple's shape, without the padding of its layout."""
     total = 0
     for dtype, dims in _ARRAY.findall(shape):
         bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 0)
@@ -124,70 +126,76 @@ def shape_bytes(shape: str) -> int:
     return total
 
 
-def elements(shape: str) -> list[str]:
-    """The shapes of a tuple's elements; [shape] of an array."""
+def tuple_elements(shape: str) -> list[str]:
+    """Returns the shapes of a tuple's elements, or [shape] for an array."""
     if not shape.startswith("("):
         return [shape]
-    found, depth, begin = [], 0, 1
+    parts, depth, begin = [], 0, 1
     for at, char in enumerate(shape):
         depth += (char in "([{") - (char in ")]}")
         if (char == "," and depth == 1) or depth == 0:
-            found.append(re.sub(r"/\*.*?\*/", "", shape[begin:at]).strip())
+            parts.append(re.sub(r"/\*.*?\*/", "", shape[begin:at]).strip())
             begin = at + 1
-    return [part for part in found if part]
+    return [part for part in parts if part]
 
 
 class Runs(NamedTuple):
-    """How often one execution of the program runs a computation; times is None if a loop does not tell."""
+    """Executions of a computation in one run of the program; times None: a trip count is not known."""
 
     times: int | None
     in_loop: bool
 
 
-def runs(module: Module) -> dict[str, Runs]:
-    """Per computation: the product of the trip counts of the loops around it, added up over its callers.
+def count_runs(module: HloModule) -> dict[str, Runs]:
+    """Returns the executions of each computation: products of the trip counts around it, summed over its callers.
 
-    Every branch of a conditional counts as taken. A computation that nothing calls counts once.
+    Every branch of a conditional counts as taken. A computation without callers counts once.
     """
     callers = collections.defaultdict(list)
     for at, instruction in module.instructions():
         for how, name in instruction.called():
-            trips = trip_count(module, at, instruction) if how in ("body", "condition") else 1
+            trips = count_trips(module, at, instruction) if how in ("body", "condition") else 1
             trips = trips + 1 if how == "condition" and trips is not None else trips
             callers[name].append((at, trips, how in ("body", "condition")))
-    known = {}
+    runs_by_name = {}
 
     def count(name: str) -> Runs:
-        if name not in known:
+        if name not in runs_by_name:
             calls = [(count(at), trips, loop) for at, trips, loop in callers[name]]
             unknown = any(outer.times is None or trips is None for outer, trips, _ in calls)
             times = sum(outer.times * trips for outer, trips, _ in calls) if not unknown else None
             in_loop = any(loop or outer.in_loop for outer, _, loop in calls)
-            known[name] = Runs(times if calls else 1, in_loop)
-        return known[name]
+            runs_by_name[name] = Runs(times if calls else 1, in_loop)
+        return runs_by_name[name]
 
     return {name: count(name) for name in module.computations}
 
 
-class Place(NamedTuple):
-    """An instruction in a computation whose parameters stand for other places, or (None) for a loop's state."""
+class InstructionRef(NamedTuple):
+    """Reference to an instruction.
+
+    Attributes:
+      at: name of its computation.
+      name: name of the instruction.
+      bindings: references that the parameters of the computation stand for; None: its parameter is a loop's state.
+    """
 
     at: str
     name: str
     bindings: list | None = None
 
 
-def trip_count(module: Module, at: str, loop: Instruction) -> int | None:
-    """How often a while loop in the computation `at` runs its body.
+def count_trips(module: HloModule, at: str, loop: HloInstruction) -> int | None:
+    """Returns the trip count of a while loop in the computation `at`.
 
-    XLA notes it; otherwise it follows from a condition that compares a counter, which begins with a
-    constant and grows by one, with a constant. None if the loop has another form.
+    XLA may state it. Otherwise it follows from a condition that compares a counter with a constant, where the counter starts
+    at a constant and grows by one. None: the loop has another form.
     """
     noted = _TRIPS.search(loop.rest)
     if noted:
         return int(noted[1])
-    roots = {how: Place(c, module.computations[c].root) for how, c in loop.called()}
-    test, compare, _ = origin(module, roots["condition"])
+    roots = {how: InstructionRef(c, module.computations[c].root) for how, c in loop.called()}
+    test, compare, _ = find_origin(module, roots["condition"])
     if compare.opcode != "compare":
         return None
     sides = [_linear(module, test._replace(name=name)) for name in compare.operands]
@@ -199,7 +207,7 @@ def trip_count(module: Module, at: str, loop: Instruction) -> int | None:
     ends = []
     for (index, offset), growth in zip(sides, (1, 0)):
         if index is not None:
-            begin = _linear(module, Place(at, loop.operands[0]), index)
+            begin = _linear(module, InstructionRef(at, loop.operands[0]), index)
             if (
                 _linear(module, roots["body"], index) != (index, growth)
                 or not begin
@@ -213,41 +221,47 @@ def trip_count(module: Module, at: str, loop: Instruction) -> int | None:
     return max(0, ends[1] - ends[0] + (direction == "LE"))
 
 
-def origin(module: Module, place: Place, element: int | None = None):
-    """(place, instruction, element) where a value is made, behind copies, tuples and the walls of fusions."""
+def find_origin(module: HloModule, ref: InstructionRef, element: int | None = None):
+    """Returns (reference, instruction, element) that produces a value, through copies, tuples and fusions."""
     while True:
-        computation = module.computations[place.at]
-        made = computation.instructions[place.name]
-        if made.opcode in ("copy", "bitcast", "convert", "reshape"):
-            place = place._replace(name=made.operands[0])
-        elif made.opcode == "get-tuple-element" and element is None:
-            place, element = place._replace(name=made.operands[0]), int(made.attribute("index"))
-        elif made.opcode == "tuple" and element is not None:
-            place, element = place._replace(name=made.operands[element]), None
-        elif made.opcode in ("fusion", "call"):
-            inner = made.called()[0][1]
-            given = [place._replace(name=name) for name in made.operands]
-            place = Place(inner, module.computations[inner].root, given)
-        elif made.opcode == "parameter" and place.bindings is not None:
-            place = place.bindings[int(made.arguments)]
+        computation = module.computations[ref.at]
+        instruction = computation.instructions[ref.name]
+        if instruction.opcode in ("copy", "bitcast", "convert", "reshape"):
+            ref = ref._replace(name=instruction.operands[0])
+        elif instruction.opcode == "get-tuple-element" and element is None:
+            ref, element = (
+                ref._replace(name=instruction.operands[0]),
+                int(instruction.attribute("index")),
+            )
+        elif instruction.opcode == "tuple" and element is not None:
+            ref, element = ref._replace(name=instruction.operands[element]), None
+        elif instruction.opcode in ("fusion", "call"):
+            inner = instruction.called()[0][1]
+            bindings = [ref._replace(name=name) for name in instruction.operands]
+            ref = InstructionRef(inner, module.computations[inner].root, bindings)
+        elif instruction.opcode == "parameter" and ref.bindings is not None:
+            ref = ref.bindings[int(instruction.arguments)]
         else:
-            return place, made, element
+            return ref, instruction, element
 
 
 def _linear(
-    module: Module, place: Place, element: int | None = None
+    module: HloModule, ref: InstructionRef, element: int | None = None
 ) -> tuple[int | None, int] | None:
-    """(index, offset) of an integer that is the loop state's element `index` (None: nothing) plus a constant."""
-    place, made, element = origin(module, place, element)
-    if made.opcode == "parameter" and element is not None:
+    """Returns (index, offset) of an integer: element `index` of the loop state (None: no element) plus a constant.
+
+    None: the integer has another form.
+    """
+    ref, instruction, element = find_origin(module, ref, element)
+    if instruction.opcode == "parameter" and element is not None:
         return element, 0
-    if made.opcode == "constant" and re.fullmatch(r"-?\d+", made.arguments):
-        return None, int(made.arguments)
-    if made.opcode not in ("add", "subtract"):
+    if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.arguments):
+        return None, int(instruction.arguments)
+    if instruction.opcode not in ("add", "subtract"):
         return None
-    left, right = (_linear(module, place._replace(name=name)) for name in made.operands)
+    left, right = (_linear(module, ref._replace(name=name)) for name in instruction.operands)
     if not left or not right or None not in (left[0], right[0]):
         return None
-    if made.opcode == "subtract":
+    if instruction.opcode == "subtract":
         return None if right[0] is not None else (left[0], left[1] - right[1])
     return (right[0] if left[0] is None else left[0]), left[1] + right[1]

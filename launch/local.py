@@ -1,13 +1,19 @@
-"""Starts the roles of an experiment on this machine, and watches them until the run ends.
+"""Starts the roles of an experiment on this machine and supervises them until the run ends.
 
     python -m launch.local --experiment=experiments/pretrain.py:tiny [--hosts=2] [--devices=4] [--workdir=DIR]
 
-An experiment that lists no roles of its own is one of training: --hosts processes (default 1) with --devices accelerators
-each (default: all that this machine has), or so many devices that a CPU plays. Every process sees its own accelerators and
-none of the others', and the options of XLA for their kind (launch/xla_flags.py), of which those that XLA_FLAGS, or
-LIBTPU_INIT_ARGS of TPUs, says already stay as they are. What dies is started again; what dies too often ends the run with the last
-lines of its log and exit code 1. Logs and events are in DIR/roles. Ctrl-C or SIGTERM stops all, in order. An error of the user is
-one line and exit code 2.
+An experiment that defines no `roles` is one training role: --hosts processes (default 1), each with --devices accelerators
+(default: all of this machine, divided among the processes). On a machine without accelerators --devices is the number of
+CPU devices.
+
+- A process sees only the accelerators that are assigned to it.
+- It gets the XLA options for their kind (launch/xla_flags.py). Options set in XLA_FLAGS, or LIBTPU_INIT_ARGS for TPUs,
+  take precedence.
+- A process that dies is restarted. If it dies too often, the run ends with the last lines of its log and exit code 1.
+- Logs and events are in DIR/roles.
+- Ctrl-C or SIGTERM stops all processes, in order.
+
+A user's error is one line and exit code 2.
 """
 
 import contextlib
@@ -18,27 +24,28 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from glm5_jax.core.placement import Role
-from glm5_jax.core.process import Program
-from glm5_jax.core.server import free_port, read_port
-from launch import topology, xla_flags
-from pallas_kernels.chips import name_of
+from glm5_jax.core.process import ChildProcess
+from glm5_jax.core.ready_file import read_port_file
+from glm5_jax.core.server import find_free_port
+from launch import run_plan, xla_flags
+from pallas_kernels.chips import find_chip_name
 
-# jax's own (jax/_src/test_multiprocess.py), for chips of one host that a process has for itself.
+# From jax (jax/_src/test_multiprocess.py), for the chips of one host that one process uses.
 _TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
-# jax's own (jax/_src/hardware_utils.py): the maker's number of PCI devices, and theirs.
+# From jax (jax/_src/hardware_utils.py): Google's PCI vendor id, and the device ids of TPUs.
 _GOOGLE = "0x1ae0"
 _TPUS = {"0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What a machine has.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalMachine:
+    """Accelerators and cores of this machine.
 
     Attributes:
-      platform: of jax: cpu, cuda or tpu.
-      devices: names of its accelerators as the platform's environment variable takes them; a CPU plays as many as it is asked for.
-      cores: that this process may use.
-      chip: that its accelerators are, as in `pallas_kernels.chips.CHIPS`; None: another, or not known.
+      platform: jax's platform: cpu, cuda or tpu.
+      devices: accelerator names for the platform's environment variable; empty for a CPU, which takes any number of devices.
+      cores: CPU cores that this process may use.
+      chip: kind of the accelerators, a key of `pallas_kernels.chips.CHIPS`; None: another kind, or not known.
     """
 
     platform: str
@@ -49,40 +56,48 @@ class Machine:
 
 def this_machine(
     environment: Mapping[str, str] = os.environ, devices: str = "/dev", system: str = "/"
-) -> Machine:
-    """What is here, without a start of jax, which would take the accelerators. system: the folder with proc and sys."""
-    cores, wanted = sorted(os.sched_getaffinity(0)), environment.get("JAX_PLATFORMS", "")
-    found = pathlib.Path(devices)
-    gpus = [p.name.removeprefix("nvidia") for p in found.glob("nvidia[0-9]*")]
-    chips = [p.name.removeprefix("accel") for p in found.glob("accel[0-9]*")]
-    chips = chips or [p.name for p in found.glob("vfio/[0-9]*")]
+) -> LocalMachine:
+    """Returns the accelerators and cores of this machine without starting jax, which would take the accelerators.
+
+    system: folder that holds proc and sys.
+    """
+    cores, platforms = sorted(os.sched_getaffinity(0)), environment.get("JAX_PLATFORMS", "")
+    device_files = pathlib.Path(devices)
+    gpus = [p.name.removeprefix("nvidia") for p in device_files.glob("nvidia[0-9]*")]
+    chips = [p.name.removeprefix("accel") for p in device_files.glob("accel[0-9]*")]
+    chips = chips or [p.name for p in device_files.glob("vfio/[0-9]*")]
     for platform, names, variable in (
         ("cuda", gpus, "CUDA_VISIBLE_DEVICES"),
         ("tpu", chips, "TPU_VISIBLE_CHIPS"),
     ):
-        if names and (not wanted or platform in wanted):
+        if names and (not platforms or platform in platforms):
             visible = environment.get(variable)
-            own = sorted(names, key=int) if visible is None else visible.split(",")
+            selected = sorted(names, key=int) if visible is None else visible.split(",")
             chip = _chip(platform, pathlib.Path(system))
-            return Machine(platform, [name for name in own if name], cores, chip)
-    return Machine("cpu", [], cores)
+            return LocalMachine(
+                platform=platform,
+                devices=[name for name in selected if name],
+                cores=cores,
+                chip=chip,
+            )
+    return LocalMachine(platform="cpu", devices=[], cores=cores)
 
 
 def _chip(platform: str, system: pathlib.Path) -> str | None:
-    """The kind of the first accelerator, as its driver or its number on the PCI bus says."""
+    """Returns the kind of the first accelerator, from its driver or its PCI device id; None: not known."""
     if platform == "cuda":
-        found = [p.read_text() for p in system.glob("proc/driver/nvidia/gpus/*/information")]
-        return name_of(found[0]) if found else None
+        descriptions = [p.read_text() for p in system.glob("proc/driver/nvidia/gpus/*/information")]
+        return find_chip_name(descriptions[0]) if descriptions else None
     for vendor in system.glob("sys/bus/pci/devices/*/vendor"):
         if vendor.read_text().strip() == _GOOGLE:
             number = vendor.with_name("device").read_text().strip()
-            if number in _TPUS:  # a machine has other devices of Google's too
+            if number in _TPUS:  # a machine has other PCI devices of Google too
                 return _TPUS[number]
     return None
 
 
 def visibility(platform: str, devices: Sequence[str]) -> dict[str, str]:
-    """The environment variables with which a process of jax sees these accelerators of its machine, and no others."""
+    """Returns the environment variables with which a jax process sees only these accelerators of its machine."""
     if not devices:
         return {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if platform == "cpu":
@@ -99,14 +114,14 @@ def visibility(platform: str, devices: Sequence[str]) -> dict[str, str]:
 
 
 class LocalPlacement:
-    """Processes of this machine, whose accelerators and cores are dealt out among them."""
+    """Placement on this machine, which assigns each process its accelerators and cores."""
 
-    def __init__(self, machine: Machine | None = None):
+    def __init__(self, machine: LocalMachine | None = None):
         self._machine = machine or this_machine()
-        self._dealt: dict[tuple[str, int, int], tuple[list[str], list[int]]] = {}
+        self._assigned: dict[tuple[str, int, int], tuple[list[str], list[int]]] = {}
 
     def check(self, roles: Sequence[Role]) -> None:
-        """Deals out; ValueError if there is not enough, or a role asks for what this machine cannot give."""
+        """Assigns devices and cores. Raises ValueError if there are too few, or a role needs an unsupported number."""
         machine = self._machine
         devices, cores = list(machine.devices), list(machine.cores)
         for role in roles:
@@ -114,40 +129,49 @@ class LocalPlacement:
                 for process in range(role.hosts):
                     if machine.platform == "cpu":
                         devices = [str(number) for number in range(role.devices)]
-                    own = _take(devices, role.devices), _take(cores, role.cpus)
-                    self._dealt[role.name, index, process] = own
+                    share = _take(devices, role.devices), _take(cores, role.cpus)
+                    self._assigned[role.name, index, process] = share
             if machine.platform == "tpu" and role.devices not in (0, *_TPU_BOUNDS):
                 raise ValueError(
                     f"role {role.name} asks for {role.devices} chips; a process of a TPU host has 1, 2, 4 or 8"
                 )
-        for what, there in (("devices", machine.devices), ("cpus", machine.cores)):
-            if what == "devices" and machine.platform == "cpu":
+        for resource, available in (("devices", machine.devices), ("cpus", machine.cores)):
+            if resource == "devices" and machine.platform == "cpu":
                 continue
-            asked = {r.name: r.count * r.hosts * getattr(r, what) for r in roles}
-            if sum(asked.values()) > len(there):
-                shares = ", ".join(f"{name} {number}" for name, number in asked.items() if number)
+            requested = {r.name: r.count * r.hosts * getattr(r, resource) for r in roles}
+            if sum(requested.values()) > len(available):
+                shares = ", ".join(
+                    f"{name} {number}" for name, number in requested.items() if number
+                )
                 raise ValueError(
-                    f"the roles ask for {sum(asked.values())} {what} ({shares}), this machine has {len(there)}; ask "
-                    "for fewer, or start them on several (launch/on_ray.py, slurm.py, gke.py)"
+                    f"the roles ask for {sum(requested.values())} {resource} ({shares}), this machine has {len(available)}; ask "
+                    "for fewer, or start them on several machines (launch/on_ray.py, slurm.py, gke.py)"
                 )
 
-    def claim(self, role: Role, index: int, process: int, stem: str | os.PathLike) -> "LocalPlace":
-        devices, cores = self._dealt[role.name, index, process]
+    def claim(self, role: Role, index: int, process: int, stem: str | os.PathLike) -> "LocalSlot":
+        devices, cores = self._assigned[role.name, index, process]
         env = visibility(self._machine.platform, devices) | dict(role.env)
         if devices:
-            env |= xla_flags.environment(self._machine.chip, {**os.environ, **env})
-        return LocalPlace(stem, "127.0.0.1", env, cores)
+            env |= xla_flags.flag_environment(self._machine.chip, {**os.environ, **env})
+        return LocalSlot(stem, "127.0.0.1", env, cores)
 
 
-def _take(there: list, number: int) -> list:
-    taken, there[:number] = there[:number], []
+def _take(available: list, count: int) -> list:
+    taken, available[:count] = available[:count], []
     return taken
 
 
-class LocalPlace:
-    """A place of the machine that this process is on.
+class LocalSlot:
+    """Slot for one process on the machine of this process.
 
-    host: how others reach it. env: added to this process's environment. cores: that a process may use; none: all.
+    Attributes:
+      host: host name by which other slots reach it.
+      python: path of this interpreter.
+      log: file for the output of the process.
+      ready: file that a server writes its port to.
+
+    The argument env is added to this process's environment. The argument cores lists the CPU cores that the process may
+    use; empty: all.
     """
 
     python = sys.executable
@@ -163,24 +187,24 @@ class LocalPlace:
         self.host = host
         self.log, self.ready = f"{stem}.log", f"{stem}.ready"
         self._env, self._cores, self._cwd = env, cores, cwd
-        self._program: Program | None = None
+        self._program: ChildProcess | None = None
 
     def start(self, argv: Sequence[str]) -> int:
         pathlib.Path(self.log).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(self.ready).unlink(missing_ok=True)
-        # What a role says is to be in its log when it says it.
+        # Unbuffered, so that the log is complete at any time.
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
-        self._program = Program(argv, log=self.log, env=env, cwd=self._cwd, cores=self._cores)
+        self._program = ChildProcess(argv, log=self.log, env=env, cwd=self._cwd, cores=self._cores)
         return self._program.pid
 
     def exit_code(self) -> int | None:
         return self._program.exit_code()
 
     def port(self) -> int | None:
-        return read_port(self.ready)
+        return read_port_file(self.ready)
 
     def free_port(self) -> int:
-        return free_port(self.host)
+        return find_free_port(self.host)
 
     def tail(self, lines: int) -> str:
         with open(self.log, "rb") as file:
@@ -200,10 +224,10 @@ class LocalPlace:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code of the program with these arguments (the program's name first)."""
+    """Starts the roles of the experiment and returns the exit code; argv[0] is the program's name."""
     machine = this_machine()
-    here = contextlib.nullcontext(LocalPlacement(machine))
-    return topology.start(argv, __doc__, lambda values: here, len(machine.devices))
+    placement = contextlib.nullcontext(LocalPlacement(machine))
+    return run_plan.start(argv, __doc__, lambda values: placement, len(machine.devices))
 
 
 if __name__ == "__main__":

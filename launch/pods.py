@@ -1,10 +1,10 @@
-"""Pods that are not there: their names, their devices as the compilers know them, and meshes of these.
+"""Describes pods of chips by name and returns their compile-only devices and meshes, without the hardware.
 
-    v5p:8x8x16          a slice of TPUs, named and shaped as libtpu does; also v5e, v6e (two dimensions) and tpu7x
-    4*v6e:16x16         four slices, which meet over the data-centre network
-    h200:128x8          128 hosts of 8 NVIDIA GPUs; h200:1x128x8 says the partition too; also h100
+    v5p:8x8x16          a slice of TPUs, with libtpu's name and shape; also v5e, v6e (two dimensions) and tpu7x
+    4*v6e:16x16         four slices, connected by the data-centre network
+    h200:128x8          128 hosts of 8 NVIDIA GPUs; h200:1x128x8 includes the number of partitions; also h100
 
-Shapes count chips. A tpu7x is two devices of JAX.
+Shapes count chips. A tpu7x is two JAX devices.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from collections.abc import Sequence
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from glm5_jax.core.mesh import make_mesh, nesting, resolve
+from glm5_jax.core.mesh import axis_order, make_mesh, resolve
 from launch.xla_flags import FLAGS, GPU_SHARE, OFFLINE, REMOVED
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.compat import JAX_VERSION
 
 FOLDER = pathlib.Path(__file__).parent
-TORUS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # dimensions
-GPUS = ("h100", "h200")  # those whose FOLDER/NAME.txtpb says what their compiler has to know
-# The module of a platform's compiler, and the distribution that brings it.
+TORUS = {"v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}  # number of torus dimensions
+GPUS = ("h100", "h200")  # FOLDER/NAME.txtpb describes each to its compiler
+# Module of each platform's compiler, and the distribution that has it.
 COMPILERS = {"tpu": ("libtpu", "libtpu"), "cuda": ("jax_cuda13_plugin", "jax-cuda13-plugin")}
 _FORM = re.compile(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Pod:
-    """Chips of one kind that work together; `parse` makes one of a name.
+    """Pod of chips of one kind; `parse` returns the pod of a name.
 
     Attributes:
-      chip: its key in `pallas_kernels.chips.CHIPS`.
-      shape: of a slice: chips along each dimension of the torus; of GPUs hosts, GPUs of a host.
-      num_slices: slices of TPUs, or partitions of GPUs.
+      chip: kind of its chips, a key of `pallas_kernels.chips.CHIPS`.
+      shape: TPUs: chips along each torus dimension of a slice; GPUs: (hosts, GPUs of a host) of a partition.
+      num_slices: number of TPU slices, or of GPU partitions.
     """
 
     chip: str
@@ -47,7 +47,7 @@ class Pod:
 
     @property
     def platform(self) -> str:
-        """As JAX names it: tpu, cuda."""
+        """JAX's name of the platform: tpu or cuda."""
         return "tpu" if self.chip in TORUS else "cuda"
 
     @property
@@ -56,37 +56,39 @@ class Pod:
 
     @property
     def num_devices(self) -> int:
-        """Of JAX, all together."""
+        """Number of JAX devices of the pod."""
         return self.num_slices * self.devices_per_slice
 
     @property
     def device(self) -> Chip:
-        """What one of its devices has."""
+        """Resources of one JAX device."""
         return CHIPS[self.chip].device
 
     @property
-    def usable(self) -> int | None:
-        """Bytes of a device's memory that JAX may take, under `launch.run`."""
+    def usable_bytes(self) -> int | None:
+        """Bytes of a device's memory that JAX may use under `launch.run`; None: not known."""
         share = 1 if self.platform == "tpu" else GPU_SHARE
         return int(share * self.device.memory) if self.device.memory else None
 
     @property
     def options(self) -> dict[str, str | bool]:
-        """Returns the options of training on it, as `compiler_options` of JAX: XLA:GPU takes no "true" there.
+        """XLA options for training on the pod, as JAX's `compiler_options`.
 
-        Without those that this jax's XLA has no more: in XLA_FLAGS it passes over them, here it refuses them.
+        XLA:GPU takes booleans there, not "true". Options that this jax's XLA has removed are left out, because
+        `compiler_options` refuses unknown options, while XLA_FLAGS ignores them.
         """
         removed = REMOVED if JAX_VERSION >= (0, 11) else ()
-        found = {name: value for name, value in FLAGS[self.chip].items() if name not in removed}
+        options = {name: value for name, value in FLAGS[self.chip].items() if name not in removed}
         if self.platform == "tpu":
-            return found
+            return options
         return {
-            name: {"true": True, "false": False}.get(value, value) for name, value in found.items()
+            name: {"true": True, "false": False}.get(value, value)
+            for name, value in options.items()
         }
 
     @property
     def shortcuts(self) -> dict[str, str]:
-        """Options of a compilation without the chip, whose result is told and does not run."""
+        """Options for compiling without the chip, for programs that are reported and never run."""
         return OFFLINE.get(self.chip, {})
 
     def __str__(self) -> str:
@@ -97,11 +99,11 @@ class Pod:
 
 
 def parse(text: str) -> Pod:
-    """The pod of a name; ValueError, in one line, if there is none."""
+    """Returns the pod of a name. Raises ValueError, with one line, for an invalid name."""
     match = _FORM.fullmatch(text)
     if match is None or match[2] not in (*TORUS, *GPUS):
         raise ValueError(
-            f"target {text!r} is no pod; there are v5e:16x16, v6e:16x16, v5p:8x8x16, tpu7x:4x4x8, slices of them as in "
+            f"target {text!r} is not a pod; use v5e:16x16, v6e:16x16, v5p:8x8x16, tpu7x:4x4x8, slices of them as in "
             "4*v6e:16x16, and h100:128x8, h200:128x8"
         )
     slices, chip = int(match[1] or 1), match[2]
@@ -117,9 +119,9 @@ def parse(text: str) -> Pod:
             raise ValueError(
                 f"target {text!r}: give hosts x GPUs as in {chip}:128x8, or partitions x hosts x GPUs"
             )
-        if shape[1] > (most := CHIPS[chip].per_host):
+        if shape[1] > (max_gpus := CHIPS[chip].per_host):
             raise ValueError(
-                f"target {text!r}: a host has up to {most} {chip}, not {shape[1]}; give more hosts, as in {chip}:128x{most}"
+                f"target {text!r}: a host has up to {max_gpus} {chip}, not {shape[1]}; give more hosts, as in {chip}:128x{max_gpus}"
             )
     elif len(shape) != TORUS[chip]:
         example = "8x8x16" if TORUS[chip] == 3 else "16x16"
@@ -131,13 +133,13 @@ def parse(text: str) -> Pod:
     return Pod(chip, shape, slices)
 
 
-def devices(pod: Pod) -> list:
-    """Its devices, with which programs can be compiled and none can run.
+def list_devices(pod: Pod) -> list:
+    """Returns the pod's devices, for compiling only.
 
-    ValueError if its compiler is not installed (`missing`), or knows no such pod.
+    Raises ValueError if the compiler is not installed (`install_hint`) or does not support the pod.
     """
-    if how := missing(pod):
-        raise ValueError(f"target {str(pod)!r}: {how}")
+    if fix := install_hint(pod):
+        raise ValueError(f"target {str(pod)!r}: {fix}")
     shape = "x".join(map(str, pod.shape))
     try:
         if pod.platform == "cuda":
@@ -155,8 +157,8 @@ def devices(pod: Pod) -> list:
         raise ValueError(f"target {str(pod)!r}: its compiler says: {reason}") from None
 
 
-def missing(pod: Pod) -> str | None:
-    """How to get the compiler of a pod, if it is not installed."""
+def install_hint(pod: Pod) -> str | None:
+    """Returns how to install the compiler of a pod; None: it is installed."""
     module, name = COMPILERS[pod.platform]
     if importlib.util.find_spec(module) is not None:
         return None
@@ -169,27 +171,30 @@ def missing(pod: Pod) -> str | None:
     )
 
 
-def mesh(pod: Pod, axes: dict[str, int], expert_slices: int = 1) -> Mesh:
-    """The mesh that a run has on all its devices (`core.mesh.make_mesh`): axes of `core.mesh`, one of which may be -1 for
-    what is left. ValueError if they do not fit the pod, or as `devices` raises.
+def make_pod_mesh(pod: Pod, axes: dict[str, int], expert_slices: int = 1) -> Mesh:
+    """Returns the mesh of a run on all devices of the pod (`core.mesh.make_mesh`).
+
+    axes: sizes of the axes of `core.mesh`; one may be -1, for the remaining devices.
+
+    Raises ValueError if the axes do not fit the pod, and the errors of `list_devices`.
     """
     sizes = resolve(axes, pod.num_devices)
     if pod.platform == "cuda":
         check_hosts(pod, sizes, expert_slices)
-    return make_mesh(axes, devices=devices(pod), expert_slices=expert_slices)
+    return make_mesh(axes, devices=list_devices(pod), expert_slices=expert_slices)
 
 
 def check_hosts(pod: Pod, sizes: Sequence[int], expert_slices: int = 1) -> None:
-    """ValueError if an axis of GPUs would lie partly in a host, or a partition, and reach over its end."""
-    inside = 1
-    for axis, size in reversed(nesting(sizes, expert_slices)):
-        inside *= size
-        for unit, what in (
+    """Raises ValueError if an axis of a GPU mesh crosses the boundary of a host or a partition unevenly."""
+    stride = 1
+    for axis, size in reversed(axis_order(sizes, expert_slices)):
+        stride *= size
+        for unit, name in (
             (pod.shape[1], "GPUs of a host"),
             (pod.devices_per_slice, "GPUs of a partition"),
         ):
-            if unit % inside and inside % unit:
+            if unit % stride and stride % unit:
                 raise ValueError(
-                    f"mesh axis {axis}={size} does not fit the {unit} {what} of {pod}: with the axes within, it takes "
-                    f"{inside}, which neither divides {unit} nor is a multiple of it"
+                    f"mesh axis {axis}={size} does not fit the {unit} {name} of {pod}: with the axes within, it takes "
+                    f"{stride}, which neither divides {unit} nor is a multiple of it"
                 )

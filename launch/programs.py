@@ -1,4 +1,4 @@
-"""The programs of an experiment in the compiler's language, from shapes alone, for devices that need not be there."""
+"""Lowers the programs of an experiment from shapes only, for devices that need not exist on this machine."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,26 +8,35 @@ import jax
 
 from glm5_jax.core.flops import jaxprs_of, scan_counts
 from glm5_jax.core.mesh import abstract_mesh
-from glm5_jax.core.sharding import stationary
-from glm5_jax.core.tree import flatten, found
+from glm5_jax.core.sharding import kept_sharded_axes
+from glm5_jax.core.tree import flatten, matches_any
 from glm5_jax.inference.serving_cost import TokenCost
-from glm5_jax.model import glm5
-from glm5_jax.model.dispatch import crossing_share
-from glm5_jax.training.accumulation import WHOLE
+from glm5_jax.model import glm5, parameters
+from glm5_jax.model.expert_dispatch import crossing_share
+from glm5_jax.training.accumulation import PREGATHERED
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.step_flops import model_flops, step_flops, trace_step
 from pallas_kernels.cost import Cost
 
 
 class Program(NamedTuple):
-    """A program that is lowered.
+    """Lowered program. FLOPs and bytes are those of one device and one step.
 
-    arguments: what goes in, by kind, as shapes with shardings; rows, length: of a batch; model_flops: what the mathematics
-    needs of one device in a step; parts: what the program's products take there, by part ({}: not known); used: by path,
-    bytes that a device holds of a weight while it computes with it; least: what its products and memory do at least, by
-    dtype; kept: bytes that a forward keeps for its backward (None: not known); cached: tokens that a row may have in pages;
-    token_costs: for the names of chips, the least that tokens cost there; expert_slices: as of `StepConfig`;
-    crossing: share of the tokens that go to a given one of them.
+    Attributes:
+      name: name in reports.
+      lowered: the program.
+      arguments: shapes with shardings of its arguments, by kind.
+      rows: rows of a batch, over all devices.
+      length: tokens of a row.
+      model_flops: FLOPs that the mathematics needs.
+      parts: FLOPs of the program's matrix products, recomputation included, by part; {}: not known.
+      weight_bytes: bytes of each weight while the device computes with it, by path.
+      min_costs: lower bounds of its FLOPs and memory traffic, one for each dtype.
+      saved_activation_bytes: bytes that a forward saves for its backward; None: not known.
+      max_cached_tokens: tokens that a row may have in pages; None: no cache.
+      token_costs: function from names of chips to the minimum costs of tokens on them.
+      expert_slices: as in `StepConfig`.
+      crossing: share of the tokens that are sent to a given expert slice.
     """
 
     name: str
@@ -37,45 +46,55 @@ class Program(NamedTuple):
     length: int
     model_flops: float
     parts: dict[str, int]
-    used: dict[str, int]
-    least: tuple[Cost, ...]
-    kept: int | None = None
-    cached: int | None = None
+    weight_bytes: dict[str, int]
+    min_costs: tuple[Cost, ...]
+    saved_activation_bytes: int | None = None
+    max_cached_tokens: int | None = None
     token_costs: Callable[[tuple[str, ...]], tuple[TokenCost, ...]] | None = None
     expert_slices: int = 1
     crossing: float = 1.0
 
 
 def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
-    """The train step of a stage on a mesh (None: the first device here), for the first batch of its run."""
-    made = trace_step(config, mesh)
-    state = made.step.abstract
-    flops, per_device = None, config.first_rows * config.row_length
+    """Lowers the train step of a stage for the first batch of its run; mesh None: the first device of this machine."""
+    traced_step = trace_step(config, mesh)
+    state = traced_step.step.abstract
+    flops, per_device = None, config.first_batch_rows * config.row_length
     if mesh is not None:
         per_device //= mesh.size
-        # Kernels for GPUs do not tell what they cost; those for TPUs do the same work.
-        counted = (mesh, made) if platform == "tpu" else (abstract_mesh(dict(mesh.shape)), None)
-        flops = step_flops(config, *counted)
-    arguments = {"params": state["params"], "optimizer": state["optimizer"], "batch": made.batch}
-    needed = model_flops(config, made.step) * per_device
+        # GPU kernels have no cost estimates; the TPU kernels do the same work.
+        flops_arguments = (
+            (mesh, traced_step) if platform == "tpu" else (abstract_mesh(dict(mesh.shape)), None)
+        )
+        flops = step_flops(config, *flops_arguments)
+    arguments = {
+        "params": state["params"],
+        "optimizer": state["optimizer"],
+        "batch": traced_step.batch,
+    }
+    needed_flops = model_flops(config, traced_step.step) * per_device
     parts = {} if flops is None else {name: work.flops for name, work in flops.parts.items()}
-    used = {}
+    weight_bytes = {}
     if mesh is not None:
-        whole = WHOLE[config.step.accumulate]
-        used = gathered(config.model, mesh, config.step.vocab_block, whole=whole)
+        pregathered = PREGATHERED[config.step.accumulate]
+        weight_bytes = gathered_bytes(
+            config.model, mesh, config.step.vocab_block, pregathered=pregathered
+        )
     state_bytes = sum(sum(bytes_on_device(part).values()) for part in arguments.values())
     return Program(
-        "train step",
-        made.traced.lower(lowering_platforms=(platform,)),
-        arguments,
-        config.first_rows,
-        config.row_length,
-        needed,
-        parts,
-        used,
+        name="train step",
+        lowered=traced_step.traced.lower(lowering_platforms=(platform,)),
+        arguments=arguments,
+        rows=config.first_batch_rows,
+        length=config.row_length,
+        model_flops=needed_flops,
+        parts=parts,
+        weight_bytes=weight_bytes,
         # The state is read once and written once.
-        (Cost(sum(parts.values()) or needed, 2 * state_bytes),),
-        None if mesh is None else kept_bytes(made.traced.jaxpr.jaxpr),
+        min_costs=(Cost(sum(parts.values()) or needed_flops, 2 * state_bytes),),
+        saved_activation_bytes=None
+        if mesh is None
+        else saved_activation_bytes(traced_step.traced.jaxpr.jaxpr),
         expert_slices=config.step.expert_slices,
         crossing=crossing_share(
             config.model.n_routed_experts,
@@ -86,7 +105,7 @@ def lower_step(config: StageConfig, mesh, platform: str = "tpu") -> Program:
 
 
 def bytes_on_device(tree) -> dict[str, int]:
-    """{path: bytes of one device's part} of arrays, or shapes, with shardings (None: of one device)."""
+    """Returns {path: bytes of a device's shard} of arrays or shapes; sharding None: on one device."""
     return {
         path: math.prod(x.sharding.shard_shape(x.shape) if x.sharding else x.shape)
         * x.dtype.itemsize
@@ -94,8 +113,8 @@ def bytes_on_device(tree) -> dict[str, int]:
     }
 
 
-def replicated(tree) -> dict[str, int]:
-    """{path: bytes} of the arrays that every device holds as a whole."""
+def replicated_bytes(tree) -> dict[str, int]:
+    """Returns {path: bytes} of the fully replicated arrays."""
     return {
         path: math.prod(x.shape) * x.dtype.itemsize
         for path, x in flatten(tree).items()
@@ -103,55 +122,65 @@ def replicated(tree) -> dict[str, int]:
     }
 
 
-def gathered(
-    cfg, mesh, vocab_block: int | None = None, params=None, whole: Sequence[str] = ()
+def gathered_bytes(
+    cfg, mesh, vocab_block: int | None = None, params=None, pregathered: Sequence[str] = ()
 ) -> dict[str, int]:
-    """{name: bytes} that one device holds of a weight (one layer's) while it computes with it; vocab_block: as of
-    `StepConfig`. params: shapes (default: all in the compute dtype), of which a quantised one is several arrays. whole:
-    patterns of those of which it holds all layers, and the whole vocabulary, for all of a step."""
-    out = {}
-    for path, w in flatten(glm5.abstract(cfg, cfg.dtype) if params is None else params).items():
-        name, letters = glm5.declared(cfg, path)
-        keep, always = stationary(letters), found(whole, name)
+    """Returns {name: bytes} of each weight on a device while it is used, of one layer for stacked weights.
+
+    vocab_block: as in `StepConfig`.
+    params: shapes of the weights; a quantised one is several arrays. None: all in the compute dtype.
+    pregathered: patterns of the weights that are gathered for a full step, with all layers and the full vocabulary.
+    """
+    sizes = {}
+    for path, w in flatten(
+        glm5.abstract_params(cfg, cfg.dtype) if params is None else params
+    ).items():
+        name, letters = parameters.weight_letters(cfg, path)
+        sharded_axes, is_pregathered = kept_sharded_axes(letters), matches_any(pregathered, name)
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
         for letter, dim in zip(letters.split(), w.shape):
-            if letter == "v" and not always:
+            if letter == "v" and not is_pregathered:
                 size = size // dim * min(dim, vocab_block or dim)
-            own = math.prod(mesh.shape[a] for a in keep.get(letter, ()))
-            layers = 1 if always else dim
-            size //= layers if letter == "l" else own if dim % own == 0 else 1
-        out[name] = size
-    return out
+            num_shards = math.prod(mesh.shape[a] for a in sharded_axes.get(letter, ()))
+            layers = 1 if is_pregathered else dim
+            size //= layers if letter == "l" else num_shards if dim % num_shards == 0 else 1
+        sizes[name] = size
+    return sizes
 
 
-def kept_bytes(jaxpr) -> int:
-    """Bytes on one device of what a forward keeps there for its backward: what manual regions hand on to later ones,
-    or, where a region has both (`training.accumulation`), what loops hand on to later loops turn by turn."""
-    made, total = set(), 0
+def saved_activation_bytes(jaxpr) -> int:
+    """Returns the bytes on one device that a forward saves for its backward.
+
+    These are the outputs of manual regions that later regions read. Where one region holds forward and backward
+    (`training.accumulation`), they are the outputs of scans, stacked over iterations, that later scans read.
+    """
+    produced, total = set(), 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "shard_map":
-            total += sum(kept_bytes(inner) for inner in jaxprs_of(eqn.params))
+            total += sum(saved_activation_bytes(inner) for inner in jaxprs_of(eqn.params))
             continue
         inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-        taken = {id(outer): own.aval for outer, own in zip(eqn.invars, inner.invars)}
-        total += _bytes_of(aval for key, aval in taken.items() if key in made)
-        made |= set(map(id, eqn.outvars))
-    return total or max((_handed_on(inner) for inner in _regions(jaxpr)), default=0)
+        consumed = {id(outer): inner_var.aval for outer, inner_var in zip(eqn.invars, inner.invars)}
+        total += _bytes_of(aval for key, aval in consumed.items() if key in produced)
+        produced |= set(map(id, eqn.outvars))
+    return total or max((_scan_residual_bytes(inner) for inner in _regions(jaxpr)), default=0)
 
 
-def _handed_on(jaxpr) -> int:
-    """Bytes that loops hand on turn by turn to loops behind them, of the outermost computation with such loops."""
-    made, taken = set(), {}
+def _scan_residual_bytes(jaxpr) -> int:
+    """Returns the bytes of stacked scan outputs that later scans read, in the outermost computation that has any."""
+    produced, consumed = set(), {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "scan":
             continue
         num_consts, num_carry = scan_counts(eqn)
-        taken.update((id(x), x.aval) for x in eqn.invars[num_consts + num_carry :] if id(x) in made)
-        made |= set(map(id, eqn.outvars[num_carry:]))
-    if taken:
-        return _bytes_of(taken.values())
+        consumed.update(
+            (id(x), x.aval) for x in eqn.invars[num_consts + num_carry :] if id(x) in produced
+        )
+        produced |= set(map(id, eqn.outvars[num_carry:]))
+    if consumed:
+        return _bytes_of(consumed.values())
     inner = (jaxpr for eqn in jaxpr.eqns for jaxpr in jaxprs_of(eqn.params))
-    return max(map(_handed_on, inner), default=0)
+    return max(map(_scan_residual_bytes, inner), default=0)
 
 
 def _regions(jaxpr):
@@ -161,7 +190,7 @@ def _regions(jaxpr):
 
 
 def _bytes_of(avals) -> int:
-    """Those on the device: what is in the host's memory says so in its type."""
+    """Returns the bytes of the values in device memory; values in host memory have another memory space."""
     return sum(
         math.prod(aval.shape) * aval.dtype.itemsize
         for aval in avals

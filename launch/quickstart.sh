@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pre-trains the `tiny` model on real text and shows what it learned; a finished run resumes at once.
+# Pre-trains the `tiny` model on real text and prints the results; for a finished run it only prints them.
 #
 #   bash launch/quickstart.sh [FLAGS of launch/run.py, e.g. --experiment.train.steps=50]
 

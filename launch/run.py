@@ -2,19 +2,23 @@
 
     python -m launch.run --experiment=experiments/pretrain.py:tiny --workdir=DIR
 
---experiment is FILE.py:VARIANT; any field of it can be set with --experiment.FIELD=VALUE (for example
---experiment.train.steps=50). --workdir is where everything goes (default: workdir/FILE_VARIANT); the
-same command goes on with a run that was stopped or killed. (serve.py only reads; it has none.) An error of the user is one line and
-exit code 2, before anything is trained; a run that had to stop says why and exits with 1. SIGTERM or Ctrl-C, to any process,
-is answered at once: what was learnt since the last checkpoint is saved (a second one ends the process without), and all exit with 75,
-which launchers take for "start again".
+--experiment is FILE.py:VARIANT. Any of its fields can be set with --experiment.FIELD=VALUE, for example
+--experiment.train.steps=50. --workdir is the folder of all outputs (default: workdir/FILE_VARIANT); the same command
+continues a run that was stopped or killed. serve.py only reads and has no workdir.
 
-On a pod start the same command on every host, with a workdir that all of them see and
---distributed=auto (TPU pods, Slurm, MPI and Kubernetes are recognised), or elsewhere
---distributed=HOST:PORT,N,I for process I of N, of which process 0 is on HOST. launch/local.py, on_ray.py, slurm.py and gke.py
-do that, and start again what dies. The processes of a run may become fewer, or more, from one start to the next, where the mesh says
--1 for one of its axes: batches and what they hold stay the same (`DataConfig.streams`); of fewer devices each has
-more rows, of which step.rows_per_device are there at once.
+Exit codes:
+  0   the run is finished
+  1   the run had to stop; the reason is printed
+  2   a user's error, printed in one line before training starts
+  75  SIGTERM or Ctrl-C to any process: the state since the last checkpoint is saved, all processes exit, and launchers
+      restart them. A second signal ends the process without saving.
+
+On a pod start the same command on every host, with a workdir that all hosts see and --distributed=auto (TPU pods, Slurm,
+MPI and Kubernetes are recognised). Elsewhere use --distributed=HOST:PORT,N,I for process I of N; process 0 is on HOST.
+launch/local.py, on_ray.py, slurm.py and gke.py do this and restart processes that die.
+
+The number of processes may change between two starts if one axis of the mesh is -1. The batches and their contents stay
+the same (`DataConfig.num_shards`); on fewer devices each has more rows, step.rows_per_device of them at a time.
 """
 
 import dataclasses
@@ -32,40 +36,48 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from glm5_jax.core.editable import check_path, editable, freeze
-from glm5_jax.core.placement import AGAIN
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core.config_flags import check_path, to_frozen, to_mutable
+from glm5_jax.core.placement import EXIT_RESTART
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.core.terminal import clean_logging, print_error
 from launch import xla_flags
 
 EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
 
 
 def main(argv: list[str]) -> int:
-    """Exit code of the program with these arguments (the program's name first)."""
+    """Runs the experiment and returns the exit code; argv[0] is the program's name."""
     if {"-h", "--help"} & set(argv[1:]):
         print(__doc__)
         return 0
-    xla_flags.claim(os.environ)
+    clean_logging()
+    xla_flags.reserve_gpu_memory(os.environ)
     try:
-        with StopSignal(ends=True):
+        with PreemptionGuard(ends=True):
             command = parse(argv)
             if command.distributed:
                 join_pod(command.distributed)
     except (ValueError, flags.Error) as error:
         return _fail(error, 2)
     if run := getattr(command.module, "run", None):
-        return run(command.config, *([command.workdir] if _writes(command.module) else []))
+        return run(command.config, *([command.workdir] if has_workdir(command.module) else []))
     serve = getattr(command.module, "serve", None)
     if serve and (code := serve(command.config, command.workdir)) is not None:
         return code
-    # What others of a pod have made must not be lost either: they all end together.
-    with StopSignal(ends=True, unsaved=bool(command.distributed)) as stop:
+    # All processes of a pod save and end together, so that none loses its progress.
+    with PreemptionGuard(ends=True, unsaved=bool(command.distributed)) as stop:
         return run_config(command.module, command.config, command.workdir, stop)
 
 
 class Command(NamedTuple):
-    """What the arguments ask for: an experiment module, its config with the flags applied, the folder
-    of the run, and how to join a pod (None: one process)."""
+    """Parsed command line.
+
+    Attributes:
+      module: module of the experiment.
+      config: its config with the flags applied.
+      workdir: folder of the run.
+      distributed: how to join the processes of a pod; None: a single process.
+    """
 
     module: ModuleType
     config: object
@@ -74,47 +86,47 @@ class Command(NamedTuple):
 
 
 def parse(argv: list[str]) -> Command:
-    """Reads the program's arguments; ValueError or flags.Error say in their first line what to do."""
+    """Parses the program's arguments. Raises ValueError or flags.Error, with the fix in the first line."""
     spec = spec_of(argv)
     module, config = load(spec)
-    twin = editable(config)
-    check_fields("experiment", twin, argv)
-    values = define(twin, argv)
+    mutable = to_mutable(config)
+    check_fields("experiment", mutable, argv)
+    values = define(mutable, argv)
     rest = values(argv)
     if len(rest) > 1:
         raise ValueError(f"unexpected argument {rest[1]!r}; every flag is --NAME=VALUE")
     name = spec.removesuffix(".py").replace(".py:", "_").replace(":", "_").replace(",", "_")
-    pod = values["distributed"].value
-    if pod and hasattr(module, "run"):
-        instead = "start one on each host without the flag, and a router in front of them"
-        instead = "leave the flag out" if _writes(module) else instead
+    distributed = values["distributed"].value
+    if distributed and hasattr(module, "run"):
+        fix = "start one on each host without the flag, and a router in front of them"
+        fix = "leave the flag out" if has_workdir(module) else fix
         raise ValueError(
-            f"--distributed={pod}: {spec.partition(':')[0]} runs in one process; {instead}"
+            f"--distributed={distributed}: {spec.partition(':')[0]} runs in one process; {fix}"
         )
     workdir = values["workdir"].value
-    if workdir and hasattr(module, "run") and not _writes(module):
+    if workdir and hasattr(module, "run") and not has_workdir(module):
         raise ValueError(
-            f"--workdir={workdir}: {spec.partition(':')[0]} writes nothing and has no workdir; what it reads is "
+            f"--workdir={workdir}: {spec.partition(':')[0]} writes nothing and has no workdir; to read this folder use "
             f"--experiment.checkpoint={workdir}"
         )
     workdir = workdir or f"workdir/{pathlib.Path(name).name}"
     try:
-        config = freeze(values["experiment"].value)
+        config = to_frozen(values["experiment"].value)
     except ValueError as error:
         raise ValueError(f"--experiment.{error}") from None
-    return Command(module, config, pathlib.Path(workdir), pod)
+    return Command(module, config, pathlib.Path(workdir), distributed)
 
 
-def _writes(module: ModuleType) -> bool:
-    """Whether what a module runs by itself has a workdir."""
+def has_workdir(module: ModuleType) -> bool:
+    """Returns whether the `run` function of an experiment module takes a workdir."""
     return "workdir" in inspect.signature(module.run).parameters
 
 
-def join_pod(pod: str) -> None:
-    """Waits for the other processes; from then on jax knows the devices of all. ValueError."""
-    import jax  # here, so that a mistyped flag is answered at once
+def join_pod(distributed: str) -> None:
+    """Joins the processes of a pod, after which jax sees the devices of all. Raises ValueError."""
+    import jax  # imported late, so that a mistyped flag fails at once
 
-    if pod == "auto":
+    if distributed == "auto":
         from launch import local  # which imports this module
 
         gpus = local.this_machine().devices if _has_its_host(os.environ) else []
@@ -127,47 +139,49 @@ def join_pod(pod: str) -> None:
             ) from None
         return
     try:
-        address, count, index = pod.split(",")
+        address, count, index = distributed.split(",")
         if not (":" in address and 0 <= int(index) < int(count)):
             raise ValueError
     except ValueError:
         raise ValueError(
-            f"--distributed={pod}; use auto or HOST:PORT,N,I with 0 <= I < N"
+            f"--distributed={distributed}; use auto or HOST:PORT,N,I with 0 <= I < N"
         ) from None
-    # Nothing is left for a scheduler to say, which would give each process one GPU.
-    deactivated = dict(cluster_detection_method="deactivate")
-    jax.distributed.initialize(address, int(count), int(index), **deactivated)
+    # Without this, jax would detect the scheduler and give each process one GPU.
+    options = dict(cluster_detection_method="deactivate")
+    jax.distributed.initialize(address, int(count), int(index), **options)
 
 
 def _has_its_host(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm or MPI has started this process as the only one of its host: then it takes all GPUs there, where jax would take
-    one, as it expects a process for each."""
+    """Returns whether Slurm or MPI started this process as the only one of its host.
+
+    Such a process takes all GPUs of its host. jax would take one, because it expects a process for each GPU.
+    """
     if "SLURM_NTASKS" in environment:
         return environment["SLURM_NTASKS"] == environment.get("SLURM_STEP_NUM_NODES")
     return environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
 
 
-def check_fields(name: str, twin, argv: list[str]) -> None:
-    """ValueError if one of the flags --NAME.FIELD names no field of an editable config."""
+def check_fields(name: str, mutable, argv: list[str]) -> None:
+    """Raises ValueError if a flag --NAME.FIELD names no field of the mutable config."""
     for arg in argv[1:]:
         if arg.lstrip("-").startswith(f"{name}."):
             path = arg.lstrip("-").removeprefix(f"{name}.").split("=")[0]
             try:
-                check_path(twin, path)
+                check_path(mutable, path)
             except ValueError as error:
                 raise ValueError(f"--{name}.{path}: {error}") from None
 
 
-def define(twin, argv: list[str]) -> flags.FlagValues:
-    """The flags of the program for an experiment."""
+def define(mutable, argv: list[str]) -> flags.FlagValues:
+    """Returns the flags of the program for an experiment."""
     values = flags.FlagValues()
     config_flags.DEFINE_config_dataclass(
         "experiment",
-        twin,
+        mutable,
         "the experiment, FILE.py:VARIANT",
         flag_values=values,
         sys_argv=argv,
-        parse_fn=lambda _: twin,
+        parse_fn=lambda _: mutable,
     )
     flags.DEFINE_string("workdir", None, "folder of the run", flag_values=values)
     flags.DEFINE_string(
@@ -180,24 +194,28 @@ def define(twin, argv: list[str]) -> flags.FlagValues:
 
 
 def load(spec: str) -> tuple[ModuleType, object]:
-    """The module of "FILE.py:VARIANT" and what its `get_config(VARIANT)` returns."""
+    """Returns the module of "FILE.py:VARIANT" and the config of its `get_config(VARIANT)`."""
     file, _, variant = spec.partition(":")
     path = pathlib.Path(file)
     if not path.is_file() or path.suffix != ".py":
         files = pathlib.Path("experiments").glob("*.py")
-        there = sorted(str(p) for p in files if "\ndef get_config(" in p.read_text())
-        hint = f"; there are {', '.join(there)}" if there else "; give the path of a Python file"
-        raise ValueError(f"{file} is no experiment's file{hint}")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+        experiments = sorted(str(p) for p in files if "\ndef get_config(" in p.read_text())
+        hint = (
+            f"; there are {', '.join(experiments)}"
+            if experiments
+            else "; give the path of a Python file"
+        )
+        raise ValueError(f"{file} is not the file of an experiment{hint}")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
-        raise ValueError(f"{file} has no get_config(variant), so it is no experiment")
+        raise ValueError(f"{file} has no get_config(variant), so it is not an experiment")
     return module, module.get_config(variant) if variant else module.get_config()
 
 
 def spec_of(argv: list[str]) -> str:
-    """What --experiment is, FILE.py:VARIANT; ValueError if it is missing."""
+    """Returns the value of --experiment, FILE.py:VARIANT. Raises ValueError if it is missing."""
     for i, arg in enumerate(argv):
         name, _, value = arg.partition("=")
         if name in ("--experiment", "-experiment"):
@@ -207,106 +225,110 @@ def spec_of(argv: list[str]) -> str:
     raise ValueError(f"no experiment given; try {EXAMPLE}")
 
 
-def run_config(module: ModuleType, config, workdir: pathlib.Path, stop: StopSignal) -> int:
+def run_config(module: ModuleType, config, workdir: pathlib.Path, stop: PreemptionGuard) -> int:
     """Runs all stages of a config in order; returns the exit code."""
-    # Imported here so that a mistyped flag is answered at once.
+    # Imported late, so that a mistyped flag fails at once.
     import jax
 
     from glm5_jax.checkpoint.store import SaveError
-    from glm5_jax.core import hosts
+    from glm5_jax.core import multihost
     from glm5_jax.core.console import ProgressBar
-    from glm5_jax.training import handovers, report
+    from glm5_jax.training import lifecycle_report, report
     from glm5_jax.training.metrics import TrainingStopped
 
     evaluator = getattr(module, "evaluator", None)
     stages = list(stages_of(config, workdir))
 
-    def ready(stage: _Stage, before):
-        """The stage, checked, on all hosts or on none: `_Refused` says what the user has to mend."""
-        made = problem = None
+    def make_stage(stage: _Stage, before):
+        """Returns the checked stage. Raises `_StageConfigError` on all hosts if one of them fails, with the user's error."""
+        training = failure = None
         try:
-            made = stage.config.stage(stage.folder, evaluator, before)
+            training = stage.config.make_stage(stage.folder, evaluator, before)
         except (ValueError, OSError) as error:
-            problem = error
+            failure = error
         try:
-            hosts.agree(problem)
+            multihost.raise_on_all(failure)
         except (ValueError, OSError) as error:
             where = f"{stage.folder.name}: " if len(stages) > 1 else ""
-            raise _Refused(f"{where}{error}") from None
-        return made
+            raise _StageConfigError(f"{where}{error}") from None
+        return training
 
     try:
         if len(stages) > 1:
-            # What is wrong with the last stage is said before the first one trains.
+            # All stages are checked before the first one trains.
             before = None
             with ProgressBar(len(stages), unit="stage") as bar:
-                for number, stage in enumerate(stages):
-                    bar.update(number, f"checking {stage.folder.name}")
-                    before = ready(stage, before if stage.follows else None)
+                for index, stage in enumerate(stages):
+                    bar.update(index, f"checking {stage.folder.name}")
+                    before = make_stage(stage, before if stage.follows else None)
                     before.close()
-        budget = getattr(module, "minutes", lambda _: {})(config)
-        if budget:
+        minutes = getattr(module, "minutes", lambda _: {})(config)
+        if minutes:
             print(
-                f"time budget         {clock_of(60 * sum(budget.values()))}, on two CPU cores: {shares_of(budget)}"
+                f"time budget         {clock_of(60 * sum(minutes.values()))}, on two CPU cores: {shares_of(minutes)}"
             )
-        first = time.monotonic()
+        run_start = time.monotonic()
         for stage in stages:
-            began = time.monotonic()
-            training = ready(stage, None)
-            words = getattr(stage.config, "programs", tuple)()
-            if words and not training.finished:
+            stage_start = time.monotonic()
+            training = make_stage(stage, None)
+            program_flags = getattr(stage.config, "programs", tuple)()
+            if program_flags and not training.is_finished:
                 training.close()
-                if code := run_programs(words, stage.folder):
+                if code := run_programs(program_flags, stage.folder):
                     return code
-            here = training.finished or not words
-            summary = training.run() if here else report.summarise(stage.folder)
-            if not training.finished:
+            trains_in_process = training.is_finished or not program_flags
+            summary = training.run() if trains_in_process else report.summarise(stage.folder)
+            if not training.is_finished:
                 step = training.saved_step
                 print(f"stopped after step {step}; the same command goes on from there")
-                return AGAIN
+                return EXIT_RESTART
             print(f"\n{summary}")
             last = stage is stages[-1]
             if last and (finish := getattr(module, "finish", None)):
                 finish(config, workdir)
             if len(stages) > 1 and jax.process_index() == 0:
-                now, planned = time.monotonic(), budget.get(stage.folder.name)
-                of = f" of {clock_of(60 * planned)}" if planned else ""
+                now, planned = time.monotonic(), minutes.get(stage.folder.name)
+                budget_text = f" of {clock_of(60 * planned)}" if planned else ""
                 print(
-                    f"time                {clock_of(now - began)}{of}, {clock_of(now - first)} in all"
+                    f"time                {clock_of(now - stage_start)}{budget_text}, {clock_of(now - run_start)} in all"
                 )
                 done = [s.folder for s in stages if (s.folder / "config.json").exists()]
-                print(f"all stages          {handovers.write_page(workdir, done)}")
-            if not last and hosts.anyone(stop):
+                print(f"all stages          {lifecycle_report.write_page(workdir, done)}")
+            if not last and multihost.any_process(stop):
                 print(f"stopped after {stage.folder.name}; the same command goes on from there")
-                return AGAIN
+                return EXIT_RESTART
     except (SaveError, TrainingStopped) as error:
         return _fail(error, 1)
-    except _Refused as error:
+    except _StageConfigError as error:
         return _fail(error, 2)
     return 0
 
 
-def run_programs(words: tuple[str, ...], workdir: pathlib.Path) -> int:
-    """Runs a stage of several programs on this machine; the exit code. They get CPUs alone, as this process holds all
-    accelerators until it ends."""
+def run_programs(program_flags: tuple[str, ...], workdir: pathlib.Path) -> int:
+    """Runs a stage of several programs on this machine and returns the exit code.
+
+    The programs get only CPUs, because this process holds all accelerators until it ends.
+    """
     import jax
 
     from launch import local  # which imports this module
 
-    words = (*words, f"--workdir={workdir}")
+    program_flags = (*program_flags, f"--workdir={workdir}")
     if jax.process_count() > 1 or jax.default_backend() != "cpu":
-        start = f"python -m launch.local {shlex.join(words)} (or launch.slurm, launch.gke, launch.on_ray)"
-        told = "this stage is several programs, on accelerators that this one holds; train it with"
-        return _fail(f"{workdir.name}: {told} {start}, then this command goes on", 1)
-    return local.main(["launch.local", *words])
+        launch_command = f"python -m launch.local {shlex.join(program_flags)} (or launch.slurm, launch.gke, launch.on_ray)"
+        message = (
+            "this stage is several programs, and this program holds the accelerators; train it with"
+        )
+        return _fail(f"{workdir.name}: {message} {launch_command}, then this command goes on", 1)
+    return local.main(["launch.local", *program_flags])
 
 
-class _Refused(Exception):
-    """A stage that cannot be trained as it was asked for."""
+class _StageConfigError(Exception):
+    """Raised for a stage whose config cannot be trained."""
 
 
 class _Stage(NamedTuple):
-    """A stage's config, its folder, and whether it starts from the weights of the one before."""
+    """Stage of a run: its config, its folder, and whether it starts from the weights of the stage before it."""
 
     config: object
     folder: pathlib.Path
@@ -314,7 +336,7 @@ class _Stage(NamedTuple):
 
 
 def stages_of(config, workdir: pathlib.Path):
-    """Every stage in order, each `after` those before it."""
+    """Yields the stages of a config in order, each with the checkpoints of the previous ones filled in."""
     from glm5_jax.training.experiment import StageConfig
 
     if isinstance(config, StageConfig):
@@ -326,7 +348,7 @@ def stages_of(config, workdir: pathlib.Path):
         if stage is None:
             continue
         follows = bool(folders) and stage.checkpoint is None
-        stage, folder = stage.after(folders), workdir / field.name
+        stage, folder = stage.continue_from(folders), workdir / field.name
         folders[field.name] = str(folder)
         yield _Stage(stage, folder, follows)
 
@@ -338,11 +360,11 @@ def clock_of(seconds: float) -> str:
 
 def shares_of(minutes: Mapping[str, float]) -> str:
     """Writes the minutes of each name as a list of clocks."""
-    return ", ".join(f"{name} {clock_of(60 * own)}" for name, own in minutes.items())
+    return ", ".join(f"{name} {clock_of(60 * value)}" for name, value in minutes.items())
 
 
 def _fail(error: Exception | str, code: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    print_error(error)
     return code
 
 

@@ -3,15 +3,21 @@
     python -m launch.slurm --experiment=FILE.py:VARIANT --workdir=DIR [--hosts=16] [--devices=8] [--partition=NAME] >run.sbatch
     sbatch run.sbatch
 
-Roles with accelerators have nodes of their own, each role a component of a heterogeneous job; those without share --cpu_nodes
-nodes (default 1) of --cpu_partition. --chip=h200 says what the accelerators are: the script then sets the options of XLA for them
-(launch/xla_flags.py); what XLA_FLAGS, or LIBTPU_INIT_ARGS of TPUs, says where sbatch is called counts more. Each replica is a step
-(srun), which the script starts when the roles that it needs answer, and starts again when it dies (one that hangs is not noticed).
-The job ends with its main roles, or when a role has died too often. Before its time limit, or when Slurm pre-empts it, what trains
-saves and the job goes back into the queue, unless it was cancelled. To go on with fewer nodes, write a script with fewer --hosts
-for the same DIR (launch/run.py says what else). All nodes see DIR, which
-gets the logs in DIR/roles, and have the environment that sbatch is called in. An experiment that lists no roles of its own is
-one of training, on --hosts nodes with --devices accelerators each. An error of the user is one line and exit code 2.
+- Nodes: each role with accelerators is one component of a heterogeneous job, on separate nodes. The roles without
+  accelerators share --cpu_nodes nodes (default 1) of --cpu_partition.
+- Options: --chip=h200 names the kind of the accelerators, and the script sets the XLA options for it
+  (launch/xla_flags.py). XLA_FLAGS, or LIBTPU_INIT_ARGS for TPUs, of sbatch's environment takes precedence.
+- Steps: each replica is a step (srun). The script starts it once the roles that it needs are healthy, and restarts it
+  when it dies. A replica that hangs is not detected.
+- End: the job ends with its main roles, or when a role has died too often.
+- Preemption: before the time limit, or when Slurm preempts the job, training saves and the job is requeued, unless it
+  was cancelled.
+- Fewer nodes: to continue on fewer nodes, write a script with fewer --hosts for the same DIR (the conditions are in
+  launch/run.py).
+- Files: all nodes see DIR and have the environment in which sbatch is called. Logs are in DIR/roles.
+
+An experiment that defines no `roles` is one training role on --hosts nodes with --devices accelerators each. A user's
+error is one line and exit code 2.
 """
 
 import dataclasses
@@ -23,19 +29,19 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from glm5_jax.core.placement import AGAIN, SELF_URL, Role, filled
-from launch import topology, xla_flags
+from glm5_jax.core.placement import EXIT_RESTART, SELF_URL, Role, substitute_words
+from launch import run_plan, xla_flags
 from launch.pods import TORUS
 
-# In bash, because nothing but Slurm's commands and what the roles need is certain to be on a node.
+# In bash, because a node is only certain to have Slurm's commands and the programs of the roles.
 _FUNCTIONS = r"""
-# keep NAME MAIN LIMIT WINDOW DELAY LONGEST COMMAND...: runs a step, and again when it dies; only if MAIN is 1 it may end with
-# code 0, or with code AGAIN, which puts the job back into the queue: its steps were told to stop, and have saved. More than LIMIT
-# deaths within WINDOW seconds, or code 2 (a mistake of the user), end the job.
-keep() {
-  local name=$1 main=$2 limit=$3 window=$4 delay=$5 longest=$6 code pause deaths=() stopping=0
+# supervise NAME MAIN LIMIT WINDOW DELAY MAX_DELAY COMMAND...: runs a step and restarts it when it dies. With MAIN=1 the step
+# may end with code 0, or with code EXIT_RESTART, which requeues the job (its steps got SIGTERM and have saved). More than
+# LIMIT deaths within WINDOW seconds, or code 2 (a user's error), end the job.
+supervise() {
+  local name=$1 main=$2 limit=$3 window=$4 delay=$5 max_delay=$6 code pause deaths=() stopping=0
   shift 6
-  trap stopping=1 TERM # which the step has, too; it is waited for
+  trap stopping=1 TERM # the step gets the signal too, and this function waits for it
   while true; do
     echo "$(date +%T) $name started"
     code=0
@@ -55,12 +61,12 @@ keep() {
       return 1
     fi
     pause=$((delay << (${#deaths[@]} - 1)))
-    sleep $((pause < longest ? pause : longest))
+    sleep $((pause < max_delay ? pause : max_delay))
     if ((stopping)); then return; fi
   done
 }
 
-# stop: ends all steps, within their grace; what is left then dies with the job.
+# stop: sends all steps SIGTERM and waits up to their grace period; the rest is killed with the job.
 stop() {
   trap "" TERM
   kill -TERM 0
@@ -68,16 +74,16 @@ stop() {
   while [[ $(jobs -rp) ]] && ((SECONDS < end)); do sleep 0.2; done
 }
 
-# requeue: ends the job, and has it start again, from its beginning; but not if somebody has cancelled it. A job that ended by
-# itself while Slurm waits to pre-empt it would not start again.
+# requeue: ends the job and requeues it, unless it was cancelled. Slurm itself does not restart a job that ends while it waits
+# to preempt it.
 requeue() {
   stop
   if [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING* ]]; then scontrol requeue "$SLURM_JOB_ID"; fi
   exit "$again"
 }
 
-# answers SECONDS URL...: waits until each URL is answered.
-answers() {
+# wait_until_healthy SECONDS URL...: waits until a GET of each URL succeeds.
+wait_until_healthy() {
   local began=$SECONDS seconds=$1 url
   shift
   for url in "$@"; do
@@ -98,105 +104,125 @@ CODE
   done
 }
 
-trap requeue TERM # of Slurm, before the time limit of the job
+trap requeue TERM # Slurm sends it before the time limit of the job
 trap 'exit 1' USR1
 trap stop EXIT
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Component:
-    """Nodes of one kind. array: of bash, with their names. each: processes of its only role on a node; 0: of several roles."""
+    """Nodes of one kind in a heterogeneous job.
+
+    Attributes:
+      array: bash array with the names of the nodes.
+      roles: roles that run on the nodes.
+      num_nodes: number of nodes.
+      replicas_per_node: replicas on a node, of the only role; 0: several roles share the nodes.
+    """
 
     array: str
     roles: Sequence[Role]
     num_nodes: int
-    each: int
+    replicas_per_node: int
 
     def nodes(self, role: Role, index: int) -> list[str]:
-        """The hosts of a replica's processes; a name between null characters is bash's to look up."""
+        """Returns the hosts of a replica's processes; bash expands the names between null characters."""
         if role.hosts > 1:
             numbers = range(index * role.hosts, (index + 1) * role.hosts)
         else:
-            numbers = [index // self.each if self.each else index % self.num_nodes]
+            numbers = [
+                index // self.replicas_per_node
+                if self.replicas_per_node
+                else index % self.num_nodes
+            ]
         return [f"\0{self.array}[{number}]\0" for number in numbers]
 
-    def share(self, role: Role) -> int:
-        """Processes of a role on a node, at most."""
-        return self.each or math.ceil(role.count / self.num_nodes)
+    def processes_per_node(self, role: Role) -> int:
+        """Returns the maximum number of processes of a role on a node."""
+        return self.replicas_per_node or math.ceil(role.count / self.num_nodes)
 
 
 def define() -> flags.FlagValues:
-    """The program's flags, besides those of the experiment."""
-    values = topology.define()
+    """Returns the program's flags, in addition to the experiment's."""
+    values = run_plan.define()
     options = dict(flag_values=values)
     flags.DEFINE_integer("devices_per_node", 8, "accelerators of a node", 1, **options)
-    flags.DEFINE_enum("chip", None, list(xla_flags.FLAGS), "that accelerators are", **options)
+    flags.DEFINE_enum("chip", None, list(xla_flags.FLAGS), "kind of accelerators", **options)
     flags.DEFINE_integer("cpu_nodes", 1, "nodes for roles without accelerators", 1, **options)
-    flags.DEFINE_string("partition", None, "of nodes with accelerators", **options)
-    flags.DEFINE_string("cpu_partition", None, "of the others; --partition if not given", **options)
-    flags.DEFINE_string("account", None, "that is charged", **options)
-    flags.DEFINE_string("time", None, "limit of the job, as in 2-00:00:00", **options)
+    flags.DEFINE_string("partition", None, "partition with accelerators", **options)
+    flags.DEFINE_string("cpu_partition", None, "partition without; default: --partition", **options)
+    flags.DEFINE_string("account", None, "account that is charged", **options)
+    flags.DEFINE_string("time", None, "time limit of the job, such as 2-00:00:00", **options)
     return values
 
 
-def script(run: topology.Topology, values: flags.FlagValues) -> str:
-    """The text for sbatch; ValueError if a role cannot be placed so."""
-    topology.check_ports(run.roles, "Slurm")
-    components = _components(run.roles, values)
-    grace = math.ceil(max(role.grace for role in run.roles))
+def make_script(plan: run_plan.RunPlan, values: flags.FlagValues) -> str:
+    """Returns the script for sbatch. Raises ValueError if Slurm cannot place a role."""
+    run_plan.check_ports(plan.roles, "Slurm")
+    # Options of the job and of its components.
+    components = _components(plan.roles, values)
+    grace = math.ceil(max(role.grace_s for role in plan.roles))
     lines = [
         "#!/usr/bin/env bash",
         "# Written by launch/slurm.py.",
-        f"#SBATCH --job-name={run.name}",
+        f"#SBATCH --job-name={plan.name}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f"#SBATCH --signal=B:TERM@{grace}",
     ]
     for number, component in enumerate(components):
         lines += ["#SBATCH hetjob"] * (number > 0)
-        lines += [f"#SBATCH --{name}={value}" for name, value in _asked(component, values)]
-    logs = shlex.quote(str(run.workdir / "roles"))
+        lines += [f"#SBATCH --{name}={value}" for name, value in _sbatch_options(component, values)]
+    # Variables, functions and the names of the nodes.
+    logs = shlex.quote(str(plan.workdir / "roles"))
     lines += [
         "",
         "set -euo pipefail",
-        f"logs={logs} grace={grace} again={AGAIN}",
+        f"logs={logs} grace={grace} again={EXIT_RESTART}",
         'mkdir -p "$logs"',
     ]
     if values.chip:
-        name = xla_flags.variable(values.chip)
+        name = xla_flags.flags_variable(values.chip)
         lines += [
-            f"# Options of XLA for {values.chip} (launch/xla_flags.py); of two that differ the later one counts.",
-            f'xla_flags="{xla_flags.words(values.chip)} ${{{name}:-}}"',
+            f"# XLA options for {values.chip} (launch/xla_flags.py); the last value of an option counts.",
+            f'xla_flags="{xla_flags.format_flags(values.chip)} ${{{name}:-}}"',
         ]
     lines.append(_FUNCTIONS)
-    groups: dict[str, str] = {}
+    group_suffixes: dict[str, str] = {}
     for number, component in enumerate(components):
-        groups[component.array] = f"_HET_GROUP_{number}" if len(components) > 1 else ""
-        nodes = f'"$SLURM_JOB_NODELIST{groups[component.array]}"'
+        group_suffixes[component.array] = f"_HET_GROUP_{number}" if len(components) > 1 else ""
+        nodes = f'"$SLURM_JOB_NODELIST{group_suffixes[component.array]}"'
         lines.append(f"mapfile -t {component.array} < <(scontrol show hostnames {nodes})")
-    home = {role.name: component for component in components for role in component.roles}
+    component_of = {role.name: component for component in components for role in component.roles}
     addresses = {
         role.name: [
-            f"http://{home[role.name].nodes(role, i)[0]}:{role.port + i}" for i in range(role.count)
+            f"http://{component_of[role.name].nodes(role, i)[0]}:{role.port + i}"
+            for i in range(role.count)
         ]
-        for role in run.roles
+        for role in plan.roles
     }
-    by_name, awaited = {role.name: role for role in run.roles}, set()
-    for role in run.roles:
+    # A step for each replica, in the order of the roles, each after the servers that it needs are healthy.
+    by_name, awaited = {role.name: role for role in plan.roles}, set()
+    for role in plan.roles:
         lines.append("")
         for needed in (by_name[name] for name in role.needs if name not in awaited):
             awaited.add(needed.name)
             if needed.serves and needed.health:
-                urls = [_quoted(url + needed.health.path) for url in addresses[needed.name]]
-                lines.append(f"answers {math.ceil(needed.start_seconds)} {' '.join(urls)}")
-        words = topology.words_of(role, addresses)
+                urls = [_quote(url + needed.health.path) for url in addresses[needed.name]]
+                lines.append(
+                    f"wait_until_healthy {math.ceil(needed.start_timeout_s)} {' '.join(urls)}"
+                )
+        words = run_plan.resolve_addresses(role, addresses)
         for index in range(role.count):
             words[SELF_URL] = addresses[role.name][index]
-            group = groups[home[role.name].array].rpartition("_")[2]
-            lines += _step(role, index, home[role.name], group, words, values.chip)
-    number = sum(role.count for role in run.roles if role.main)
-    lines += ["", "# The first that ends is a main role, or one that is given up."]
+            group = group_suffixes[component_of[role.name].array].rpartition("_")[2]
+            lines += _step(role, index, component_of[role.name], group, words, values.chip)
+    number = sum(role.count for role in plan.roles if role.main)
+    lines += [
+        "",
+        "# A supervisor ends with a finished main role, or with a role that died too often.",
+    ]
     lines += [
         f"for ((left = {number}; left > 0; left--)); do wait -n; done" if number else "wait -n"
     ]
@@ -204,50 +230,67 @@ def script(run: topology.Topology, values: flags.FlagValues) -> str:
 
 
 def _components(roles: Sequence[Role], values: flags.FlagValues) -> list[_Component]:
-    """Nodes without accelerators first: the script itself runs on the first node of the first component."""
-    there, found = values.devices_per_node, []
-    plain = [role for role in roles if not role.devices and role.hosts == 1]
-    taken: dict[int, str] = {}
-    for role in plain:
+    """Returns the components, that without accelerators first, because the script runs on the first node."""
+    devices_per_node, components = values.devices_per_node, []
+    cpu_roles = [role for role in roles if not role.devices and role.hosts == 1]
+    role_of_port: dict[int, str] = {}
+    for role in cpu_roles:
         for port in range(role.port, role.port + role.count) if role.port else ():
-            if taken.setdefault(port, role.name) != role.name:
+            if role_of_port.setdefault(port, role.name) != role.name:
                 raise ValueError(
-                    f"roles {taken[port]} and {role.name} share nodes and port {port}; give one another"
+                    f"roles {role_of_port[port]} and {role.name} share nodes and port {port}; give one of them another port"
                 )
-    if plain:
-        found.append(_Component("nodes", plain, values.cpu_nodes, 0))
-    for role in (role for role in roles if role not in plain):
-        if role.devices > there:
+    if cpu_roles:
+        components.append(
+            _Component(
+                array="nodes", roles=cpu_roles, num_nodes=values.cpu_nodes, replicas_per_node=0
+            )
+        )
+    for role in (role for role in roles if role not in cpu_roles):
+        if role.devices > devices_per_node:
             raise ValueError(
-                f"role {role.name} asks for {role.devices} devices of a node, --devices_per_node is {there}; give it "
+                f"role {role.name} asks for {role.devices} devices of a node, --devices_per_node is {devices_per_node}; give it "
                 "more hosts"
             )
-        each = min(there // role.devices, role.count) if role.hosts == 1 else 1
-        if each > 1 and values.chip in TORUS:
+        replicas_per_node = (
+            min(devices_per_node // role.devices, role.count) if role.hosts == 1 else 1
+        )
+        if replicas_per_node > 1 and values.chip in TORUS:
             raise ValueError(
-                f"{each} replicas of role {role.name} share a node of {values.chip}, which Slurm does not divide; give each "
-                f"its node with --devices_per_node={role.devices}"
+                f"{replicas_per_node} replicas of role {role.name} share a node of {values.chip}, which Slurm does not divide; give each of them "
+                f"a node with --devices_per_node={role.devices}"
             )
-        if each > 1 and not (role.memory and role.cpus):
+        if replicas_per_node > 1 and not (role.memory_gib and role.cpus):
             raise ValueError(
-                f"{each} replicas of role {role.name} share a node, and Slurm must know what each has of it; set its "
+                f"{replicas_per_node} replicas of role {role.name} share a node, and Slurm must know the share of each; set its "
                 "memory and cpus"
             )
-        num_nodes = math.ceil(role.count * role.hosts / each)
-        found.append(_Component(f"nodes_{role.name.replace('-', '_')}", [role], num_nodes, each))
-    return found
+        num_nodes = math.ceil(role.count * role.hosts / replicas_per_node)
+        components.append(
+            _Component(
+                array=f"nodes_{role.name.replace('-', '_')}",
+                roles=[role],
+                num_nodes=num_nodes,
+                replicas_per_node=replicas_per_node,
+            )
+        )
+    return components
 
 
-def _asked(component: _Component, values: flags.FlagValues) -> list[tuple[str, object]]:
-    """Options of sbatch for a component, without those that are left to Slurm."""
-    shares = [(component.share(role), role) for role in component.roles]
-    memory = sum(number * role.memory for number, role in shares)
-    partition = values.partition if component.each else values.cpu_partition or values.partition
-    gpus = 0 if values.chip in TORUS else sum(number * role.devices for number, role in shares)
+def _sbatch_options(component: _Component, values: flags.FlagValues) -> list[tuple[str, object]]:
+    """Returns the sbatch options of a component; options without a value are left out."""
+    counts = [(component.processes_per_node(role), role) for role in component.roles]
+    memory = sum(number * role.memory_gib for number, role in counts)
+    partition = (
+        values.partition
+        if component.replicas_per_node
+        else values.cpu_partition or values.partition
+    )
+    gpus = 0 if values.chip in TORUS else sum(number * role.devices for number, role in counts)
     options = {
         "nodes": component.num_nodes,
-        "ntasks-per-node": sum(number for number, _ in shares),
-        "cpus-per-task": max(role.cpus for _, role in shares),
+        "ntasks-per-node": sum(number for number, _ in counts),
+        "cpus-per-task": max(role.cpus for _, role in counts),
         "gpus-per-node": gpus,
         "mem": f"{memory}G" if memory else "",
         "partition": partition,
@@ -258,9 +301,9 @@ def _asked(component: _Component, values: flags.FlagValues) -> list[tuple[str, o
 
 
 def _step(
-    role: Role, index: int, component: _Component, group: str, urls, chip: str | None
+    role: Role, index: int, component: _Component, group: str, addresses, chip: str | None
 ) -> list[str]:
-    """The lines that start a replica, and keep it running."""
+    """Returns the lines that start a replica and restart it when it dies."""
     name, limits = f"{role.name}-{index}", role.restarts
     options = {
         "het-group": group,
@@ -269,38 +312,44 @@ def _step(
         "ntasks": role.hosts,
         "cpus-per-task": role.cpus,
         "gpus-per-task": 0 if chip in TORUS else role.devices,
-        "mem": f"{role.memory}G" if role.memory else "",
+        "mem": f"{role.memory_gib}G" if role.memory_gib else "",
         "output": f"\0logs\0/{name}.log",
     }
-    # A step has all cores of a node, which no other then has, unless it is told which are enough (exact) or that others
-    # have them too (overlap).
-    shares = ["--overlap"] if not component.each else ["--exact"] if component.each > 1 else []
-    flags = [*shares, "--open-mode=append", "--unbuffered", "--kill-on-bad-exit=1"]
-    step = [*(f"--{k}={v}" for k, v in options.items() if v), *flags]
-    own = {
+    # A step reserves all cores of a node unless --exact limits it to those that it requests, or --overlap lets it share
+    # them.
+    shares = (
+        ["--overlap"]
+        if not component.replicas_per_node
+        else ["--exact"]
+        if component.replicas_per_node > 1
+        else []
+    )
+    srun_flags = [*shares, "--open-mode=append", "--unbuffered", "--kill-on-bad-exit=1"]
+    step = [*(f"--{k}={v}" for k, v in options.items() if v), *srun_flags]
+    words = {
         "python": "python3",
         "index": str(index),
         "host": "0.0.0.0",
         "port": str(role.port + index),
         "ready": f"\0logs\0/{name}.ready",
-        "distributed": "auto",  # jax knows Slurm's steps
+        "distributed": "auto",  # jax detects Slurm's steps
     }
-    given = dict(role.env)
+    env_values = dict(role.env)
     if chip and role.devices:
-        variable = xla_flags.variable(chip)
-        given[variable] = f"\0xla_flags\0 {given.get(variable, '')}".strip()
-    env = [f"{k}={v}" for k, v in given.items()]
-    command = [*(["env", *env] if env else []), *filled(role.argv, own | urls)]
-    seconds = [math.ceil(x) for x in (limits.window, limits.delay, limits.longest_delay)]
+        variable = xla_flags.flags_variable(chip)
+        env_values[variable] = f"\0xla_flags\0 {env_values.get(variable, '')}".strip()
+    env = [f"{k}={v}" for k, v in env_values.items()]
+    command = [*(["env", *env] if env else []), *substitute_words(role.argv, words | addresses)]
+    limits_s = [math.ceil(x) for x in (limits.window_s, limits.initial_delay_s, limits.max_delay_s)]
     return [
-        f"keep {name} {int(role.main)} {limits.limit} {' '.join(map(str, seconds))} \\",
-        f"  srun {' '.join(map(_quoted, step))} \\",
-        f"  {' '.join(map(_quoted, command))} &",
+        f"supervise {name} {int(role.main)} {limits.max_restarts} {' '.join(map(str, limits_s))} \\",
+        f"  srun {' '.join(map(_quote, step))} \\",
+        f"  {' '.join(map(_quote, command))} &",
     ]
 
 
-def _quoted(text: str) -> str:
-    """A word of bash; what stands between null characters is looked up there."""
+def _quote(text: str) -> str:
+    """Returns the text as a word of bash, which expands the names between null characters."""
     if "\0" not in text:
         return shlex.quote(text)
     literal, looked_up = text.split("\0")[::2], text.split("\0")[1::2]
@@ -310,21 +359,23 @@ def _quoted(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Exit code of the program with these arguments (the program's name first)."""
+    """Prints the script and returns the exit code; argv[0] is the program's name."""
     values = define()
 
-    def answer() -> int:
+    def print_script() -> int:
         values(argv, known_only=True)
         for name in ("slices", "tpu_topology"):
             if values[name].present:
-                raise ValueError(f"--{name} is not for Slurm, whose nodes are given; leave it out")
+                raise ValueError(
+                    f"--{name} is not for Slurm, which assigns the nodes; leave it out"
+                )
         for name in ("partition", "cpu_partition", "account", "time"):
             if re.search(r"\s", values[name].value or ""):
                 raise ValueError(f"--{name}={values[name].value!r} is not one word")
-        print(script(topology.read(argv, values, chip=values.chip), values), end="")
+        print(make_script(run_plan.read(argv, values, chip=values.chip), values), end="")
         return 0
 
-    return topology.asked(argv, __doc__, answer)
+    return run_plan.run_cli(argv, __doc__, print_script)
 
 
 if __name__ == "__main__":

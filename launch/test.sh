@@ -5,18 +5,18 @@ usage() {
   cat <<'TEXT'
 bash launch/test.sh [--python=PYTHON] [--coverage] [slow] [aot] [device] [-- PYTEST ARGUMENTS]
 
-Sets up its own environment and runs the tests; the last line counts them.
+Sets up a virtual environment and runs the tests; the last line has their number.
 
-  (no tier)         the default tier: everything that is not slow, aot or device
-  slow              learning runs, fault injection and whole journeys, minutes each; installs Ray first
+  (no tier)         default tier: all tests except slow, aot and device
+  slow              learning runs, fault injection and full journeys, minutes each; installs Ray first
   aot               compilation for TPU and GPU topologies; installs their compilers first
-  device            on the accelerator of this machine, with a jax for it installed
+  device            tests on the accelerator of this machine, for which jax must be installed
                     (python -m pip install 'jax[tpu]' or 'jax[cuda13]' in that environment)
-  --python=PYTHON   another interpreter, such as python3.12, in an environment of its own
-  --coverage        fail if a module's lines are covered less than 75%
-  -- ARGUMENTS      go to pytest: bash launch/test.sh -- tests/model -k rope
+  --python=PYTHON   another interpreter, such as python3.12, in a separate environment
+  --coverage        fail if less than 75% of a module's lines are covered
+  -- ARGUMENTS      arguments for pytest: bash launch/test.sh -- tests/model -k rope
 
-A test of two tiers runs when both are named. Tests run in two processes; -- -n 8 makes it eight.
+A test of two tiers runs if both are named. Tests run in two processes; -- -n 8 uses eight.
 The default tier fails if it takes longer than tests/budget.json allows. -- --share=0/7 runs a seventh of the tests.
 TEXT
 }
@@ -41,7 +41,7 @@ cd "$ROOT"
 
 has_tier() { [[ " ${tiers[*]} " == *" $1 "* ]]; }
 
-# A tier's tests, without those that are of an unnamed tier too.
+# Selects the tests of the named tiers, without tests that are also of a tier that is not named.
 marks=${tiers[*]}
 marks=${marks:+(${marks// / or })}
 for tier in slow aot device; do
@@ -51,12 +51,12 @@ done
 export JAX_PLATFORMS=cpu
 if has_tier device; then
   JAX_PLATFORMS=
-  export XLA_PYTHON_CLIENT_PREALLOCATE=false # two processes share its memory
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false # two processes share the accelerator's memory
 fi
 if has_tier slow; then add_ray; fi
 if has_tier aot; then add_compilers; fi
 
-# Compiled programs that no run of the last two weeks has read.
+# Deletes compiled programs that no run has read for two weeks.
 find "${XDG_CACHE_HOME:-$HOME/.cache}/glm5_jax" -type f -atime +14 -delete 2>/dev/null || true
 
 echo "Running the tests marked: $marks"

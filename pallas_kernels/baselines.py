@@ -1,6 +1,6 @@
-"""What the kernels are compared with beside XLA: the best call of a library that is on this machine.
+"""Library calls that the benchmark compares kernels with, in addition to XLA.
 
-torch and tokamax are used where they are installed; the calls of torch are in `torch_calls`.
+torch and tokamax are used where they are installed. The torch calls are in `torch_calls`.
 """
 
 import importlib
@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from pallas_kernels import dispatch, dsa
+from pallas_kernels import backends, dsa
 from pallas_kernels.flash_mla.cases import SCALE
 from pallas_kernels.index_scores import index_scores
 
 
 class Baseline(NamedTuple):
-    """run(inputs, sizes): the same call by a library, giving the first of a case's results.
+    """A library's call for the same case.
 
-    library: what must be installed. With torch `run` takes and gives its tensors. same: whether the results
-    must agree; if not, it is another call, whose time tells something.
+    Attributes:
+      library: package that must be installed.
+      run: run(inputs, sizes) returns the first of the case's results. With torch it takes and returns torch
+        tensors.
+      same: whether the results must agree. False: a different call, whose time is informative.
     """
 
     library: str
@@ -28,22 +31,24 @@ class Baseline(NamedTuple):
     same: bool = True
 
 
-def present(kernel: str, case: str) -> dict[str, Baseline]:
-    """The baselines of a case whose library is installed and has this machine's accelerator, by name."""
-    found = BASELINES.get((kernel, case), {})
-    return {name: baseline for name, baseline in found.items() if _is_there(baseline.library)}
+def available_baselines(kernel: str, case: str) -> dict[str, Baseline]:
+    """Returns the baselines of a case whose library is installed and can use this machine's accelerator, by name."""
+    candidates = BASELINES.get((kernel, case), {})
+    return {
+        name: baseline for name, baseline in candidates.items() if _is_available(baseline.library)
+    }
 
 
-def _is_there(library: str) -> bool:
+def _is_available(library: str) -> bool:
     if importlib.util.find_spec(library) is None:
         return False
     if library != "torch":
-        return library == "jax" or dispatch.platform() in dispatch.OF_PLATFORM
-    return dispatch.platform() == "cpu" or torch_calls().has_gpu()
+        return library == "jax" or backends.platform() in backends.BACKEND_OF_PLATFORM
+    return backends.platform() == "cpu" or torch_calls().has_gpu()
 
 
 def torch_calls():
-    """That module, which can be imported where torch is installed."""
+    """Returns the module `torch_calls`, which imports torch."""
     return importlib.import_module("pallas_kernels.torch_calls")
 
 
@@ -52,7 +57,7 @@ def _torch(name: str, same: bool = True) -> Baseline:
 
 
 def result_on_host(baseline: Baseline, inputs, sizes) -> list:
-    """What a baseline gives for jax arrays, as numpy arrays."""
+    """Returns the results of a baseline for jax arrays, as numpy arrays."""
     if baseline.library == "torch":
         return torch_calls().on_host(baseline.run, inputs, sizes)
     return jax.tree.leaves(jax.device_get(jax.jit(lambda x: baseline.run(x, sizes))(inputs)))
@@ -75,13 +80,13 @@ def _tokamax_attention(x, sizes):
 
 
 def _gradients(forward, names, cotangent):
-    """The gradients of a jax baseline in those inputs."""
+    """Returns a baseline that computes gradients of a jax baseline with respect to the named inputs."""
 
     def run(x, sizes):
-        def of(*given):
-            return forward(x | dict(zip(names, given)), sizes)
+        def apply(*inputs):
+            return forward(x | dict(zip(names, inputs)), sizes)
 
-        return jax.vjp(of, *(x[name] for name in names))[1](x[cotangent])
+        return jax.vjp(apply, *(x[name] for name in names))[1](x[cotangent])
 
     return run
 
@@ -104,7 +109,7 @@ def _tokamax_cross_entropy(x, sizes):
 
 
 def _scores(x, sizes):
-    """The indexer's scores written to memory, which selection in one pass must hardly exceed."""
+    """Writes the indexer's scores to memory. Selection in one pass must take hardly longer."""
     return index_scores(x["idx_q"], x["idx_w"], x["idx_k"])
 
 

@@ -1,16 +1,19 @@
-"""Times the kernels at the shapes of GLM-5, and checks them first.
+"""Times the kernels at the shapes of GLM-5, after checking them.
 
     python -m pallas_kernels.bench KERNEL [--case NAME] [--shape m=4096,d=1024] [--small]
     python -m pallas_kernels.bench all --json results.jsonl
 
-Prints a line per case: the time of a call, its FLOP/s and bytes/s by `cost`, its share of the chip's floor, and
-how many times longer XLA and each library on this machine take (torch, tokamax, jax's own). Every case is
-run twice at its small sizes too, and must give the same bits; what it gives is compared with XLA's.
---full-check does the same at the sizes that are timed, which `dsa` beyond 16K tokens has no memory for.
-`dsa` is one layer, sparse, whose baselines are dense: the ratios are what sparse attention saves.
-`all` is for an hour with an accelerator: it needs no package but jax and numpy.
+Each case prints one line: time of a call, FLOP/s and bytes/s by `cost`, share of the chip's roofline, and the
+time of XLA and of each installed library (torch, tokamax, jax's own) as a multiple of the kernel's.
 
-On a machine without an accelerator only XLA runs, and a line says so: interpreted kernels have no speed.
+Checks: every case also runs twice at its small sizes. Both runs must give the same bits, and the result is
+compared with XLA's. --full-check repeats this at the timed sizes; `dsa` above 16K tokens lacks the memory for
+it.
+
+`dsa` is one sparse layer with dense baselines: the ratios are what sparse attention saves.
+`all` is meant for one hour on an accelerator. It needs only jax, jaxtyping and numpy.
+
+Without an accelerator only XLA runs, and a line says so, because the speed of interpreted kernels means nothing.
 """
 
 import argparse
@@ -20,6 +23,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,38 +31,42 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import baselines, chips, cost as costs, dispatch
+from pallas_kernels import backends, baselines, chips, cost as costs
 from pallas_kernels.cases import COMPOSED, KERNELS, Case, cases, worst_difference
 
-# Of a baseline's results from XLA's, as a share of the largest: bfloat16 rounds to 0.004.
-DISAGREES = 0.03
+# Accepted difference of a baseline from XLA, as a share of the largest value: bfloat16 rounds to 0.004.
+MAX_BASELINE_DIFFERENCE = 0.03
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: median over runs of `calls` calls each, and the fastest of them."""
+    """Time of one call in seconds: median and minimum over runs of several calls each."""
 
-    median: float
-    best: float
+    median_s: float
+    best_s: float
 
 
 RUNS = 7
 
 
-def time_runs(spent, seconds: float) -> Timing:
-    """Of RUNS runs in about so many seconds, fewer if a call is long; spent(calls): the seconds of so many."""
-    spent(1)
-    once = max(spent(1), 1e-6)
-    runs = max(1, min(RUNS, int(seconds / once)))
-    calls = max(1, min(1000, int(seconds / runs / once)))
-    times = [spent(calls) / calls for _ in range(runs)]
-    return Timing(statistics.median(times), min(times))
+def time_runs(time_calls: Callable[[int], float], budget_s: float) -> Timing:
+    """Times up to RUNS runs within about `budget_s` seconds; a long call gets fewer runs.
+
+    time_calls(n) returns the seconds that n calls take.
+    """
+    time_calls(1)
+    call_s = max(time_calls(1), 1e-6)
+    runs = max(1, min(RUNS, int(budget_s / call_s)))
+    calls = max(1, min(1000, int(budget_s / runs / call_s)))
+    times_s = [time_calls(calls) / calls for _ in range(runs)]
+    return Timing(statistics.median(times_s), min(times_s))
 
 
-def repeated(function):
-    """The program (inputs, calls) -> float32 that calls function(inputs) so often in one loop.
+def repeat_in_loop(function: Callable) -> Callable:
+    """Returns a program (inputs, calls) -> float32 that calls function(inputs) `calls` times in one loop.
 
-    Each call depends on the one before it, or XLA takes it out of the loop. A number of every result is added
-    up behind a barrier, or XLA leaves out results that nothing reads, and computes no more of the others than that number.
+    Each call depends on the one before it; otherwise XLA moves it out of the loop. One number of every result is
+    added up after a barrier; otherwise XLA drops results that nothing reads, and computes only that number of the
+    others.
     """
 
     def repeat(inputs, calls):
@@ -72,21 +80,29 @@ def repeated(function):
     return repeat
 
 
-def clock(function, inputs):
-    """The seconds that so many calls of function(inputs) take, which are the loop of one program."""
+def make_timer(function: Callable, inputs) -> Callable[[int], float]:
+    """Returns a function (calls) -> seconds that times a program which loops over function(inputs)."""
 
-    run = jax.jit(repeated(function))
+    run = jax.jit(repeat_in_loop(function))
 
-    def spent(calls: int) -> float:
-        start = time.perf_counter()
+    def time_calls(calls: int) -> float:
+        start_s = time.perf_counter()
         jax.block_until_ready(run(inputs, calls))
-        return time.perf_counter() - start
+        return time.perf_counter() - start_s
 
-    return spent
+    return time_calls
 
 
-def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
-    """Runs a case twice and XLA once: {"same_bits": bool, "difference": from XLA's}."""
+def check(
+    case: Case,
+    sizes: Mapping[str, int],
+    implementation: str | backends.Implementation,
+    seed: int = 0,
+) -> dict:
+    """Runs a case twice and XLA once.
+
+    Returns {"same_bits": whether both runs agree to the bit, "difference": difference from XLA}.
+    """
     inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(seed))
     run = jax.jit(lambda inputs: case.run(inputs, sizes, implementation))
     first, second = (jax.device_get(run(inputs)) for _ in range(2))
@@ -95,115 +111,126 @@ def check(case: Case, sizes, implementation, seed: int = 0) -> dict:
     return {"same_bits": same, "difference": worst_difference(first, expected)}
 
 
-def has_same_bits(a, b) -> bool:
-    """Whether two arrays of one shape and type are equal to the bit; NaN equals the same NaN."""
+def has_same_bits(a: jax.Array, b: jax.Array) -> bool:
+    """Returns whether two arrays of one shape and type are equal to the bit; NaN equals the same NaN."""
     return np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
-def agrees(kernel: str, name: str, baseline: baselines.Baseline) -> float:
-    """How far a baseline's results are from XLA's at the small sizes; selected places in any order."""
+def baseline_difference(kernel: str, name: str, baseline: baselines.Baseline) -> float:
+    """Returns the difference of a baseline from XLA at the small sizes; selected indices may be in any order."""
     case = cases(kernel)[name]
     inputs = jax.jit(lambda key: case.inputs(case.small, key))(jax.random.key(0))
     got = baselines.result_on_host(baseline, inputs, case.small)
     expected = jax.jit(lambda inputs: case.run(inputs, case.small, "ref"))(inputs)
-    both = zip(got, jax.tree.leaves(jax.device_get(expected)))
-    ordered = [[np.sort(x) if x.dtype.kind == "i" else x for x in pair] for pair in both]
+    pairs = zip(got, jax.tree.leaves(jax.device_get(expected)))
+    ordered = [[np.sort(x) if x.dtype.kind == "i" else x for x in pair] for pair in pairs]
     return max(worst_difference(*pair) for pair in ordered)
 
 
-def measure(kernel: str, name: str, sizes, seconds: float, full_check: bool = False) -> dict:
-    """Returns one line's figures: of the Pallas form for this platform, of XLA, and of libraries."""
+def measure(
+    kernel: str, name: str, sizes: Mapping[str, int], budget_s: float, full_check: bool = False
+) -> dict:
+    """Returns the figures of one line: of the Pallas form for this platform, of XLA, and of libraries."""
     case = cases(kernel)[name]
     sizes = dict(case.sizes) | sizes
-    best = dispatch.OF_PLATFORM.get(dispatch.platform(), "ref")
-    found = {"kernel": kernel, "case": name, "sizes": sizes, "device": dispatch.device_kind()}
-    found |= {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "errors": {}}
+    best = backends.BACKEND_OF_PLATFORM.get(backends.platform(), "ref")
+    record = {"kernel": kernel, "case": name, "sizes": sizes, "device": backends.device_kind()}
+    record |= {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "errors": {}}
     inputs = jax.jit(lambda key: case.inputs(sizes, key))(jax.random.key(0))
 
-    def timed(who, spent):
+    def try_timing(run_name, create_timer):
         try:
-            return time_runs(spent(), seconds)
-        except Exception as error:  # of whatever library it is: the others are timed nevertheless
-            found["errors"][who] = told(error)
+            return time_runs(create_timer(), budget_s)
+        except Exception as error:  # any library may fail; the others are still timed
+            record["errors"][run_name] = format_error(error)
 
-    def of(implementation):
-        return clock(lambda x: case.run(x, sizes, implementation), inputs)
+    def make_case_timer(implementation):
+        return make_timer(lambda x: case.run(x, sizes, implementation), inputs)
 
-    xla = timed("XLA", lambda: of("ref"))
-    ours = timed(best, lambda: of(best)) if best != "ref" else None
+    # Time XLA and the Pallas form.
+    xla = try_timing("XLA", lambda: make_case_timer("ref"))
+    ours = try_timing(best, lambda: make_case_timer(best)) if best != "ref" else None
+    # Check the Pallas form at the small sizes, and on request at the timed ones.
     if ours:
-        for of, name_of in ((case.small, "check"), (sizes, "full_check")):
-            if of is sizes and not full_check:
+        for check_sizes, check_name in ((case.small, "check"), (sizes, "full_check")):
+            if check_sizes is sizes and not full_check:
                 continue
             try:
-                checked = check(case, dict(of), best)
-            except Exception as error:  # the cases that follow are worth the device's time
-                found["errors"][name_of] = told(error)
+                checked = check(case, dict(check_sizes), best)
+            except Exception as error:  # the remaining cases are still worth the device time
+                record["errors"][check_name] = format_error(error)
             else:
-                found |= {name_of: checked} if of is sizes else checked
-    found["libraries"] = {}
-    for who, baseline in baselines.present(kernel, name).items():
-        found["libraries"][who] = time_baseline(kernel, name, baseline, inputs, sizes, timed, who)
-    spent = ours or xla
-    if spent is None:
-        return found
-    cost, chip = case.cost(sizes), chips.chip_of(found["device"])
-    found |= {"implementation": best if ours else "ref", "seconds": spent.median}
-    found |= {"best_seconds": spent.best, "tflops": cost.flops / spent.median / 1e12}
-    found |= {"gb_per_s": cost.bytes / spent.median / 1e9}
-    least = costs.floor(cost, chip) if chip else None
-    if least:
-        found["share_of_floor"] = least / spent.median
+                record |= {check_name: checked} if check_sizes is sizes else checked
+    # Time the libraries.
+    record["libraries"] = {}
+    for run_name, baseline in baselines.available_baselines(kernel, name).items():
+        record["libraries"][run_name] = time_baseline(
+            kernel, name, baseline, inputs, sizes, try_timing, run_name
+        )
+    # Compare with the roofline and with XLA.
+    timing = ours or xla
+    if timing is None:
+        return record
+    cost, chip = case.cost(sizes), chips.find_chip(record["device"])
+    record |= {"implementation": best if ours else "ref", "seconds": timing.median_s}
+    record |= {"best_seconds": timing.best_s, "tflops": cost.flops / timing.median_s / 1e12}
+    record |= {"gb_per_s": cost.bytes / timing.median_s / 1e9}
+    roofline_s = costs.roofline_s(cost, chip) if chip else None
+    if roofline_s:
+        record["share_of_roofline"] = roofline_s / timing.median_s
     if ours and xla:
-        found["times_xla"] = xla.median / ours.median
-    return found
+        record["times_xla"] = xla.median_s / ours.median_s
+    return record
 
 
-def told(error: Exception) -> str:
-    """One line of an error."""
+def format_error(error: Exception) -> str:
+    """Returns an exception as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def time_baseline(kernel, name, baseline, inputs, sizes, timed, who) -> float | None:
-    """Its median seconds, or None with the reason among the errors."""
+def time_baseline(kernel, name, baseline, inputs, sizes, try_timing, run_name) -> float | None:
+    """Returns the median seconds of a baseline, or None with the reason in the record's errors."""
 
-    def spent():
-        if baseline.same and (difference := agrees(kernel, name, baseline)) > DISAGREES:
+    def make_baseline_timer():
+        difference = baseline_difference(kernel, name, baseline) if baseline.same else 0
+        if difference > MAX_BASELINE_DIFFERENCE:
             raise ValueError(f"its results differ from XLA's by {difference:.1e}")
         if baseline.library == "torch":
-            return baselines.torch_calls().clock(baseline.run, inputs, sizes)
-        return clock(lambda x: baseline.run(x, sizes), inputs)
+            return baselines.torch_calls().make_timer(baseline.run, inputs, sizes)
+        return make_timer(lambda x: baseline.run(x, sizes), inputs)
 
-    found = timed(who, spent)
-    return found.median if found else None
+    timing = try_timing(run_name, make_baseline_timer)
+    return timing.median_s if timing else None
 
 
-def line(found: dict) -> str:
-    """One printed line."""
-    head = f"{found['kernel']:24}{found['case']:20}"
-    errors = "; ".join(f"{who} failed: {what}" for who, what in found["errors"].items())
-    if "seconds" not in found:
+def format_line(record: dict) -> str:
+    """Returns the printed line of a record."""
+    head = f"{record['kernel']:24}{record['case']:20}"
+    errors = "; ".join(
+        f"{run_name} failed: {error}" for run_name, error in record["errors"].items()
+    )
+    if "seconds" not in record:
         return f"{head}{errors}"
-    text = f"{head}{found['implementation']:5}{found['seconds'] * 1e3:10.3f} ms"
-    text += f"{found['tflops']:9.2f} TFLOP/s{found['gb_per_s']:9.1f} GB/s"
-    if "share_of_floor" in found:
-        text += f"  {found['share_of_floor']:.0%} of the floor"
-    if "times_xla" in found:
-        text += f"  {found['times_xla']:.2f}x XLA"
-    for who, seconds in found["libraries"].items():
+    text = f"{head}{record['implementation']:5}{record['seconds'] * 1e3:10.3f} ms"
+    text += f"{record['tflops']:9.2f} TFLOP/s{record['gb_per_s']:9.1f} GB/s"
+    if "share_of_roofline" in record:
+        text += f"  {record['share_of_roofline']:.0%} of the roofline"
+    if "times_xla" in record:
+        text += f"  {record['times_xla']:.2f}x XLA"
+    for run_name, seconds in record["libraries"].items():
         if seconds:
-            text += f"  {seconds / found['seconds']:.2f}x {who}"
-    if "difference" in found:
-        bits = "same bits twice" if found["same_bits"] else "BITS DIFFER BETWEEN RUNS"
-        text += f"  {bits}, {found['difference']:.1e} from XLA"
-    if "full_check" in found:
-        bits = "same bits twice" if found["full_check"]["same_bits"] else "BITS DIFFER"
-        text += f"  full size: {bits}, {found['full_check']['difference']:.1e} from XLA"
+            text += f"  {seconds / record['seconds']:.2f}x {run_name}"
+    if "difference" in record:
+        bits = "same bits twice" if record["same_bits"] else "BITS DIFFER BETWEEN RUNS"
+        text += f"  {bits}, {record['difference']:.1e} from XLA"
+    if "full_check" in record:
+        bits = "same bits twice" if record["full_check"]["same_bits"] else "BITS DIFFER"
+        text += f"  full size: {bits}, {record['full_check']['difference']:.1e} from XLA"
     return f"{text}  {errors}".rstrip()
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-    """{"m": 4096} of "m=4096"; ValueError if it is not that."""
+    """Parses "m=4096" into {"m": 4096}. Raises ValueError if the text has another form."""
     pairs = [part.partition("=") for part in text.split(",") if part]
     wrong = [name for name, _, value in pairs if not value.isdigit() or int(value) < 1]
     if wrong:
@@ -213,21 +240,23 @@ def parse_sizes(text: str) -> dict[str, int]:
     return {name: int(value) for name, _, value in pairs}
 
 
-def main(argv=None) -> int:
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark. Returns 1 if a check or a timing failed, else 0."""
+    # Parse and validate the arguments.
     description = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser("python -m pallas_kernels.bench", description=description)
     parser.add_argument("kernel", choices=["all", *KERNELS, *COMPOSED])
-    parser.add_argument("--case", help="only this case")
+    parser.add_argument("--case", help="run only this case")
     parser.add_argument("--shape", default="", help="sizes to change, as in m=4096,d=1024")
-    parser.add_argument("--small", action="store_true", help="the sizes of the tests")
-    parser.add_argument("--full-check", action="store_true", help="also compare at these sizes")
-    parser.add_argument("--seconds", type=float, default=1.0, help="to spend on each timing")
-    parser.add_argument("--json", type=pathlib.Path, help="also append every line to this file")
+    parser.add_argument("--small", action="store_true", help="use the small sizes of the tests")
+    parser.add_argument("--full-check", action="store_true", help="also check at the timed sizes")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time budget of each timing")
+    parser.add_argument("--json", type=pathlib.Path, help="append every record to this file")
     args = parser.parse_args(argv)
-    wanted = KERNELS + COMPOSED if args.kernel == "all" else [args.kernel]
-    plan = [(k, c) for k in wanted for c in cases(k) if args.case in (None, c)]
+    kernels = KERNELS + COMPOSED if args.kernel == "all" else [args.kernel]
+    plan = [(k, c) for k in kernels for c in cases(k) if args.case in (None, c)]
     if not plan:
-        parser.error(f"no case {args.case!r}; {args.kernel} has {', '.join(cases(wanted[0]))}")
+        parser.error(f"no case {args.case!r}; {args.kernel} has {', '.join(cases(kernels[0]))}")
     try:
         changed = parse_sizes(args.shape)
     except ValueError as error:
@@ -241,21 +270,22 @@ def main(argv=None) -> int:
             args.json.open("a").close()
         except OSError as error:
             parser.error(f"--json: {error}")
-    print(f"{dispatch.device_kind()}, jax {jax.__version__}, {datetime.date.today()}")
-    if dispatch.platform() not in dispatch.OF_PLATFORM:
+    # Run the cases.
+    print(f"{backends.device_kind()}, jax {jax.__version__}, {datetime.date.today()}")
+    if backends.platform() not in backends.BACKEND_OF_PLATFORM:
         print("No accelerator: these are the times of XLA on this machine, not of the kernels.")
     failed = False
     for kernel, name in plan:
         sizes = dict(cases(kernel)[name].small) if args.small else {}
-        found = measure(kernel, name, sizes | changed, args.seconds, args.full_check)
-        checks = [found, found.get("full_check", {})]
-        unchecked = {"check", "full_check"} & set(found["errors"])
+        record = measure(kernel, name, sizes | changed, args.seconds, args.full_check)
+        checks = [record, record.get("full_check", {})]
+        unchecked = {"check", "full_check"} & set(record["errors"])
         unchecked = unchecked or not all(checked.get("same_bits", True) for checked in checks)
-        failed = failed or unchecked or "seconds" not in found
-        print(line(found), flush=True)
+        failed = failed or unchecked or "seconds" not in record
+        print(format_line(record), flush=True)
         if args.json:
             with args.json.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps(record) + "\n")
     return int(failed)
 
 

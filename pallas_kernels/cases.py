@@ -1,7 +1,7 @@
-"""What is compiled, checked and timed: each kernel at the shapes of GLM-5.
+"""Benchmark and test cases: every kernel at the shapes of GLM-5.
 
 Every package has a `cases.py` with `CASES`, a dict of `Case` by name. The offline compilation test and
-`pallas_kernels.bench` run over all of them.
+`pallas_kernels.bench` run all of them.
 """
 
 import importlib
@@ -21,27 +21,30 @@ KERNELS = (
     "indexer_kl",
     "sparse_indexer_kl",
     "flash_mla",
-    "head_probs",
+    "summed_attention_probs",
     "grouped_matmul",
     "w4a8_matmul",
     "mla_prologue",
     "cross_entropy",
     "gated_delta",
-    "write_rows",
+    "scatter_rows",
 )
 
 
-# What is put together from kernels, and timed as they are.
+# Compositions of kernels, which are timed like kernels.
 COMPOSED = ("dsa",)
 
 
 class Case(NamedTuple):
     """One call of a public function.
 
-    sizes: named sizes, which the command line may change. inputs(sizes, key): dict of arrays, made by
-    jax alone, so that their shapes can be had without making them. run(inputs, sizes, implementation):
-    the call, whose result is timed and compared with that of "ref". cost(sizes): what it cannot do
-    without. small: sizes at which any machine can run it under an interpreter.
+    Attributes:
+      sizes: sizes by name; the command line can change them.
+      inputs: inputs(sizes, key) returns a dict of arrays. It uses only jax, so `jax.eval_shape` gives their
+        shapes.
+      run: run(inputs, sizes, implementation) makes the call. Its result is timed and compared with that of "ref".
+      cost: cost(sizes) returns the unavoidable work.
+      small: sizes that any machine can run under an interpreter.
     """
 
     sizes: Mapping[str, int]
@@ -52,10 +55,12 @@ class Case(NamedTuple):
 
 
 def worst_difference(got, expected) -> float:
-    """Largest difference of two trees of arrays, as a share of each array's largest value; integers
-    count the share of entries that differ."""
+    """Returns the largest difference of two trees of arrays, as a share of each array's largest value.
 
-    def of(a, b):
+    For integers it is the share of entries that differ.
+    """
+
+    def difference(a, b):
         a, b = (np.asarray(x) for x in (a, b))
         if np.issubdtype(b.dtype, np.integer):
             return float(np.mean(a != b))
@@ -63,12 +68,13 @@ def worst_difference(got, expected) -> float:
         return float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(b), initial=0), 1e-30))
 
     return max(
-        of(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+        difference(a, b)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     )
 
 
 def cases(kernel: str) -> dict[str, Case]:
-    """The cases of one kernel by name; ValueError with the list of kernels if there is no such one."""
+    """Returns the cases of one kernel by name. Raises ValueError with the list of kernels if the name is unknown."""
     if kernel not in KERNELS + COMPOSED:
         raise ValueError(f"no kernel {kernel!r}; use one of {', '.join(KERNELS + COMPOSED)}")
     module = kernel if kernel in COMPOSED else f"{kernel}.cases"

@@ -1,21 +1,22 @@
-"""What the makers of chips publish of them: the one table that peaks, floors and offline reports read."""
+"""Published figures of accelerators, the only table of peaks, rooflines and offline reports."""
 
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One chip, or one JAX device of it (`device`). Rates are peaks, without sparsity; None: not published.
+    """One chip, or one of its JAX devices (`device`). Rates are dense peaks; None: not published.
 
     Attributes:
-      flops: FLOP/s of matrix products by dtype.
-      bandwidth: bytes/s of its memory.
-      link: bytes/s in one direction of a link to another chip: ICI in a slice of TPUs, NVLink in a host of GPUs.
-      num_links: of these that it has, to its neighbours in the torus (TPU) or all to the switch of its host (GPU).
-      network: bytes/s in one direction of the network cards of its host, its share of them.
-      per_host: chips of a host, which is one process of JAX.
-      memory: bytes of it for programs, as its compiler (TPU) or its driver (GPU) reports them.
-      num_devices: JAX devices that it is.
+      flops: FLOP/s of matrix products, by dtype.
+      bandwidth: memory bandwidth, in bytes/s.
+      link: bandwidth of one link to another chip in one direction, in bytes/s. ICI in a TPU slice, NVLink in a
+        GPU host.
+      num_links: links of the chip: to its neighbours in the torus (TPU), or to the switch of its host (GPU).
+      network: the chip's share of its host's network cards in one direction, in bytes/s.
+      per_host: chips per host, which is one JAX process.
+      memory: bytes available to programs, as the compiler (TPU) or the driver (GPU) reports them.
+      num_devices: JAX devices per chip.
     """
 
     flops: dict[str, float]
@@ -29,7 +30,7 @@ class Chip:
 
     @property
     def device(self) -> "Chip":
-        """What one of its JAX devices has of it."""
+        """The chip's resources per JAX device."""
         n = self.num_devices
         if n == 1:
             return self
@@ -42,14 +43,15 @@ class Chip:
 
 _GIB, _GBIT = 2**30, 1e9 / 8
 
-# Named as libtpu names topologies. TPUs: cloud.google.com/tpu/docs/NAME, where a bidirectional ICI bandwidth is that of
-# all links in both directions. Their `memory` is what libtpu 0.0.42.1 lets a program have, from its refusal of one that
-# needs more (tests/pod/test_chip_flags.py): what it calls G is 2**30. GPUs, in their SXM form: NVIDIA's data sheets,
-# network cards those of the DGX user guides, `memory` as openxla/xla has it from drivers (xla/backends/gpu/target_config/
-# specs); their float32 is as tensor cores take it (tf32).
+# Keys: libtpu's names of topologies.
+# TPUs: cloud.google.com/tpu/docs/NAME. A bidirectional ICI bandwidth there counts all links in both directions.
+# `memory` is the limit of libtpu 0.0.42.1, from its error for a program that needs more
+# (tests/pod/test_chip_flags.py); its "G" is 2**30.
+# GPUs: SXM form, NVIDIA's data sheets; network cards from the DGX user guides; `memory` from openxla/xla, which has
+# it from drivers (xla/backends/gpu/target_config/specs). float32 is the rate of tensor cores (tf32).
 CHIPS = {
     "v4": Chip(
-        {"bfloat16": 275e12, "int8": 275e12},
+        flops={"bfloat16": 275e12, "int8": 275e12},
         bandwidth=1.2e12,
         link=50e9,  # arXiv 2304.01433, table 4
         num_links=6,
@@ -57,7 +59,7 @@ CHIPS = {
         per_host=4,
     ),
     "v5e": Chip(
-        {"bfloat16": 197e12, "int8": 393e12},
+        flops={"bfloat16": 197e12, "int8": 393e12},
         bandwidth=819e9,
         link=50e9,  # ICI 400 GB/s
         num_links=4,
@@ -67,7 +69,7 @@ CHIPS = {
     ),
     "v5p": Chip(
         # int8: jax-ml.github.io/scaling-book/tpus
-        {"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
+        flops={"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
         bandwidth=2.765e12,
         link=100e9,  # ICI 1200 GB/s
         num_links=6,
@@ -76,7 +78,7 @@ CHIPS = {
         memory=95.74 * _GIB,
     ),
     "v6e": Chip(
-        {"bfloat16": 918e12, "int8": 1836e12, "float8": 918e12},
+        flops={"bfloat16": 918e12, "int8": 1836e12, "float8": 918e12},
         bandwidth=1.638e12,
         link=100e9,  # ICI 800 GB/s
         num_links=4,
@@ -85,7 +87,7 @@ CHIPS = {
         memory=31.25 * _GIB,
     ),
     "tpu7x": Chip(
-        {"bfloat16": 2307e12, "float8": 4614e12},
+        flops={"bfloat16": 2307e12, "float8": 4614e12},
         bandwidth=7.38e12,
         link=100e9,  # ICI 1200 GB/s
         num_links=6,
@@ -95,7 +97,7 @@ CHIPS = {
         num_devices=2,  # chiplets, which share the links
     ),
     "a100": Chip(
-        {"bfloat16": 312e12, "int8": 624e12, "float32": 156e12},
+        flops={"bfloat16": 312e12, "int8": 624e12, "float32": 156e12},
         bandwidth=2.039e12,  # of the 80 GB model
         link=25e9,  # NVLink 3, 600 GB/s in both directions
         num_links=12,
@@ -104,7 +106,7 @@ CHIPS = {
         memory=85100068864,
     ),
     "h100": Chip(
-        {"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 494e12},
+        flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 494e12},
         bandwidth=3.35e12,
         link=25e9,  # NVLink 4, 900 GB/s in both directions
         num_links=18,
@@ -113,7 +115,7 @@ CHIPS = {
         memory=84942979072,
     ),
     "h200": Chip(
-        {"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 494e12},
+        flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 494e12},
         bandwidth=4.8e12,
         link=25e9,
         num_links=18,
@@ -122,7 +124,7 @@ CHIPS = {
         memory=151397597184,
     ),
     "b200": Chip(
-        {"bfloat16": 2250e12, "int8": 4500e12, "float8": 4500e12, "float32": 1100e12},
+        flops={"bfloat16": 2250e12, "int8": 4500e12, "float8": 4500e12, "float32": 1100e12},
         bandwidth=8e12,
         link=50e9,  # NVLink 5, 1800 GB/s in both directions
         num_links=18,
@@ -131,7 +133,7 @@ CHIPS = {
         memory=191514411008,
     ),
 }
-# What runtimes call their devices; of these the first that is a part of the name counts.
+# Device names of runtimes -> key in CHIPS; the first entry that occurs in a device's name counts.
 KINDS = {
     "H200": "h200",
     "H100": "h100",
@@ -146,13 +148,13 @@ KINDS = {
 }
 
 
-def name_of(device_kind: str) -> str | None:
-    """The key in CHIPS of what a runtime calls a device; None if it is not in the table."""
-    found = (chip for name, chip in KINDS.items() if name.lower() in device_kind.lower())
-    return next(found, None)
+def find_chip_name(device_kind: str) -> str | None:
+    """Returns the key in CHIPS for a runtime's device kind; None if it is not in the table."""
+    matches = (chip for name, chip in KINDS.items() if name.lower() in device_kind.lower())
+    return next(matches, None)
 
 
-def chip_of(device_kind: str) -> Chip | None:
-    """What one JAX device has, by what its runtime calls it; None if it is not in the table."""
-    name = name_of(device_kind)
+def find_chip(device_kind: str) -> Chip | None:
+    """Returns the resources of one JAX device by its runtime's device kind; None if it is not in the table."""
+    name = find_chip_name(device_kind)
     return CHIPS[name].device if name else None

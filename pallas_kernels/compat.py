@@ -1,4 +1,4 @@
-"""What differs between the jax versions that are supported, and the private names that are needed."""
+"""Adapters for differences between the supported jax versions, and the private jax names that are needed."""
 
 import functools
 import threading
@@ -18,14 +18,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 from jax.interpreters import mlir
 
 
-def emulator(name: str, **params):
-    """Parameters under which a Pallas form ("tpu" or "gpu") runs in jax's emulator of that chip on a CPU.
+def emulator_params(name: str, **params) -> object:
+    """Returns interpret parameters for a Pallas form ("tpu" or "gpu") in jax's CPU emulator of that chip.
 
-    detect_races=True makes `races_found` tell afterwards whether two accesses were unordered.
+    With detect_races=True, `has_races` reports afterwards whether two accesses were unordered.
     """
     if name == "tpu":
         return pltpu.InterpretParams(**params)
-    _mend_gpu_emulator()
+    _patch_gpu_emulator()
     if hasattr(plgpu, "InterpretGPUParams"):
         return plgpu.InterpretGPUParams(**params)
     from jax._src.pallas.mosaic_gpu.interpret import params as private
@@ -33,10 +33,10 @@ def emulator(name: str, **params):
     return private.InterpretGPUParams(**params)
 
 
-def races_found(name: str) -> bool:
-    """Whether the last program that ran in the emulator with detect_races had a race.
+def has_races(name: str) -> bool:
+    """Returns whether the last program that ran in the emulator with detect_races had a race.
 
-    RuntimeError if no such program has run, so that a test cannot pass by looking at nothing.
+    Raises RuntimeError if no such program has run, so that a test cannot pass without a check.
     """
     if name == "tpu":
         from jax._src.pallas.mosaic.interpret import interpret_pallas_call as private
@@ -47,7 +47,9 @@ def races_found(name: str) -> bool:
 
         races = private.get_races()
     if races is None:
-        raise RuntimeError("no kernel ran with detect_races; there is nothing to tell")
+        raise RuntimeError(
+            "no kernel ran with detect_races; run one with emulator_params(name, detect_races=True)"
+        )
     return bool(races.races_found)
 
 
@@ -55,21 +57,24 @@ JAX_VERSION = tuple(int(part) for part in jax.__version__.split(".")[:3])
 
 
 @functools.cache
-def _mend_gpu_emulator():
-    """Two faults of jax's emulator, of which jax 0.11 still has the second."""
+def _patch_gpu_emulator():
+    """Patches two faults of jax's GPU emulator; jax 0.11 still has the second."""
     from jax._src.pallas.mosaic.interpret import thread_map
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
     if JAX_VERSION < (0, 11):
-        thread_map._run_jaxpr = _compiling_once()
+        thread_map._run_jaxpr = _make_cached_runner()
     memory = shared_memory.GPUSharedMemory
-    look = memory.assert_no_barriers_allocated
-    # The device that is done first finds the barriers of the others, and calls them forgotten.
-    memory.assert_no_barriers_allocated = lambda self: self.num_devices > 1 or look(self)
+    check_barriers = memory.assert_no_barriers_allocated
+    # The device that finishes first sees the barriers of the others, and reports them as leaked.
+    memory.assert_no_barriers_allocated = lambda self: self.num_devices > 1 or check_barriers(self)
 
 
-def _compiling_once():
-    """Runs a kernel's body for one thread: each thread compiled it anew, at every point of the grid."""
+def _make_cached_runner():
+    """Returns a runner of a kernel's body for one thread that compiles each body once.
+
+    jax's runner compiles it again in each thread and at every point of the grid.
+    """
     from jax._src import core
 
     lock, compiled = threading.Lock(), {}
@@ -78,7 +83,7 @@ def _compiling_once():
         with lock:
             if len(compiled) > 16:
                 compiled.clear()
-            # The jaxpr is kept beside its program, or another could get its id.
+            # The cache also holds the jaxpr; if it were freed, another one could get its id.
             if id(jaxpr) not in compiled:
                 body = jax.jit(lambda consts, *args: core.eval_jaxpr(jaxpr, consts, *args) and None)
                 compiled[id(jaxpr)] = jaxpr, body.lower(consts, *args).compile()
@@ -89,34 +94,36 @@ def _compiling_once():
 
 
 def load(ref, index, layout):
-    """ref[index] in registers of a Mosaic GPU layout."""
+    """Loads ref[index] into registers of a Mosaic GPU layout."""
     if JAX_VERSION < (0, 11):
         return plgpu.load(ref, index, layout=layout, optimized=False)
     return plgpu.load(ref.at[index] if index else ref, layout=layout, optimized=False)
 
 
-def transposed(ref):
-    """The transposed view of a two-dimensional Mosaic GPU ref."""
+def transpose_ref(ref):
+    """Returns the transposed view of a two-dimensional Mosaic GPU ref."""
     return plgpu.transpose_ref(ref, (1, 0)) if JAX_VERSION < (0, 11) else ref.T
 
 
-def without_places(module: bytes) -> str:
-    """The text of a kernel's module in MLIR's bytecode, without the lines of source that its operations come from."""
+def strip_locations(module: bytes) -> str:
+    """Returns the text of a kernel's MLIR bytecode without source locations."""
     with mlir.make_ir_context() as context:
         tpu.register_dialect(context)
         context.allow_unregistered_dialects = True
         return ir.Module.parse(module).operation.get_asm(enable_debug_info=False)
 
 
-def read_no_program_of_a_mesh() -> None:
-    """XLA:CPU runs the collectives of a program that it reads from the cache in an order that differs from
-    device to device, and aborts the process where they do not fit together (jax 0.10.2: a dense model with
-    fsdp=8, on every run but the first)."""
-    read = compiler._cache_read
+def disable_mesh_program_cache() -> None:
+    """Stops XLA:CPU from reading programs for several devices from the compilation cache.
 
-    def read_for_one_device(name, key, options, backend, devices, *rest):
+    A cached program runs its collectives in an order that differs from device to device, and aborts the process
+    where they do not match (jax 0.10.2: a dense model with fsdp=8, on every run but the first).
+    """
+    read_cache = compiler._cache_read
+
+    def read_single_device(name, key, options, backend, devices, *rest):
         if len(devices) > 1:
             return None, None
-        return read(name, key, options, backend, devices, *rest)
+        return read_cache(name, key, options, backend, devices, *rest)
 
-    compiler._cache_read = read_for_one_device
+    compiler._cache_read = read_single_device

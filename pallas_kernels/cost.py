@@ -1,9 +1,11 @@
 """FLOPs and bytes of a kernel call, and the least time that a chip needs for them.
 
-FLOPs count a multiply-add as two, of the products that cannot be left out; bytes count every input and
-output once. What an implementation does beyond them shows in its share of the floor. Each package has its
-formulas in `cost.py`, one function of the shapes for each kernel: of them its cases, and what XLA is told of
-its TPU kernels (`estimate`), which is also what `glm5_jax.core.flops` counts.
+FLOPs count a multiply-add as two, and only products that cannot be left out. Bytes count every input and output
+once.
+Work beyond these lowers an implementation's share of the roofline.
+
+Each package has its formulas in `cost.py`, one function of the shapes per kernel. They give the costs of its
+cases and the `CostEstimate` of its TPU kernels (`estimate`), which XLA and `glm5_jax.core.flops` read.
 """
 
 from typing import NamedTuple
@@ -14,8 +16,14 @@ from pallas_kernels.chips import Chip
 
 
 class Cost(NamedTuple):
-    """flops: of matrix products in `dtype`; bytes: through device memory; transcendentals: exponentials,
-    logarithms and their like."""
+    """Unavoidable work of a call.
+
+    Attributes:
+      flops: FLOPs of matrix products in `dtype`.
+      bytes: traffic of device memory.
+      dtype: dtype of the products.
+      transcendentals: number of exponentials, logarithms and similar functions.
+    """
 
     flops: float
     bytes: float
@@ -23,8 +31,11 @@ class Cost(NamedTuple):
     transcendentals: float = 0
 
 
-def together(*costs: Cost, bytes: float | None = None) -> Cost:
-    """Of a call that takes several kernels; bytes: what it moves, if what lies between them need not move."""
+def sum_costs(*costs: Cost, bytes: float | None = None) -> Cost:
+    """Returns the cost of a call that runs several kernels.
+
+    bytes: traffic of the call, if intermediate results need not go through memory; None: the sum over kernels.
+    """
     moved = sum(cost.bytes for cost in costs) if bytes is None else bytes
     return costs[0]._replace(
         flops=sum(cost.flops for cost in costs),
@@ -34,8 +45,10 @@ def together(*costs: Cost, bytes: float | None = None) -> Cost:
 
 
 def estimate(cost: Cost, calls: int = 1) -> pl.CostEstimate:
-    """What a kernel tells XLA's scheduler, and whoever counts the FLOPs of a program, of one of so many equal
-    calls that cost as much together."""
+    """Returns the estimate of one of `calls` equal calls that together cost `cost`.
+
+    XLA's scheduler and FLOP counters read it.
+    """
     return pl.CostEstimate(
         flops=round(cost.flops / calls),
         bytes_accessed=round(cost.bytes / calls),
@@ -44,18 +57,26 @@ def estimate(cost: Cost, calls: int = 1) -> pl.CostEstimate:
 
 
 def visible_pairs(t: int, s: int, start: int | None) -> float:
-    """Pairs of one of t queries and one of s keys that causality lets meet, documents left out of account.
+    """Returns the number of (query, key) pairs that causality allows, for t queries and s keys.
 
-    start: key index of query 0. None: it is known only at run time, and the mean over the places that t queries
-    can have among s keys counts, which is exact for all devices of a sequence cut in s / t together.
+    Documents are ignored. start: key index of query 0. None: known only at run time; then the mean over all
+    positions of t
+    queries among s keys, which is exact for all devices of a sequence that is split in s / t parts together.
     """
     if start is None:
         return t * (s + 1) / 2
-    free = min(max(s - start, 0), t)  # queries that do not see all keys
-    return free * start + free * (free + 1) // 2 + (t - free) * s
+    causal_queries = min(max(s - start, 0), t)  # queries that do not see all keys
+    return (
+        causal_queries * start
+        + causal_queries * (causal_queries + 1) // 2
+        + (t - causal_queries) * s
+    )
 
 
-def floor(cost: Cost, chip: Chip) -> float | None:
-    """Seconds that the chip needs at its peaks, products and memory overlapped; None without a rate."""
+def roofline_s(cost: Cost, chip: Chip) -> float | None:
+    """Returns the seconds that the chip needs at its peaks, with products and memory traffic overlapped.
+
+    None: the table has no rate for the dtype.
+    """
     rate = chip.flops.get(cost.dtype)
     return max(cost.flops / rate, cost.bytes / chip.bandwidth) if rate else None

@@ -1,21 +1,29 @@
-"""Who sees whom: causal order by index, and documents by segment id."""
+"""Visibility of keys: causal order by index, and documents by segment id."""
 
-# Added to the logit of a key that a query must not see: far below any logit and finite, so that no
-# NaN can come of it. Adding is twice as fast as selecting on CPU.
+from jaxtyping import Array, Bool, Int
+
+# Added to the logit of a key that a query must not see. It is far below any logit, and finite so that it
+# causes no NaN. Adding is twice as fast as selecting on CPU.
 HIDDEN = -1e30
 
 
-def visible(query_index, key_index, query_segments=None, key_segments=None, window=None):
-    """bool[b or 1, t, s]: key index <= query index and the same segment, where 0 is padding.
+def visible(
+    query_index: Int[Array, " t"],
+    key_index: Int[Array, " s"],
+    query_segments: Int[Array, "b t"] | None = None,
+    key_segments: Int[Array, "b s"] | None = None,
+    window: int | None = None,
+) -> Bool[Array, "b t s"]:
+    """Returns bool[b or 1, t, s]: key index <= query index and the same segment, where segment 0 is padding.
 
-    query_index int[t], key_index int[s] count within the row; segments int[b t] and int[b s], or None
-    for one document that fills the row. window: how many keys back a query sees, its own included (None:
-    all).
+    query_index int[t] and key_index int[s] count within the row. Segments are int[b t] and int[b s], or None
+    for one document that fills the row. window: number of keys that a query sees, including its own position;
+    None: all.
     """
     mask = (key_index[None, :] <= query_index[:, None])[None]
     if window is not None:
         mask = mask & (key_index[None, :] > query_index[:, None] - window)
     if query_segments is None:
         return mask
-    same = query_segments[:, :, None] == key_segments[:, None, :]
-    return mask & same & (query_segments[:, :, None] != 0)
+    same_segment = query_segments[:, :, None] == key_segments[:, None, :]
+    return mask & same_segment & (query_segments[:, :, None] != 0)

@@ -1,6 +1,6 @@
-"""The calls of torch that kernels are compared with; imported where torch is installed.
+"""Library calls of torch that kernels are compared with; imported where torch is installed.
 
-Every one is checked against XLA at small sizes before it is timed (`bench.agrees`).
+Each call is checked against XLA at small sizes before it is timed (`bench.baseline_difference`).
 """
 
 import time
@@ -14,50 +14,52 @@ from pallas_kernels.flash_mla.cases import SCALE
 
 
 def has_gpu() -> bool:
-    """Whether this torch can use a GPU of this machine."""
+    """Returns whether this torch can use a GPU of this machine."""
     return torch.cuda.is_available()
 
 
 def tensors(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same arrays as torch tensors, in the same memory: none of the calls writes to its inputs."""
+    """Returns the arrays as torch tensors in the same memory; none of the calls writes to its inputs."""
     return {name: torch.from_dlpack(array) for name, array in inputs.items()}
 
 
 def on_host(run, inputs, sizes) -> list:
-    """What run(tensors, sizes) gives for jax arrays, as numpy arrays."""
-    given = run(tensors(inputs), sizes)
-    given = given if isinstance(given, tuple) else (given,)
-    # numpy has no bfloat16 that torch knows.
-    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in given]
+    """Returns the results of run(tensors, sizes) for jax arrays, as numpy arrays."""
+    results = run(tensors(inputs), sizes)
+    results = results if isinstance(results, tuple) else (results,)
+    # torch does not support numpy's bfloat16.
+    return [(x.float() if x.is_floating_point() else x).detach().cpu().numpy() for x in results]
 
 
-def clock(run, inputs, sizes) -> Callable[[int], float]:
-    """The seconds that so many calls of run(tensors, sizes) take, queued one behind the other; for
-    `bench.time_runs`."""
-    given = tensors(inputs)
+def make_timer(run, inputs, sizes) -> Callable[[int], float]:
+    """Returns a function (calls) -> seconds that times run(tensors, sizes), for `bench.time_runs`.
+
+    All calls are queued before one wait.
+    """
+    torch_inputs = tensors(inputs)
 
     def wait():
         if has_gpu():
             torch.cuda.synchronize()
 
-    def spent(calls: int) -> float:
+    def time_calls(calls: int) -> float:
         wait()
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(calls):
-            run(given, sizes)
+            run(torch_inputs, sizes)
         wait()
-        return time.perf_counter() - start
+        return time.perf_counter() - start_s
 
-    return spent
+    return time_calls
 
 
 def top_k(x, sizes):
-    """The places of the k largest, in any order."""
+    """Indices of the k largest, in any order."""
     return torch.topk(x["scores"], sizes["k"], sorted=False).indices.int()
 
 
 def attention(q, k, v, scale):
-    """The queries are the last ones of the sequence. torch picks flash attention or cuDNN where it can."""
+    """Causal attention whose queries are the last ones of the sequence; torch picks flash attention or cuDNN."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     t, s = q.shape[2], k.shape[2]
     options = {"scale": scale, "enable_gqa": k.shape[1] != q.shape[1]}
@@ -75,12 +77,12 @@ def flash(x, sizes):
 
 def flash_backward(x, sizes):
     """Gradients of queries, keys and values."""
-    given = [x[name].detach().requires_grad_() for name in "qkv"]
-    return torch.autograd.grad(attention(*given, SCALE), given, x["dout"])
+    leaves = [x[name].detach().requires_grad_() for name in "qkv"]
+    return torch.autograd.grad(attention(*leaves, SCALE), leaves, x["dout"])
 
 
 def grouped(rows, weights, x, sizes):
-    """torch leaves the rows that no expert has as they were in memory."""
+    """Grouped matmul; torch leaves rows that belong to no expert as they were in memory."""
     ends = torch.cumsum(x["group_sizes"], 0).to(torch.int32)
     y = functional.grouped_mm(rows[: sizes["filled"]], weights, offs=ends)
     missing = sizes["m"] - sizes["filled"]
@@ -100,13 +102,13 @@ def experts_backward(x, sizes):
 
 
 def linear_cross_entropy(x, sizes):
-    """The loss of each row, its logits in memory."""
+    """Returns the loss of each row, with the logits in memory."""
     logits = x["hidden"] @ x["head"]
     return functional.cross_entropy(logits.float(), x["targets"].long(), reduction="none")
 
 
 def dense(x, sizes):
-    """The dense layer with torch's attention; the up-projections as in `dsa.dense`."""
+    """Dense layer with torch's attention; the up-projections are those of `dsa.dense`."""
     c_kv, k_rope = x["latent"].split([sizes["c"], sizes["r"]], -1)
     k_nope = torch.einsum("bsc,cnh->bsnh", c_kv, x["k_b"])
     v = torch.einsum("bsc,cnu->bsnu", c_kv, x["v_b"])

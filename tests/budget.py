@@ -1,7 +1,8 @@
 """A pytest plugin that holds the default tier to its budget, so that it stays at ten minutes on two cores.
 
 `budget.json` gives CPU seconds for each directory of tests. A run fails, and lists the slowest tests, if a directory takes
-half more than its budget, or if one test's call takes half more than the limit of a call (more where it compiles).
+half more than its budget, or if one test's call takes half more than the limit of a call (more where it compiles a
+program or starts one, which imports JAX again).
 Tests marked slow, aot or device do not count.
 
 CPU seconds of the process and of the children that it waited for are measured, because the clock of a shared machine says
@@ -25,6 +26,7 @@ TIERS = ("slow", "aot", "device")
 TOLERANCE = 1.5
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 LISTED = 10  # slowest tests of a directory
+CHILD_S = 0.5  # CPU seconds of children from which on a call has started a program
 
 
 @dataclasses.dataclass(kw_only=True, frozen=True)
@@ -34,7 +36,7 @@ class Budget:
     Attributes:
       directories: CPU seconds of the default tests of each directory, "tests/NAME"; of "tests", those of its own files.
       call_s: CPU seconds that one test's call may take.
-      compiling_call_s: the same for a call that compiles a JAX program.
+      compiling_call_s: the same for a call that compiles a JAX program or starts other programs.
       calibration_s: CPU seconds of `calibrate` on the reference machine.
       coverage_factor: how much longer tests take while line coverage is measured.
     """
@@ -61,8 +63,12 @@ class Spent:
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of the children that it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(x.ru_utime + x.ru_stime for x in used)
+    return _used(resource.RUSAGE_SELF) + _used(resource.RUSAGE_CHILDREN)
+
+
+def _used(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime
 
 
 def calibrate() -> float:
@@ -119,6 +125,7 @@ class Measure:
     def __init__(self):
         self._scale = self._start = 1.0
         self._compilations = self._before = 0
+        self._children = 0.0
 
     def pytest_collection_finish(self):
         from jax import monitoring
@@ -138,12 +145,14 @@ class Measure:
     def pytest_runtest_makereport(self):
         report = yield
         seconds = self._scale * (cpu_seconds() - self._start)
-        report.budget = [seconds, self._compilations > self._before]
+        has_started = _used(resource.RUSAGE_CHILDREN) - self._children > CHILD_S
+        report.budget = [seconds, self._compilations > self._before or has_started]
         self._mark()
         return report
 
     def _mark(self):
         self._start, self._before = cpu_seconds(), self._compilations
+        self._children = _used(resource.RUSAGE_CHILDREN)
 
 
 class Judge:

@@ -56,9 +56,9 @@ LONG = ("journeys", "pod", "mesh", "training")
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent.name not in LONG)
     # Not at the top: the lines of what is imported there would not count as covered.
-    from pallas_kernels.compat import read_no_program_of_a_mesh
+    from pallas_kernels.compat import disable_mesh_program_cache
 
-    read_no_program_of_a_mesh()
+    disable_mesh_program_cache()
 
 
 # A process may map so many pieces of memory (vm.max_map_count is 65,530), and every compiled program takes some:

@@ -1,14 +1,14 @@
-"""Arms of an ablation, run over learning rates and seeds: what is shared, and what is kept.
+"""Runs the arms of an ablation over learning rates and seeds, and keeps their results.
 
-An `Arm` is a named chain of stages, each a `StageConfig`; a `Trial` is an arm at one rate and
-one seed; `Runs` trains trials in a workdir:
+An `Arm` is a named chain of stages, each a `StageConfig`. A `Trial` is an arm at one rate and one seed.
+`AblationRuns` trains trials in a workdir:
 
-    results.jsonl          a row for every finished trial; these are not trained again
-    runs/NAME-DIGEST/      the workdir of a stage, with its report; the digest is of its configuration,
-                           name included, and of the stages before it: trials that begin alike share
-                           their beginning
+    results.jsonl          a row for every finished trial; finished trials are not trained again
+    runs/NAME-DIGEST/      the workdir of a stage, with its report; the digest covers its configuration,
+                           name included, and the stages before it: trials with the same first stages
+                           share them
 
-A trial that was stopped or killed goes on from its newest checkpoint. Rates, schedules and seeds are
+A trial that was stopped or killed resumes from its newest checkpoint. Rates, schedules and seeds are
 arguments of the compiled step, so one compilation serves all trials of an arm.
 """
 
@@ -40,14 +40,22 @@ from glm5_jax.training.step import Step, make_step
 
 RESULTS = "results.jsonl"
 SFT = "sft"  # the lifecycle's stage
-TAIL = 0.05  # of a run's steps: what "at its end" averages over
+TAIL = 0.05  # share of a run's steps that values "at its end" are averaged over
 RATIO = 2.0  # between neighbouring learning rates of a grid
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One training: the stages in order, at a rate and a seed. rate None: as the stages say. What a stage is taught by
-    is an earlier one of the trial, if that has its name."""
+    """One training run: stages in order, at a learning rate and a seed.
+
+    A stage's teacher is an earlier stage of the trial, if one has the teacher's name.
+
+    Attributes:
+      arm: name of the arm.
+      rate: peak learning rate of the last stage; None: that of the stage's schedule.
+      seed: seed of weights and data.
+      stages: configurations of the stages.
+    """
 
     arm: str
     rate: float | None
@@ -56,7 +64,7 @@ class Trial:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """A name for the weights after each stage: of equal digests, one training is enough."""
+        """Returns a name for the weights after each stage. Trials with equal digests share one training."""
         configs = [_by_content(dataclasses.asdict(stage)) for stage in self.stages]
         texts = [json.dumps(configs[: i + 1], sort_keys=True) for i in range(len(configs))]
         return tuple(hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts)
@@ -67,7 +75,7 @@ class Trial:
 
 
 def _by_content(config: dict) -> dict:
-    """A config with what its tokenizer is in place of where it lies."""
+    """Returns a config in which the tokenizer's path is replaced by a hash of its content."""
     if config["tokenizer"] in (None, BYTES):
         return config
     path = pathlib.Path(config["tokenizer"])
@@ -77,22 +85,27 @@ def _by_content(config: dict) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """A named chain of stages; each starts from the weights of the one before. given: how many of the first are
-    as they are, whatever the seed."""
+    """A named chain of stages; each starts from the weights of the previous one.
+
+    Attributes:
+      name: name of the arm.
+      stages: configurations of the stages.
+      num_fixed: number of leading stages that keep their own seed at every seed of a trial.
+    """
 
     name: str
     stages: tuple[StageConfig, ...]
-    given: int = 0
+    num_fixed: int = 0
 
     def __post_init__(self):
         if not self.stages:
             raise ValueError(f"arm {self.name!r} has no stage; give it at least one")
 
     def trial(self, *, rate: float | None = None, seed: int = 0, share: float = 1.0) -> Trial:
-        """The arm at a peak learning rate and a seed, which is also that of its data.
+        """Returns a trial of the arm at a peak learning rate and a seed, which also seeds the data.
 
-        rate and share belong to the last stage: its schedule keeps the proportion of end to peak, and
-        is shortened, warm-up included, to that share of its steps.
+        rate and share apply to the last stage. Its schedule keeps the ratio of end to peak. Its steps, warm-up included,
+        are multiplied by share.
         """
         *before, last = self.stages
         schedule, steps = last.schedule, max(2, round(share * last.schedule.total_steps))
@@ -103,23 +116,27 @@ class Arm:
             end = schedule.end * rate / schedule.peak
             schedule = dataclasses.replace(schedule, peak=rate, end=end)
         stages = [*before, dataclasses.replace(last, schedule=schedule)]
-        seeded = (_seeded(stage, seed) for stage in stages[self.given :])
-        return Trial(self.name, rate, seed, (*stages[: self.given], *seeded))
+        seeded = (_seeded(stage, seed) for stage in stages[self.num_fixed :])
+        return Trial(
+            arm=self.name, rate=rate, seed=seed, stages=(*stages[: self.num_fixed], *seeded)
+        )
 
 
 def _seeded(stage: StageConfig, seed: int) -> StageConfig:
-    """Also its data, if it learns from some."""
+    """Returns the stage with a seed, for its data too if it has some."""
     if isinstance(stage, ExperimentConfig):
         stage = dataclasses.replace(stage, data=dataclasses.replace(stage.data, seed=seed))
     return dataclasses.replace(stage, seed=seed)
 
 
 def after_sft(arm: Arm, workdir: pathlib.Path) -> Arm:
-    """An arm whose first stage begins with the weights that a life in a workdir had after SFT. ValueError if they are not
-    there."""
+    """Returns an arm whose first stage starts from the SFT weights of a lifecycle's workdir.
+
+    Raises ValueError if the workdir has no such weights.
+    """
     if not (workdir / SFT).is_dir():
         raise ValueError(
-            f"{workdir} has no folder {SFT!r}; give the workdir of a life: python -m launch.run "
+            f"{workdir} has no folder {SFT!r}; give the workdir of a lifecycle: python -m launch.run "
             f"--experiment=experiments/lifecycle.py:tiny --workdir={workdir}"
         )
     first, *more = arm.stages
@@ -128,28 +145,29 @@ def after_sft(arm: Arm, workdir: pathlib.Path) -> Arm:
 
 
 class SharedSteps:
-    """`make_step` for many trainings: those that differ in their schedule alone share a compilation.
+    """Compiles train steps once for all trials that differ only in their schedule.
 
-    on_step() is called after every step.
+    Args:
+      on_step: called after every step.
     """
 
     def __init__(self, on_step: Callable[[], None] = lambda: None):
         self._on_step = on_step
-        self._made: list[tuple[tuple, Step, Callable]] = []
+        self._compiled_steps: list[tuple[tuple, Step, Callable]] = []
 
     def __call__(self, cfg, config, optimizer_config, schedule, mesh=None, **options) -> Step:
-        """As `make_step`."""
+        """Returns a step, as `make_step` does."""
         key = (cfg, config, optimizer_config, mesh, options)
-        found = next((made for made in self._made if made[0] == key), None)
-        if found is None:
+        entry = next((cached for cached in self._compiled_steps if cached[0] == key), None)
+        if entry is None:
             step = make_step(cfg, config, optimizer_config, schedule, mesh, **options)
             out = None
             if mesh is not None:
                 out = (jax.tree.map(lambda x: x.sharding, step.abstract), None)
             update = jax.jit(step.update, donate_argnums=0, out_shardings=out)
-            found = (key, step, update)
-            self._made.append(found)
-        _, step, update = found
+            entry = (key, step, update)
+            self._compiled_steps.append(entry)
+        _, step, update = entry
         rate = jax.jit(schedule)
 
         def train(state, batch):
@@ -161,12 +179,12 @@ class SharedSteps:
 
     @property
     def compiled(self) -> int:
-        """How many programs the trainings so far have compiled, one for each batch shape of an arm."""
-        return sum(update._cache_size() for *_, update in self._made)
+        """Number of compiled programs so far, one for each batch shape of an arm."""
+        return sum(update._cache_size() for *_, update in self._compiled_steps)
 
 
-class _Shared:
-    """An evaluator that several trainings use: its rows are read, its baselines counted, once."""
+class _SharedEvaluator:
+    """An evaluator shared by several trainings: reads its rows and computes its baselines once."""
 
     def __init__(self, inner: Evaluator):
         self._inner, self._baselines = inner, None
@@ -180,16 +198,20 @@ class _Shared:
         return self._baselines
 
 
-class Runs:
-    """The trials of a workdir. `runs(trials)` trains those without a result and returns all their rows.
-    For one process, on any number of its devices.
+class AblationRuns:
+    """Trials of a workdir. `runs(trials)` trains those without a result and returns all their rows.
 
-    evaluator: as of `Pretraining`, and the same rows at every seed. measure(trial, folder) adds its
-    values to the row of a finished trial, from the workdir of its last stage. keep: the last stage's
-    checkpoint stays, for trials or measures to come; without, only the rows and the report do.
+    Needs a single process, with any number of devices.
+
+    Args:
+      evaluator: as of `Pretraining`, with the same rows at every seed.
+      measure: `measure(trial, folder)` returns further values for the row of a finished trial, from the workdir of its
+        last stage.
+      keep: whether to keep the last stage's checkpoint for later trials or measurements; otherwise only the rows and the
+        report stay.
 
     Attributes:
-      done: steps made by the last call.
+      done: number of steps made by the last call.
     """
 
     def __init__(
@@ -204,54 +226,54 @@ class Runs:
         if self.workdir.exists() and not self.workdir.is_dir():
             raise ValueError(f"workdir {workdir} is a file; give a folder, or a path that is free")
         self._evaluator, self._measure, self._keep = evaluator, measure, keep
-        self._evaluators: list[tuple[tuple, _Shared]] = []
+        self._evaluators: list[tuple[tuple, _SharedEvaluator]] = []
         self._steps = SharedSteps(self._count)
         self._bar, self.done, self._trial = None, 0, None
 
     @property
     def compiled(self) -> int:
-        """Train steps compiled so far."""
+        """Number of train steps compiled so far."""
         return self._steps.compiled
 
     def rows(self) -> list[dict]:
-        """Every row of the workdir, in the order of finishing."""
+        """Returns every row of the workdir, in the order of finishing."""
         path = self.workdir / RESULTS
         if not path.exists():
             return []
-        lines = path.read_text().split("\n")[:-1]  # what follows the last newline was cut off
+        lines = path.read_text().split("\n")[:-1]  # a row without a newline was cut off
         return [json.loads(line) for line in lines]
 
     def __call__(self, trials: Iterable[Trial]) -> list[dict]:
-        """Rows of the trials, in their order: "arm", "rate", "seed", "steps", and of `outcome`.
+        """Returns rows of the trials, in their order: "arm", "rate", "seed", "steps", and the keys of `outcome`.
 
-        TrainingStopped if the run was told to stop (SIGTERM, Ctrl-C), or cannot go on for any reason
-        but a training that diverged.
+        Raises TrainingStopped if the run was stopped (SIGTERM, Ctrl-C), or if it cannot continue for any reason except a
+        training that diverged.
         """
         trials = list(trials)
-        found = {row["digest"]: row for row in self.rows()}
-        waiting = {t.digests[-1]: t for t in trials if t.digests[-1] not in found}
-        if waiting:
-            with ProgressBar(self._left(waiting.values())) as self._bar:
+        rows = {row["digest"]: row for row in self.rows()}
+        pending = {t.digests[-1]: t for t in trials if t.digests[-1] not in rows}
+        if pending:
+            with ProgressBar(self._left(pending.values())) as self._bar:
                 self.done = 0
-                for trial in waiting.values():
+                for trial in pending.values():
                     self._trial = str(trial)
-                    row = found[trial.digests[-1]] = self._run(trial)
+                    row = rows[trial.digests[-1]] = self._run(trial)
                     self._append(row)
-                    end = f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged"
+                    result = f"loss {row['loss']:.4f}" if row["loss"] is not None else "diverged"
                     if row["reward"] is not None:
-                        end = f"held-out reward {row['reward']:.3f}"
-                    self._bar.print(f"{trial}: {end}, {row['seconds']:.0f} s")
-        # One training may stand for several arms: each has its own name in its row.
-        return [found[t.digests[-1]] | {"arm": t.arm} for t in trials]
+                        result = f"held-out reward {row['reward']:.3f}"
+                    self._bar.print(f"{trial}: {result}, {row['seconds']:.0f} s")
+        # Several arms may share one training; each row gets its arm's name.
+        return [rows[t.digests[-1]] | {"arm": t.arm} for t in trials]
 
     def folders(self, trial: Trial) -> list[pathlib.Path]:
-        """The workdir of each stage of a trial."""
+        """Returns the workdir of each stage of a trial."""
         names = [re.sub(r"[^\w.-]+", "_", stage.name) for stage in trial.stages]
         runs = self.workdir / "runs"
         return [runs / f"{name}-{digest}" for name, digest in zip(names, trial.digests)]
 
     def _left(self, trials: Iterable[Trial]) -> int:
-        """Steps still to be made, those of a shared stage once."""
+        """Returns the number of remaining steps; those of a shared stage count once."""
         steps = {f: s.steps for t in trials for f, s in zip(self.folders(t), t.stages)}
         return sum(total - (store.latest_step(folder) or 0) for folder, total in steps.items())
 
@@ -263,14 +285,14 @@ class Runs:
         began, diverged = time.perf_counter(), False
         done: dict[str, str] = {}
         for stage, folder in zip(trial.stages, self.folders(trial)):
-            stage = stage.after(done)
+            stage = stage.continue_from(done)
             folder.mkdir(parents=True, exist_ok=True)
             with (
                 (folder / "log.txt").open("a") as log,
                 contextlib.redirect_stdout(log),
                 contextlib.redirect_stderr(log),
             ):
-                training = stage.stage(
+                training = stage.make_stage(
                     folder, self._evaluator and self._shared, step_maker=self._steps
                 )
                 try:
@@ -278,7 +300,7 @@ class Runs:
                 except Diverged:
                     diverged = True
                     break
-            if not training.finished:
+            if not training.is_finished:
                 raise TrainingStopped(f"{trial} was stopped; the same command goes on from there")
             done[stage.name] = str(folder)
         row = {
@@ -297,35 +319,34 @@ class Runs:
         return row
 
     def _shared(self, setting: Setting) -> Evaluator:
-        """The evaluator of an equal setting, of which data.seed and the run's own seed are no part."""
+        """Returns the evaluator of an equal setting. data.seed and the run's seed do not count."""
         data = dataclasses.replace(setting.config.data, seed=0)
         key = (setting.evaluate, setting.batch_rows, data, setting.config.train.eval_batches)
         for other, evaluator in self._evaluators:
             if other == key:
                 return evaluator
-        self._evaluators.append((key, _Shared(self._evaluator(setting))))
+        self._evaluators.append((key, _SharedEvaluator(self._evaluator(setting))))
         return self._evaluators[-1][1]
 
     def _append(self, row: dict) -> None:
-        """A row is whole on disk, behind whole rows, before the next trial begins."""
+        """Appends a row atomically, so that the file has only complete rows when the next trial starts."""
         path = self.workdir / RESULTS
         lines = [json.dumps(r) + "\n" for r in [*self.rows(), row]]
-        whole = path.with_suffix(".new")
-        with whole.open("w") as file:
+        new_path = path.with_suffix(".new")
+        with new_path.open("w") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(whole, path)
+        os.replace(new_path, path)
 
 
 def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
-    """What the log of a training says of it.
+    """Returns the results of a training from its log.
 
-    loss: held-out nats per token after the last step, or without an evaluator the training loss;
-    reward: of held-out tasks after the last step, of a stage that has some;
-    curve: [steps, values] of that loss along the way; train_loss and max_logit: means over the last
-    `TAIL` of the steps, the logit of the layer that has the largest. A training that diverged has loss
-    None.
+    - loss: held-out nats per token after the last step, or without an evaluator the training loss; None if it diverged;
+    - reward: reward of held-out tasks after the last step, for a stage that has some;
+    - curve: [steps, values] of that loss over the training;
+    - train_loss, max_logit: means over the last `TAIL` of the steps, the logit of the layer that has the largest.
     """
     rows = read(folder)
     steps, losses = column(rows, "loss/ce")
@@ -349,7 +370,13 @@ def outcome(folder: pathlib.Path, diverged: bool = False) -> dict:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """An arm, its best peak learning rate, and {rate: mean loss} of all that were tried."""
+    """An arm after tuning.
+
+    Attributes:
+      arm: the arm.
+      rate: its best peak learning rate.
+      losses: {rate: mean loss} of all rates that were tried.
+    """
 
     arm: Arm
     rate: float
@@ -357,11 +384,11 @@ class Tuned:
 
     @property
     def loss(self) -> float:
-        """Of the best rate, on the seeds of tuning."""
+        """Loss of the best rate, on the seeds of tuning."""
         return self.losses[self.rate]
 
     def trials(self, seeds: Iterable[int], share: float = 1.0) -> list[Trial]:
-        """The arm at its best rate, once for every seed."""
+        """Returns a trial of the arm at its best rate for every seed."""
         return [self.arm.trial(rate=self.rate, seed=seed, share=share) for seed in seeds]
 
 
@@ -373,10 +400,10 @@ def tune(
     seeds: Sequence[int] = (0,),
     extend: int = 3,
 ) -> Tuned:
-    """Finds the rate with the lowest mean loss over the seeds.
+    """Returns the arm at the rate with the lowest mean loss over the seeds.
 
-    While the best is the lowest or the highest of those tried, the grid grows by another at that end,
-    `RATIO` further on, at most `extend` times; ValueError if every rate diverged.
+    While the best rate is at an end of the grid, the grid gets another rate at that end, a factor `RATIO` further, at most
+    `extend` times. Raises ValueError if every rate diverged.
     """
     tried = sorted(rates)
     while True:
@@ -391,11 +418,13 @@ def tune(
         tried = [best / RATIO, *tried] if best == tried[0] else [*tried, best * RATIO]
 
 
-def steady(
+def tune_without_divergence(
     runs: Callable[[list[Trial]], list[dict]], tuned: Tuned, seeds: Sequence[int]
 ) -> tuple[Tuned, list[dict]]:
-    """The arm at the best of its rates at which no seed diverges, and the rows of the seeds there; in
-    its losses, rates at which one did have infinity. ValueError if no rate is left."""
+    """Returns the arm at the best rate at which no seed diverges, and the rows of the seeds.
+
+    In its losses, rates at which a seed diverged have infinity. Raises ValueError if no rate is left.
+    """
     while True:
         rows = runs(tuned.trials(seeds))
         if all(row["loss"] is not None for row in rows):
@@ -411,22 +440,24 @@ def steady(
 
 
 def grid(centre: float, count: int = 5) -> list[float]:
-    """count learning rates around a centre, each `RATIO` times the one before."""
+    """Returns count learning rates around a centre, each `RATIO` times the one before."""
     return [centre * RATIO ** (i - (count - 1) / 2) for i in range(count)]
 
 
 def losses_by_rate(rows: Iterable[dict]) -> dict[float, float]:
-    """{rate: mean loss}; a rate at which any training diverged has infinity."""
-    found: dict[float, list[float]] = {}
+    """Returns {rate: mean loss}; infinity for a rate at which any training diverged."""
+    by_rate: dict[float, list[float]] = {}
     for row in rows:
         loss = math.inf if row["loss"] is None else row["loss"]
-        found.setdefault(row["rate"], []).append(loss)
-    return {rate: statistics.fmean(losses) for rate, losses in sorted(found.items())}
+        by_rate.setdefault(row["rate"], []).append(loss)
+    return {rate: statistics.fmean(losses) for rate, losses in sorted(by_rate.items())}
 
 
 def steps_to(curve: Sequence[Sequence[float]], level: float) -> float | None:
-    """The step at which a curve (steps, losses) first falls to a level, between two of its points by
-    their straight line; None if it never does."""
+    """Returns the step at which a curve (steps, losses) first falls to a level; None if it never does.
+
+    Interpolates linearly between two points.
+    """
     steps, losses = curve
     for i, (step, loss) in enumerate(zip(steps, losses)):
         if loss <= level:

@@ -1,18 +1,18 @@
-"""How much of attention is redundant, what the indexer catches of it, and what that saves (GLM-5 2.1.1).
+"""Measures how much of attention is redundant, how much of it the indexer selects, and the saving (GLM-5 2.1.1).
 
     python -m experiments.ablations.attention_mass [tiny|small] [WORKDIR]
 
-GLM-5 says that about 90% of the attention entries of long contexts are redundant, and that DSA cuts the
-computation of attention by 1.5 to 2 times on long sequences. Here two models of dense attention get
-indexers, which learn in DSA's warm-up alone: a model of text (pre-training, the last stage of mid-training,
-warm-up; a short life) and the retriever of retriever.py, which must find one note among many. Reported by layer
-and by length, with all seeds and their spread (evals/attention_mass.py):
+GLM-5 says that about 90% of the attention entries of long contexts are redundant, and that DSA cuts the computation of
+attention by 1.5 to 2 times on long sequences. Here two models of dense attention get indexers, which train only in
+DSA's warm-up: a model of text (pre-training, the last stage of mid-training, warm-up; a short lifecycle) and the
+retriever of retriever.py, which must find one note among many. Reported by layer and by length, with all seeds and
+their spread (evals/attention_mass.py):
 
 - the share of attention inside the indexer's k keys, inside the best k and inside the last k;
-- how many keys hold 90% and 99% of it.
+- the number of keys that hold 90% and 99% of it.
 
-And FLOPs of dense over sparse attention at GLM-5's shapes, from the cost models: `training.flops` and those
-of the kernels. What "1.5 to 2" may mean depends on what is counted, so several counts stand side by side.
+Also reported are FLOPs of dense over sparse attention at GLM-5's shapes, from the cost models: `training.flops` and
+those of the kernels. The meaning of "1.5 to 2" depends on what is counted, so several counts are listed.
 
 :tiny    for two CPU cores, rows of 1,024 and 128 tokens
 :small   the text model of pretrain.py:small, on one accelerator, with the text and the tokenizer that it
@@ -22,6 +22,7 @@ of the kernels. What "1.5 to 2" may mean depends on what is counted, so several 
 import bisect
 import dataclasses
 import functools
+import os
 import pathlib
 import statistics
 import sys
@@ -31,7 +32,7 @@ import numpy as np
 
 from experiments import dsa_warmup, midtrain, pretrain
 from experiments.ablations import retriever
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table
 from glm5_jax import presets
@@ -56,18 +57,24 @@ SEEDS = (0, 1, 2)
 TEXT, RETRIEVER = "text", "retriever"
 KINDS = {"selected": "the indexer's", "best": "the best", "recent": "the last"}
 REDUNDANT = 0.9  # of the attention entries, GLM-5 2.1.1
-SAVED = (1.5, 2.0)  # times less attention on long sequences, GLM-5 2.1.1
+SAVED = (1.5, 2.0)  # factors of saved attention on long sequences, GLM-5 2.1.1
 LONG = 131_072  # tokens: the length at which the paper compares DSA with dense attention (table 3)
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 202752)
 RETRIEVED = MassConfig(top_k=(2, 4, 8, 16, 32), edges=(17, 33, 65, 129))
 RETRIEVER_WARM_UP = 100  # steps
-LENGTH = 128  # of the retriever's rows, where its curriculum ends
+LENGTH = 128  # tokens of the retriever's rows at the end of its curriculum
 
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The text model's life, warm-up last, and how its attention is measured: `rows` held-out documents of
-    `length` tokens."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionMassSetup:
+    """Training stages of the text model and the measurement of its attention.
+
+    Attributes:
+      name: name of the setup.
+      text: stages of the text model, warm-up last.
+      mass: options of the measurement.
+      length, rows: tokens and number of the held-out documents.
+    """
 
     name: str
     text: tuple[ExperimentConfig, ...]
@@ -76,35 +83,47 @@ class Setup:
     rows: int
 
 
-def get_config(variant: str = "tiny") -> Setup:
-    """The variant's setup; ValueError lists the variants."""
+def get_config(variant: str = "tiny") -> AttentionMassSetup:
+    """Returns the variant's setup. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small})
 
 
-def tiny() -> Setup:
-    """The stages of lifecycle.py:tiny with a part of their steps."""
+def tiny() -> AttentionMassSetup:
+    """Uses the stages of lifecycle.py:tiny with a part of their steps."""
     mass = MassConfig((10, 20, 40, 80, 160, 320), edges=(65, 129, 257, 513, 1025))
-    return Setup("attention_mass:tiny", _life("tiny", (300, 60, 60)), mass, length=1024, rows=8)
+    return AttentionMassSetup(
+        name="attention_mass:tiny",
+        text=_short_lifecycle("tiny", (300, 60, 60)),
+        mass=mass,
+        length=1024,
+        rows=8,
+    )
 
 
-def small() -> Setup:
-    """The same of lifecycle.py:small."""
+def small() -> AttentionMassSetup:
+    """Uses the stages of lifecycle.py:small with a part of their steps."""
     mass = MassConfig((128, 256, 512, 1024, 2048), edges=(513, 1025, 2049, 4097, 8193))
-    return Setup("attention_mass:small", _life("small", (2000, 500, 500)), mass, 8192, rows=8)
+    return AttentionMassSetup(
+        name="attention_mass:small",
+        text=_short_lifecycle("small", (2000, 500, 500)),
+        mass=mass,
+        length=8192,
+        rows=8,
+    )
 
 
-def _life(size: str, steps: Sequence[int]) -> tuple[ExperimentConfig, ...]:
+def _short_lifecycle(size: str, steps: Sequence[int]) -> tuple[ExperimentConfig, ...]:
     stages = (
         pretrain.get_config(size),
-        # It stands for all of mid-training, which raises the rotary base.
-        dataclasses.replace(midtrain.get_config(f"{size},200k"), unshared=("rope_theta",)),
+        # This stage stands for all of mid-training, which raises the rotary base.
+        dataclasses.replace(midtrain.get_config(f"{size},200k"), may_differ=("rope_theta",)),
         dsa_warmup.get_config(size),
     )
     return tuple(map(_short, stages, steps))
 
 
 def _short(stage: ExperimentConfig, steps: int) -> ExperimentConfig:
-    """The stage in so many steps, its schedule with it, and nothing but its end saved."""
+    """Returns the stage with its schedule over `steps` steps, which saves only its end."""
     train = dataclasses.replace(
         stage.train, eval_interval=0, sample_interval=0, save_interval=steps, keep=1
     )
@@ -112,27 +131,27 @@ def _short(stage: ExperimentConfig, steps: int) -> ExperimentConfig:
     return dataclasses.replace(stage, schedule=schedule, train=train)
 
 
-def arms(setup: Setup, workdir) -> dict[str, Arm]:
-    """Both models up to their indexers' warm-up."""
+def arms(setup: AttentionMassSetup, workdir: str | os.PathLike) -> dict[str, Arm]:
+    """Returns both models up to their indexers' warm-up."""
     dense = retriever.stages(RETRIEVER, workdir, retriever.model())
     indexed = retriever.model(index_topk=16)
     base = retriever.stage("warm-up", workdir, LENGTH, RETRIEVER_WARM_UP, indexed, **retriever.LAST)
-    warm = dsa_warmup.warm(
-        base, f"{RETRIEVER} warm-up", schedule=dsa_warmup.falling(RETRIEVER_WARM_UP)
+    warm = dsa_warmup.freeze_trunk(
+        base, f"{RETRIEVER} warm-up", schedule=dsa_warmup.make_warmup_schedule(RETRIEVER_WARM_UP)
     )
     return {TEXT: Arm(TEXT, setup.text), RETRIEVER: Arm(RETRIEVER, (*dense, warm))}
 
 
-def measured(setup: Setup, trial: Trial, folder: pathlib.Path) -> dict:
-    """For the row of a trained arm: "mass", the fields of `evals.attention_mass.Mass` by layer and length."""
+def measure(setup: AttentionMassSetup, trial: Trial, folder: pathlib.Path) -> dict:
+    """Returns {"mass": fields of `evals.attention_mass.Mass` by layer and length}, for the row of a trained arm."""
     config, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
     model = dataclasses.replace(
         config.model, eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id
     )
-    params = store.load_params(folder, glm5.abstract(model))
+    params = store.load_params(folder, glm5.abstract_params(model))
     if trial.arm == TEXT:
         rows = long_documents(
-            SourceConfig("stdlib"),
+            SourceConfig(kind="stdlib"),
             tokenizer,
             setup.length,
             setup.rows,
@@ -145,13 +164,15 @@ def measured(setup: Setup, trial: Trial, folder: pathlib.Path) -> dict:
         )
         rows = np.stack([tasks.task(i).token_ids for i in range(retriever.ROWS)])
         mass, batch = RETRIEVED, retriever.ROWS
-    found = attention_mass(params, model, rows, mass, batch_size=batch, plan=config.step.plan())
-    return {"mass": [dataclasses.asdict(m) for m in found]}
+    masses = attention_mass(
+        params, model, rows, mass, batch_size=batch, execution=config.step.execution()
+    )
+    return {"mass": [dataclasses.asdict(m) for m in masses]}
 
 
-def run(runs: Runs, setup: Setup, command: str) -> Finding:
+def run(runs: AblationRuns, setup: AttentionMassSetup, command: str) -> Finding:
     """Trains both models at all seeds and measures them."""
-    runs = Runs(runs.workdir, measure=functools.partial(measured, setup))
+    runs = AblationRuns(runs.workdir, measure=functools.partial(measure, setup))
     rows = {
         name: runs([arm.trial(seed=seed) for seed in SEEDS])
         for name, arm in arms(setup, runs.workdir).items()
@@ -159,37 +180,38 @@ def run(runs: Runs, setup: Setup, command: str) -> Finding:
     return finding(setup, rows, command)
 
 
-def finding(setup: Setup, rows: dict[str, list[dict]], command: str) -> Finding:
-    """Tables, charts and verdicts from the rows of both models by seed, and from shapes."""
+def finding(setup: AttentionMassSetup, rows: dict[str, list[dict]], command: str) -> Finding:
+    """Returns tables, charts and verdicts from the rows of both models by seed, and from shapes."""
     tables, verdicts, by_k, by_length = [], [], [], []
     masses = {TEXT: setup.mass, RETRIEVER: RETRIEVED}
-    for name, found in rows.items():
-        config, one = masses[name], found[0]["mass"]
-        buckets = list(dict.fromkeys((m["start"], m["end"]) for m in one))
-        layers = sorted({m["layer"] for m in one})
+    for name, arm_rows in rows.items():
+        config, first_mass = masses[name], arm_rows[0]["mass"]
+        buckets = list(dict.fromkeys((m["start"], m["end"]) for m in first_mass))
+        layers = sorted({m["layer"] for m in first_mass})
         middle = _middle(config)
-        long = functools.partial(_spread, found, bucket=buckets[-1])
-        place = f"{buckets[-1][0]} to {buckets[-1][1] - 1} visible keys"
+        long = functools.partial(_spread, arm_rows, bucket=buckets[-1])
+        bucket_label = f"{buckets[-1][0]} to {buckets[-1][1] - 1} visible keys"
+        # Tables by layer and by length.
         tables.append(
             Table(
-                f"{name}: attention by layer, {place}",
-                _columns("layer", config),
-                tuple(
+                title=f"{name}: attention by layer, {bucket_label}",
+                columns=_columns("layer", config),
+                rows=tuple(
                     (str(layer), *_cells(functools.partial(long, layer=layer), config))
                     for layer in layers
                 )
                 + (("all", *_cells(long, config)),),
-                "Means over queries; ± half of Student's 95% interval over seeds (lowest .. highest).",
+                note="Means over queries; ± half of Student's 95% interval over seeds (lowest .. highest).",
             )
         )
         tables.append(
             Table(
-                f"{name}: attention by length, all layers",
-                _columns("visible keys", config),
-                tuple(
+                title=f"{name}: attention by length, all layers",
+                columns=_columns("visible keys", config),
+                rows=tuple(
                     (
                         f"{a} to {b - 1}",
-                        *_cells(functools.partial(_spread, found, bucket=(a, b)), config),
+                        *_cells(functools.partial(_spread, arm_rows, bucket=(a, b)), config),
                     )
                     for a, b in buckets
                 ),
@@ -199,14 +221,15 @@ def finding(setup: Setup, rows: dict[str, list[dict]], command: str) -> Finding:
             spared = long("redundant", i)
             met = "met" if spared.mean >= REDUNDANT else "not met"
             verdicts.append(
-                f"{name}, {place}: {level:.0%} of the attention lies on {long('keys', i):.1f} keys, so "
+                f"{name}, {bucket_label}: {level:.0%} of the attention lies on {long('keys', i):.1f} keys, so "
                 f"{spared:.1%} of the entries are redundant; about {REDUNDANT:.0%}: {met}"
             )
         k = config.top_k[middle]
         verdicts.append(
-            f"{name}, {place}: the indexer's {k} keys hold {long('selected', middle):.1%} of the attention, "
+            f"{name}, {bucket_label}: the indexer's {k} keys hold {long('selected', middle):.1%} of the attention, "
             f"the best {k} {long('best', middle):.1%}, the last {k} {long('recent', middle):.1%}"
         )
+        # Charts by number of keys and by length.
         by_k.append(
             Plot(
                 charts.line_chart(
@@ -221,7 +244,7 @@ def finding(setup: Setup, rows: dict[str, list[dict]], command: str) -> Finding:
                     x_label="keys",
                     y_label=f"Share of attention, {name}",
                 ),
-                f"{place}; mean of layers and seeds.",
+                f"{bucket_label}; mean of layers and seeds.",
             )
         )
         ends = [end - 1 for _, end in buckets]
@@ -232,7 +255,7 @@ def finding(setup: Setup, rows: dict[str, list[dict]], command: str) -> Finding:
                         (
                             label,
                             ends,
-                            [_spread(found, kind, middle, bucket=b).mean for b in buckets],
+                            [_spread(arm_rows, kind, middle, bucket=b).mean for b in buckets],
                         )
                         for kind, label in KINDS.items()
                     ],
@@ -242,10 +265,17 @@ def finding(setup: Setup, rows: dict[str, list[dict]], command: str) -> Finding:
                 "Mean of layers and seeds.",
             )
         )
+    # Counts of FLOPs and bytes, from shapes only.
     table, chart, counted = flops_finding(presets.glm5())
     title = "Redundant attention, and what leaving it out saves"
     plots = (*by_k, *by_length, chart)
-    return Finding(title, command, (*verdicts, *counted), (*tables, table), plots)
+    return Finding(
+        title=title,
+        command=command,
+        verdicts=(*verdicts, *counted),
+        tables=(*tables, table),
+        plots=plots,
+    )
 
 
 def _middle(config: MassConfig) -> int:
@@ -253,12 +283,12 @@ def _middle(config: MassConfig) -> int:
 
 
 def _spread(
-    rows: list[dict], field: str, place: int, *, bucket: tuple[int, int], layer: int | None = None
+    rows: list[dict], field: str, index: int, *, bucket: tuple[int, int], layer: int | None = None
 ) -> Spread:
-    """Of a field of `Mass` at a length, over the seeds; of one layer or of the mean of all."""
+    """Returns the spread over seeds of a field of `Mass` at a length, for one layer or the mean of all."""
     return Spread.of(
         statistics.fmean(
-            m[field][place]
+            m[field][index]
             for m in row["mass"]
             if (m["start"], m["end"]) == bucket and layer in (None, m["layer"])
         )
@@ -268,9 +298,9 @@ def _spread(
 
 def _columns(first: str, config: MassConfig) -> tuple[str, ...]:
     k = config.top_k[_middle(config)]
-    held = (f"in {label} {k}" for label in KINDS.values())
+    selected = (f"in {label} {k}" for label in KINDS.values())
     needed = (x for level in config.levels for x in (f"keys for {level:.0%}", "not needed"))
-    return (first, *held, *needed)
+    return (first, *selected, *needed)
 
 
 def _cells(spread: Callable[..., Spread], config: MassConfig) -> list[str]:
@@ -281,17 +311,17 @@ def _cells(spread: Callable[..., Spread], config: MassConfig) -> list[str]:
 
 
 def _layer_flops(cfg: ModelConfig, t: int) -> float:
-    """FLOPs of a token's forward through one layer of experts, averaged over t tokens."""
+    """Returns FLOPs of a token's forward through one layer of experts, averaged over t tokens."""
     more = dataclasses.replace(cfg, num_hidden_layers=cfg.num_hidden_layers + 1)
     return forward_flops(more, t) - forward_flops(cfg, t)
 
 
 @functools.lru_cache(maxsize=4096)
 def counts(cfg: ModelConfig, t: int) -> dict[str, tuple[float, float]]:
-    """{what is counted: (dense, sparse)} of one layer and one token of a model with indexers.
+    """Returns {quantity: (dense, sparse)} of one layer and one token of a model with indexers.
 
-    "prefill" averages over all tokens of a context of t, "decode" is the one behind t - 1 others; FLOPs,
-    or bytes of cache. Sparse includes the indexer, also its projections.
+    "prefill" averages over all tokens of a context of t. "decode" is the token after t - 1 others. Values are FLOPs, or
+    bytes of cache. Sparse includes the indexer and its projections.
     """
     dense = dataclasses.replace(cfg, attention="dense")
     sparse = dataclasses.replace(cfg, attention="sparse")
@@ -309,7 +339,7 @@ def counts(cfg: ModelConfig, t: int) -> dict[str, tuple[float, float]]:
     layers = _layer_flops(dense, t), _layer_flops(sparse, t)
 
     folds = 2 * c * n * (h + u)
-    whole = dense_cost.forward(1, t, t, n, n, h + r, u, start=0).flops / t + folds
+    expanded = dense_cost.forward(1, t, t, n, n, h + r, u, start=0).flops / t + folds
     chosen = dsa.cost({"t": t, "n": n, "h": h, "r": r, "u": u, "c": c} | index).flops / t
 
     every = dense_cost.forward(**latents, s=t, m=1, y=c + r, start=t - 1, shared=True)
@@ -317,43 +347,44 @@ def counts(cfg: ModelConfig, t: int) -> dict[str, tuple[float, float]]:
     picked = sparse_cost.forward(**latents, k=k, y=c)
     some = scored.flops + picked.flops + projections
     return {
-        "prefill, attention alone": tuple(x - rest for x in layers),
-        "the same as the kernels do it": (whole, chosen + projections),
+        "prefill, attention only": tuple(x - rest for x in layers),
+        "prefill, attention in the kernels": (expanded, chosen + projections),
         "prefill, whole layer": layers,
-        "decode, attention alone": (every.flops, some),
+        "decode, attention only": (every.flops, some),
         "decode, whole layer": (rest + every.flops, rest + some),
         "decode, bytes of attention": (every.bytes, scored.bytes + picked.bytes),
     }
 
 
-def reached(cfg: ModelConfig, what: str, ratio: float) -> int | None:
-    """The first length, at most the model's, at which dense takes `ratio` times as much as sparse."""
+def first_length(cfg: ModelConfig, quantity: str, ratio: float) -> int | None:
+    """Returns the first length, at most the model's, at which dense takes `ratio` times as much as sparse; None if none."""
 
     def enough(t):
-        dense, sparse = counts(cfg, t)[what]
+        dense, sparse = counts(cfg, t)[quantity]
         return dense >= ratio * sparse
 
     lengths = range(1, cfg.max_position_embeddings + 1)
-    # Ratios rise with the length from about index_topk on, and are below one before.
-    place = bisect.bisect_left(lengths, True, key=enough)
-    return lengths[place] if place < len(lengths) else None
+    # Ratios are below one for short lengths, and rise from about index_topk on.
+    index = bisect.bisect_left(lengths, True, key=enough)
+    return lengths[index] if index < len(lengths) else None
 
 
 def flops_finding(cfg: ModelConfig) -> tuple[Table, Plot, list[str]]:
-    """Dense over sparse by length, as table and chart, and where each count reaches the paper's figures."""
+    """Returns dense over sparse by length as table and chart, and the lengths at which counts reach the paper's factors."""
     lengths = [t for t in LENGTHS if t <= cfg.max_position_embeddings]
-    found = [counts(cfg, t) for t in lengths]
-    names = list(found[0])
+    counts_by_length = [counts(cfg, t) for t in lengths]
+    names = list(counts_by_length[0])
     ratios = {
-        name: [dense / sparse for dense, sparse in (x[name] for x in found)] for name in names
+        name: [dense / sparse for dense, sparse in (x[name] for x in counts_by_length)]
+        for name in names
     }
     table = Table(
-        "Dense over sparse at GLM-5's shapes, one layer, forward, indexer included",
-        ("tokens", *names),
-        tuple(
+        title="Dense over sparse at GLM-5's shapes, one layer, forward, indexer included",
+        columns=("tokens", *names),
+        rows=tuple(
             (f"{t:,}", *(f"{ratios[name][i]:.2f}" for name in names)) for i, t in enumerate(lengths)
         ),
-        "The first and third columns count every key of a head at its own width, selected or not (model "
+        note="The first and third columns count every key of a head at its own width, selected or not (model "
         "FLOPs). The kernels multiply selected keys as latents, twice as wide, which the second column "
         "counts. In decoding both do. Up to 2,048 tokens nothing is left out: the model then runs dense "
         "attention, here the indexer is counted all the same.",
@@ -367,25 +398,25 @@ def flops_finding(cfg: ModelConfig) -> tuple[Table, Plot, list[str]]:
     )
     verdicts = []
     for name in names:
-        low, high = (reached(cfg, name, x) for x in SAVED)
+        low, high = (first_length(cfg, name, x) for x in SAVED)
         span = " and ".join(
             f"{x}x at {at:,} tokens" if at else f"{x}x at no length"
             for x, at in zip(SAVED, (low, high))
         )
         verdicts.append(f"{name}: dense takes {span}, {ratios[name][-1]:.1f}x at {lengths[-1]:,}")
     long = [i for i, t in enumerate(lengths) if t >= LONG]
-    least, most = (pick(r[i] for r in ratios.values() for i in long) for pick in (min, max))
+    smallest, largest = (pick(r[i] for r in ratios.values() for i in long) for pick in (min, max))
     below, above = SAVED
-    verdict = "met" if below <= least and most <= above else "met by some counts alone"
+    verdict = "met" if below <= smallest and largest <= above else "met only by some counts"
     verdicts.append(
-        f"from {LONG:,} tokens on, the counts say {least:.1f} to {most:.1f} times; the paper's {below} to "
-        f"{above} times: {'every count says more' if least > above else verdict}"
+        f"from {LONG:,} tokens on, the counts are {smallest:.1f} to {largest:.1f} times; the paper's {below} to "
+        f"{above} times: {'every count is higher' if smallest > above else verdict}"
     )
-    return table, Plot(chart, "Of FLOPs, and of bytes where it says so."), verdicts
+    return table, Plot(chart, "Ratios of FLOPs, and of bytes where the name says so."), verdicts
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
+    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
     return ablate("attention_mass", arguments, get_config, run)
 
 

@@ -1,12 +1,12 @@
-"""The command line that every ablation has: a variant and a workdir, both optional."""
+"""Parses the command line that every ablation has: a variant and a workdir, both optional."""
 
-import sys
 from collections.abc import Callable, Sequence
 
-from experiments.ablations.arms import Runs
+from experiments.ablations.arms import AblationRuns
 from experiments.ablations.findings import Finding
 from glm5_jax.checkpoint.store import SaveError
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.core.terminal import print_error
 from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.metrics import TrainingStopped
@@ -16,15 +16,20 @@ def ablate(
     name: str,
     arguments: Sequence[str],
     get_config: Callable[[str], ExperimentConfig],
-    find: Callable[[Runs, ExperimentConfig, str], Finding],
+    find: Callable[[AblationRuns, ExperimentConfig, str], Finding],
     **options,
 ) -> int:
-    """Runs the ablation `name` with arguments [VARIANT [WORKDIR]], prints what it found and writes its
-    page; returns the exit code.
+    """Runs an ablation with arguments [VARIANT [WORKDIR]], prints its finding and writes its page. Returns the exit code.
 
-    find(runs, config, command) does the work, judged on held-out rows; options: `measure` and `keep` of
-    `Runs`. An error of the user is one line and 2, a run that had to stop says why and gives 1 (75 if it was told to
-    while there was nothing to save); the same command then goes on.
+    A user error prints one line and returns 2. A run that had to stop prints why and returns 1 (75 if it was stopped while
+    there was nothing to save); the same command then resumes it.
+
+    Args:
+      name: name of the ablation's module.
+      arguments: words of the command line.
+      get_config: returns the configuration of a variant.
+      find: `find(runs, config, command)` does the work, evaluated on held-out rows.
+      **options: `measure` and `keep` of `AblationRuns`.
     """
     variant, workdir, *more = [*arguments, *("tiny", None)[len(arguments) :]]
     workdir = workdir or f"workdir/{name}_{variant}"
@@ -32,11 +37,11 @@ def ablate(
         if more:
             raise ValueError(f"unexpected argument {more[0]!r}; give a variant and a workdir")
         command = f"python -m experiments.ablations.{name} {variant} {workdir}"
-        with StopSignal(ends=True):
-            found = find(Runs(workdir, HeldOut, **options), get_config(variant), command)
+        with PreemptionGuard(ends=True):
+            finding = find(AblationRuns(workdir, HeldOut, **options), get_config(variant), command)
     except (ValueError, TrainingStopped, SaveError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print_error(error)
         return 2 if isinstance(error, ValueError) else 1
-    found.print()
-    print(f"page: {found.write(workdir, name)}")
+    finding.print()
+    print(f"page: {finding.write(workdir, name)}")
     return 0

@@ -1,9 +1,10 @@
-"""Ways from a dense model to a sparse one, as arms of an ablation: with and without a warm-up of the indexers.
+"""Defines ways from a dense to a sparse model as arms of an ablation, with and without a warm-up of the indexers.
 
-dsa_stages.py says what they are compared for.
+dsa_stages.py explains the comparison.
 """
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable
 
@@ -12,8 +13,8 @@ import numpy as np
 from experiments import midtrain, pretrain
 from experiments.ablations import retriever
 from experiments.ablations.arms import Arm, Trial
-from experiments.dsa_sparse import sparse
-from experiments.dsa_warmup import falling, warm
+from experiments.dsa_sparse import sparsify_stage
+from experiments.dsa_warmup import freeze_trunk, make_warmup_schedule
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.long_context import TaskSourceConfig
@@ -26,24 +27,24 @@ from glm5_jax.training.schedule import ScheduleConfig
 
 DENSE, WARM_UP, FULL = "dense", "warm-up only", "full"
 AT_ONCE, ANNEALED = "sparse at once", "keys annealed"
-LENGTH = 128  # of :tiny
+LENGTH = 128  # tokens of a row of :tiny
 
 
-@dataclasses.dataclass(frozen=True)
-class Study:
-    """What is adapted, and for how long. Construction refuses steps that do not divide (ValueError).
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DsaStudy:
+    """Model and length of the adaptation. Raises ValueError for steps that do not divide.
 
     Attributes:
-      dense: the chain of stages that trains the dense model, given a workdir for its tokenizer; the data
-        of the last are those of all arms.
-      rows: of a batch of all arms.
-      keys: that the sparse model attends to.
+      dense: returns the chain of stages that trains the dense model, given a workdir for its tokenizer; all arms use the
+        data of the last one.
+      rows: rows of a batch in all arms.
+      keys: number of keys that the sparse model attends to.
       length: tokens of a row, a power of two times keys.
-      rate: constant, of everything that trains after the warm-up.
-      steps, warm_steps: of every arm in all, and of the warm-up before the sparse stage.
+      rate: constant learning rate of all training after the warm-up.
+      steps, warm_steps: total steps of every arm, and steps of the warm-up before the sparse stage.
       every: steps between two scores; divides both, and each part of the annealing.
-      retrieval: what is scored at the end, with the seed of the training added to its own.
-      along: samples of the scores along the way.
+      retrieval: final evaluation; the training's seed is added to its seed.
+      along: samples of the evaluations during training.
     """
 
     dense: Callable[[pathlib.Path], tuple[ExperimentConfig, ...]]
@@ -77,23 +78,23 @@ class Study:
             self.keys << i for i in reversed(range((self.length // self.keys).bit_length()))
         )
 
-    def served(self, stage: ExperimentConfig) -> ModelConfig:
-        """The model as it is scored: with `keys` keys if it has indexers that learn."""
+    def evaluated_model(self, stage: ExperimentConfig) -> ModelConfig:
+        """Returns the model as it is evaluated: with `keys` keys if it has trainable indexers."""
         if not stage.step.index_weight:
             return stage.model
         return dataclasses.replace(stage.model, attention="sparse", index_topk=self.keys)
 
     def evaluator(self, setting: Setting) -> Ruler:
-        """What scores the arms along the way."""
+        """Returns the evaluator of the arms during training."""
         stage = setting.config
-        stage = dataclasses.replace(stage, model=self.served(stage))
+        stage = dataclasses.replace(stage, model=self.evaluated_model(stage))
         few = dataclasses.replace(self.retrieval, samples=self.along)
         return Ruler(few, dataclasses.replace(setting, config=stage))
 
 
-def tiny() -> Study:
-    """The retriever, 128 tokens and 16 keys."""
-    return Study(
+def tiny() -> DsaStudy:
+    """Uses the retriever with 128 tokens and 16 keys."""
+    return DsaStudy(
         dense=lambda workdir: retriever.stages("retriever", workdir, retriever.model()),
         rows=retriever.LAST["rows"],
         keys=16,
@@ -102,16 +103,22 @@ def tiny() -> Study:
         steps=128,
         warm_steps=32,
         every=16,
-        retrieval=RulerConfig(("multi_key",), (LENGTH,), 2000, batch_size=100, task=retriever.TASK),
+        retrieval=RulerConfig(
+            kinds=("multi_key",),
+            lengths=(LENGTH,),
+            samples=2000,
+            batch_size=100,
+            task=retriever.TASK,
+        ),
         along=200,
     )
 
 
-def small() -> Study:
-    """Pre-training and mid-training :small, 32K tokens and 512 keys; four kinds of needles in text."""
+def small() -> DsaStudy:
+    """Uses pre-training and mid-training :small, 32K tokens and 512 keys; four kinds of needles in text."""
     stages = ("32k", "128k", "200k")
     kinds = ("needle", "multi_key", "multi_value", "multi_query")
-    return Study(
+    return DsaStudy(
         dense=lambda _: (pretrain.small(), *map(midtrain.small, stages)),
         rows=4,
         keys=512,
@@ -120,22 +127,22 @@ def small() -> Study:
         steps=2800,
         warm_steps=1000,
         every=200,
-        retrieval=RulerConfig(kinds, (4096, 32_768), 500),
+        retrieval=RulerConfig(kinds=kinds, lengths=(4096, 32_768), samples=500),
         along=50,
     )
 
 
-def arms(study: Study, workdir) -> dict[str, Arm]:
-    """The arms by name; each begins with the same dense stages."""
+def arms(study: DsaStudy, workdir: str | os.PathLike) -> dict[str, Arm]:
+    """Returns the arms by name; each starts with the same dense stages."""
     dense = study.dense(pathlib.Path(workdir))
     base = dataclasses.replace(
         dense[-1],
         checkpoint=None,
-        unshared=("indexer",),
-        batch=pretrain.constant(study.rows * study.length),
+        may_differ=("indexer",),
+        batch=pretrain.constant_batch(study.rows * study.length),
         sample=SampleConfig(),
         schedule=ScheduleConfig(
-            "constant", peak=study.rate, warmup_steps=0, total_steps=study.steps
+            kind="constant", peak=study.rate, warmup_steps=0, total_steps=study.steps
         ),
         train=dataclasses.replace(
             dense[-1].train, steps=None, eval_interval=study.every, sample_interval=0, keep=1
@@ -145,8 +152,8 @@ def arms(study: Study, workdir) -> dict[str, Arm]:
         base, model=dataclasses.replace(base.model, index_topk=study.keys)
     )
 
-    def at(stage: ExperimentConfig, first: int) -> ExperimentConfig:
-        """The stage, on tasks that none before it has seen; `first` steps after the dense model."""
+    def with_new_tasks(stage: ExperimentConfig, first: int) -> ExperimentConfig:
+        """Returns the stage, `first` steps after the dense model, on tasks that no earlier stage had."""
         sources = tuple(
             dataclasses.replace(
                 s, tasks=dataclasses.replace(s.tasks, seed=s.tasks.seed + first + 1)
@@ -155,39 +162,44 @@ def arms(study: Study, workdir) -> dict[str, Arm]:
             else s
             for s in stage.data.sources
         )
-        # Tasks have no texts to hold out, but a stage that holds nothing out is not scored.
+        # Tasks have no texts to hold out, but a stage without held-out data is not evaluated.
         held_out = stage.data.held_out_fraction or 0.01
         data = dataclasses.replace(stage.data, sources=sources, held_out_fraction=held_out)
         return dataclasses.replace(stage, data=data)
 
-    def warmed(steps: int) -> ExperimentConfig:
-        return at(warm(with_indexers, f"warm-up {steps}", schedule=falling(steps)), 0)
+    def warmed_up(steps: int) -> ExperimentConfig:
+        return with_new_tasks(
+            freeze_trunk(with_indexers, f"warm-up {steps}", schedule=make_warmup_schedule(steps)), 0
+        )
 
     def adapted(keys: int, first: int, steps: int) -> ExperimentConfig:
-        stage = sparse(with_indexers, f"sparse {keys} from {first}", study.rate, steps)
+        stage = sparsify_stage(with_indexers, f"sparse {keys} from {first}", study.rate, steps)
         model = dataclasses.replace(stage.model, index_topk=keys)
-        return at(dataclasses.replace(stage, model=model), first)
+        return with_new_tasks(dataclasses.replace(stage, model=model), first)
 
     part = study.steps // len(study.levels)
     annealed = (adapted(keys, i * part, part) for i, keys in enumerate(study.levels))
     after = study.steps - study.warm_steps
     tails = {
-        DENSE: (at(dataclasses.replace(base, name=DENSE), 0),),
-        WARM_UP: (warmed(study.steps),),
-        FULL: (warmed(study.warm_steps), adapted(study.keys, study.warm_steps, after)),
+        DENSE: (with_new_tasks(dataclasses.replace(base, name=DENSE), 0),),
+        WARM_UP: (warmed_up(study.steps),),
+        FULL: (warmed_up(study.warm_steps), adapted(study.keys, study.warm_steps, after)),
         AT_ONCE: (adapted(study.keys, 0, study.steps),),
         ANNEALED: tuple(annealed),
     }
     return {name: Arm(name, (*dense, *tail)) for name, tail in tails.items()}
 
 
-def scored(study: Study, trial: Trial, folder: pathlib.Path) -> dict:
-    """For the row of a trained arm: its mean exact retrieval, and of every kind and length of
-    `study.retrieval` which samples it missed, of how many, and their hash."""
+def score_arm(study: DsaStudy, trial: Trial, folder: pathlib.Path) -> dict:
+    """Returns values for the row of a trained arm.
+
+    Its mean exact retrieval, and for every kind and length of `study.retrieval` which samples it missed, of how many, and
+    their hash.
+    """
     stage, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
     ids = {"eos_token_id": tokenizer.eos_ids, "pad_token_id": tokenizer.pad_id}
-    model = dataclasses.replace(study.served(stage), **ids)
-    params = store.load_params(folder, glm5.abstract(model))
+    model = dataclasses.replace(study.evaluated_model(stage), **ids)
+    params = store.load_params(folder, glm5.abstract_params(model))
     config = dataclasses.replace(study.retrieval, seed=study.retrieval.seed + trial.seed)
     scores = ruler(params, model, tokenizer, config, progress=False)
     return {

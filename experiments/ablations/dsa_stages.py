@@ -1,23 +1,26 @@
-"""What each stage of the DSA adaptation is good for, and how far from dense attention it ends (GLM-5 2.1.1).
+"""Measures the effect of each stage of the DSA adaptation, and the remaining gap to dense attention (GLM-5 2.1.1).
 
     python -m experiments.ablations.dsa_stages [tiny|small] [WORKDIR]
 
 From one trained dense model per seed, all arms train on the same number of tokens:
 
-- dense: goes on as it was;
-- warm-up only: the indexers learn what dense attention looks at, and the trunk is then used sparse as it is;
+- dense: continues as before;
+- warm-up only: the indexers train on dense attention, and the unchanged trunk is then used sparsely;
 - full: the paper's way, a warm-up and then the sparse stage;
-- sparse at once: the sparse stage with indexers that know nothing;
-- keys annealed: likewise, but from all keys down to the k that stay, by halves.
+- sparse at once: the sparse stage with untrained indexers;
+- keys annealed: likewise, but from all keys down to the final k, by halves.
 
-All are scored with k keys, whatever they train with, but dense. Reported, with all seeds and their spread:
-exact retrieval along the way and at the end, its difference to dense (and between full and warm-up only:
-90% of dense against 99.6% in the paper's Table 6 at 128K) on paired samples; tokens until an arm is within half
-a percent of dense at equal tokens; the largest rise of the training loss over its lowest value before (the
-dense model's included); gradient norms.
+All except dense are evaluated with k keys, whatever they train with. Reported, with all seeds and their spread:
 
-Tuned, on the first seed of :tiny, as the paper leaves it open: four questions for each context, so that all
-arms train what is scored; a rate of 1e-3, a fifth of the dense model's. Indexers warm up at the paper's rates.
+- exact retrieval during training and at the end, and its difference to dense (and between full and warm-up only: 90%
+  of dense against 99.6% in the paper's Table 6 at 128K) on paired samples;
+- tokens until an arm is within half a percent of dense at equal tokens;
+- the largest rise of the training loss over its lowest value before (the dense model's included);
+- gradient norms.
+
+The paper leaves some values open. They are tuned on the first seed of :tiny: four questions for each context, so that
+all arms train on the task of the evaluation; a rate of 1e-3, a fifth of the dense model's. Indexers warm up at the
+paper's rates.
 
 :tiny    for two CPU cores, 128 tokens, 16 keys: 128 steps of 2,048 tokens an arm, half a minute each, and
          two or three minutes for each dense model; a quarter of an hour in all.
@@ -36,15 +39,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.ablations.arms import Runs, outcome
+from experiments.ablations.arms import AblationRuns, outcome
 from experiments.ablations.command import ablate
 from experiments.ablations.dsa_adaptation import (
     DENSE,
     FULL,
     WARM_UP,
-    Study,
+    DsaStudy,
     arms,
-    scored,
+    score_arm,
     small,
     tiny,
 )
@@ -57,15 +60,19 @@ SEEDS = (0, 1, 2)
 TARGET = 0.005  # of exact retrieval
 
 
-def get_config(variant: str = "tiny") -> Study:
-    """The variant's study; ValueError lists the variants."""
+def get_config(variant: str = "tiny") -> DsaStudy:
+    """Returns the variant's study. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small})
 
 
 class History(NamedTuple):
-    """Of a training after the dense model, by steps over all stages: exact retrieval; the training loss (nats
-    per token; step 0: the dense model's at its end); norms of the gradients of trunk and indexers, where
-    they train."""
+    """Values of a training after the dense model, {step over all stages: value}.
+
+    Attributes:
+      scores: exact retrieval.
+      losses: training loss in nats per token; step 0 has the dense model's final one.
+      trunk, indexer: norms of the gradients of trunk and indexers, where they train.
+    """
 
     scores: dict[int, float]
     losses: dict[int, float]
@@ -73,73 +80,84 @@ class History(NamedTuple):
     indexer: dict[int, float]
 
 
-def history(dense: pathlib.Path, folders: Iterable[pathlib.Path]) -> History:
-    """From the workdirs of the last dense stage and of those after it."""
-    found, first = History({}, {0: outcome(dense)["train_loss"]}, {}, {}), 0
+def read_history(dense: pathlib.Path, folders: Iterable[pathlib.Path]) -> History:
+    """Returns the history from the workdirs of the last dense stage and of the stages after it."""
+    result, first = History({}, {0: outcome(dense)["train_loss"]}, {}, {}), 0
     for folder in folders:
         rows = read(folder)
         for row in rows:
             step = first + row["step"]
             exact = [x for name, x in row.items() if re.fullmatch(r"ruler/.*/exact", name)]
             if exact:
-                found.scores[step] = statistics.fmean(exact)
+                result.scores[step] = statistics.fmean(exact)
             trunk = [row[f"grad_norm/{g}"] for g in ("adamw", "muon") if f"grad_norm/{g}" in row]
             if trunk:
-                found.trunk[step] = math.hypot(*trunk)
+                result.trunk[step] = math.hypot(*trunk)
             if "grad_norm/indexer" in row:
-                found.indexer[step] = row["grad_norm/indexer"]
+                result.indexer[step] = row["grad_norm/indexer"]
             if "loss/ce" in row:
-                found.losses[step] = row["loss/ce"]
+                result.losses[step] = row["loss/ce"]
         first += rows[-1]["step"]
-    return found
+    return result
 
 
-def spike(losses: Sequence[float]) -> float:
-    """The largest rise of a loss over its lowest value before."""
+def largest_rise(losses: Sequence[float]) -> float:
+    """Returns the largest rise of a loss over its lowest value before."""
     lowest = np.minimum.accumulate(losses)
     return float(np.max(np.asarray(losses[1:]) - lowest[:-1]))
 
 
-def parity(scores: dict[int, float], dense: dict[int, float]) -> int | None:
-    """The first step at which an arm is within `TARGET` of dense at that step; None if it never is."""
+def step_of_parity(scores: dict[int, float], dense: dict[int, float]) -> int | None:
+    """Returns the first step at which an arm is within `TARGET` of dense at the same step; None if there is none."""
     return next((s for s in sorted(scores) if s and scores[s] >= dense[s] - TARGET), None)
 
 
-def run(runs: Runs, study: Study, command: str) -> Finding:
+def run(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
     """Trains and compares all arms."""
-    found = arms(study, runs.workdir)
+    study_arms = arms(study, runs.workdir)
     rows, histories = {}, {}
     before = len(study.dense(runs.workdir))
-    for name, arm in found.items():
+    for name, arm in study_arms.items():
         trials = [arm.trial(seed=seed) for seed in SEEDS]
         rows[name] = runs(trials)
         folders = [runs.folders(trial) for trial in trials]
-        histories[name] = [history(own[before - 1], own[before:]) for own in folders]
-    tokens = found[DENSE].stages[-1].batch.end
+        histories[name] = [
+            read_history(stage_folders[before - 1], stage_folders[before:])
+            for stage_folders in folders
+        ]
+    tokens = study_arms[DENSE].stages[-1].batch.end
     return finding(study, command, rows, histories, tokens)
 
 
 def finding(
-    study: Study,
+    study: DsaStudy,
     command: str,
     rows: dict[str, list[dict]],
     histories: dict[str, list[History]],
     tokens: int,
 ) -> Finding:
-    """Tables, plots and verdicts from the rows and histories of the arms {name: by seed}; tokens of a step.
+    """Returns tables, plots and verdicts from the rows and histories of the arms {name: by seed}.
 
-    Arms of which a training diverged are named and left out; ValueError if dense or full is one of them.
+    Arms with a diverged training are named and left out. Raises ValueError if dense or full is one of them.
+
+    Args:
+      study: the study.
+      command: command line of the run.
+      rows, histories: {name: by seed}.
+      tokens: tokens of a step.
     """
-    diverged = [name for name, found in rows.items() if any(r["loss"] is None for r in found)]
-    rows = {name: found for name, found in rows.items() if name not in diverged}
+    # Leave out diverged arms.
+    diverged = [name for name, of_arm in rows.items() if any(r["loss"] is None for r in of_arm)]
+    rows = {name: of_arm for name, of_arm in rows.items() if name not in diverged}
     if lacking := {DENSE, FULL} & set(diverged):
         raise ValueError(
             f"{', '.join(sorted(lacking))} diverged; nothing to compare with. Lower rate"
         )
     histories = {name: histories[name] for name in rows}
+    # Verdicts and curves of the others.
     reached = {
-        name: [parity(h.scores, dense.scores) for h, dense in zip(found, histories[DENSE])]
-        for name, found in histories.items()
+        name: [step_of_parity(h.scores, dense.scores) for h, dense in zip(of_arm, histories[DENSE])]
+        for name, of_arm in histories.items()
     }
     verdicts = [
         _parity_target(rows),
@@ -154,11 +172,11 @@ def finding(
     losses = curves(_lines(histories, lambda h: h.losses), y_label="Training loss, nats", log=True)
     norms = curves(_lines(histories, lambda h: h.trunk), y_label="Gradient norm", log=True)
     return Finding(
-        "The stages of the DSA adaptation",
-        command,
-        tuple(verdicts),
-        (_retrieval(study, tokens, rows, histories, reached), _unrest(histories)),
-        (
+        title="The stages of the DSA adaptation",
+        command=command,
+        verdicts=tuple(verdicts),
+        tables=(_retrieval(study, tokens, rows, histories, reached), _stability_table(histories)),
+        plots=(
             Plot(scores, f"By steps after the dense model, with {study.keys} keys but for dense."),
             Plot(losses, "With the keys of the stage; a warm-up's is that of the dense model."),
             Plot(norms, "Of the trunk, where it trains."),
@@ -169,27 +187,27 @@ def finding(
 def _retrieval(study, tokens, rows, histories, reached) -> Table:
     columns = ("solved, %", "minus dense, by seed", "all samples, 95%", "first score")
     return Table(
-        f"Exact retrieval at {study.length} tokens, {study.keys} keys but for dense: {study.steps} steps of "
+        title=f"Exact retrieval at {study.length} tokens, {study.keys} keys but for dense: {study.steps} steps of "
         f"{tokens:,} tokens after the dense model, {len(SEEDS)} seeds",
-        ("arm", *columns, "parity at step"),
-        tuple(
+        columns=("arm", *columns, "parity at step"),
+        rows=tuple(
             (
                 name,
-                f"{_percent(Spread.of(_exact(found))):.2f}",
-                f"{_percent(paired(_exact(found), _exact(rows[DENSE]))):+.2f}",
-                _interval(found, rows[DENSE]),
+                f"{_percent(Spread.of(_exact(arm_rows))):.2f}",
+                f"{_percent(paired(_exact(arm_rows), _exact(rows[DENSE]))):+.2f}",
+                _interval(arm_rows, rows[DENSE]),
                 f"{_percent(Spread.of(h.scores[0] for h in histories[name])):.1f}",
                 ", ".join("never" if step is None else str(step) for step in reached[name]),
             )
-            for name, found in rows.items()
+            for name, arm_rows in rows.items()
         ),
-        "Mean ± half of Student's 95% interval (lowest .. highest seed); first score: before a single step. "
+        note="Mean ± half of Student's 95% interval (lowest .. highest seed); first score: before a single step. "
         f"Parity: within {100 * TARGET:g} points of dense after the same step, of each seed; scored every "
         f"{study.every} steps on {study.along} samples.",
     )
 
 
-def _unrest(histories) -> Table:
+def _stability_table(histories) -> Table:
     columns = (
         "largest rise of the loss",
         "trunk: largest norm",
@@ -197,18 +215,18 @@ def _unrest(histories) -> Table:
         "indexers: largest norm",
     )
     return Table(
-        "Unrest of the training after the dense model",
-        ("arm", *columns),
-        tuple(
+        title="Unrest of the training after the dense model",
+        columns=("arm", *columns),
+        rows=tuple(
             (
                 name,
-                f"{Spread.of(spike(list(h.losses.values())) for h in found):.3f}",
-                *(_norms(found, "trunk", how) for how in (max, statistics.median)),
-                _norms(found, "indexer", max),
+                f"{Spread.of(largest_rise(list(h.losses.values())) for h in arm_histories):.3f}",
+                *(_norms(arm_histories, "trunk", how) for how in (max, statistics.median)),
+                _norms(arm_histories, "indexer", max),
             )
-            for name, found in histories.items()
+            for name, arm_histories in histories.items()
         ),
-        "Nats per token above the lowest loss before, the dense model's included; norms of all gradients of "
+        note="Nats per token above the lowest loss before, the dense model's included; norms of all gradients of "
         "trunk and indexers before clipping, over all steps in which they train.",
     )
 
@@ -221,34 +239,37 @@ def _percent(spread: Spread) -> Spread:
     return Spread(tuple(100 * value for value in spread.values))
 
 
-def _of_all(ours: list[dict], theirs: list[dict]) -> tuple[float, float, float]:
-    """(difference, lower, upper 95% limit) of exact retrieval over the samples of all seeds, paired."""
+def _compare_all_samples(ours: list[dict], theirs: list[dict]) -> tuple[float, float, float]:
+    """Returns (difference, lower, upper 95% limit) of exact retrieval over the paired samples of all seeds."""
     ours, theirs = ({k: v for row in rows for k, v in _by_sample(row)} for rows in (ours, theirs))
     return compare(ours, theirs)["all"]
 
 
 def _by_sample(row: dict) -> Iterable[tuple[str, Score]]:
-    for name, found in row["scores"].items():
-        exact = np.ones(found["of"], bool)
-        exact[found["missed"]] = False
-        depth = np.full(found["of"], math.nan)  # not kept
-        yield f"{name} {row['seed']}", Score(exact, exact.astype(float), depth, found["samples"])
+    for name, score in row["scores"].items():
+        exact = np.ones(score["of"], bool)
+        exact[score["missed"]] = False
+        depth = np.full(score["of"], math.nan)  # not stored in rows
+        yield (
+            f"{name} {row['seed']}",
+            Score(exact=exact, share=exact.astype(float), depth=depth, samples=score["samples"]),
+        )
 
 
 def _interval(ours: list[dict], theirs: list[dict]) -> str:
-    difference, low, high = (100 * x for x in _of_all(ours, theirs))
+    difference, low, high = (100 * x for x in _compare_all_samples(ours, theirs))
     return f"{difference:+.2f} [{low:+.2f}, {high:+.2f}]"
 
 
-def _norms(found: list[History], of: str, how) -> str:
-    values = [getattr(own, of).values() for own in found]
-    return f"{Spread.of(map(how, values)):.3f}" if all(values) else "frozen"
+def _norms(arm_histories: list[History], part: str, reduce) -> str:
+    values = [getattr(history, part).values() for history in arm_histories]
+    return f"{Spread.of(map(reduce, values)):.3f}" if all(values) else "frozen"
 
 
 def _parity_target(rows: dict[str, list[dict]]) -> str:
-    """The whole way against dense, on all samples of all seeds."""
-    difference, low, _ = _of_all(rows[FULL], rows[DENSE])
-    pairs = sum(found["of"] for row in rows[FULL] for found in row["scores"].values())
+    """Returns the sentence on the full way against dense, on all samples of all seeds."""
+    difference, low, _ = _compare_all_samples(rows[FULL], rows[DENSE])
+    pairs = sum(score["of"] for row in rows[FULL] for score in row["scores"].values())
     met = "met" if low >= -TARGET else "met on average, within the interval"
     if difference < -TARGET:
         met = "not met"
@@ -260,10 +281,10 @@ def _parity_target(rows: dict[str, list[dict]]) -> str:
 
 
 def _stages(rows: dict[str, list[dict]]) -> str:
-    """What the sparse stage adds to the warm-up (Table 6)."""
+    """Returns the sentence on the gain of the sparse stage after the warm-up (Table 6)."""
     if WARM_UP not in rows:
         return f"{WARM_UP} against {FULL}: not compared"
-    _, _, high = _of_all(rows[WARM_UP], rows[FULL])
+    _, _, high = _compare_all_samples(rows[WARM_UP], rows[FULL])
     shows = "shows here" if high < 0 else "does not show at this size"
     return (
         f"{WARM_UP} minus {FULL}, in points: {_interval(rows[WARM_UP], rows[FULL])}; by seed "
@@ -272,7 +293,7 @@ def _stages(rows: dict[str, list[dict]]) -> str:
     )
 
 
-def _tokens_to_parity(name: str, reached: list[int | None], study: Study, tokens: int) -> str:
+def _tokens_to_parity(name: str, reached: list[int | None], study: DsaStudy, tokens: int) -> str:
     if None in reached:
         return f"{name}: within {100 * TARGET:g} points of dense on {len(reached) - reached.count(None)} of {len(reached)} seeds"
     warm = {FULL: study.warm_steps, WARM_UP: study.steps}.get(name, 0)
@@ -284,17 +305,24 @@ def _tokens_to_parity(name: str, reached: list[int | None], study: Study, tokens
 
 
 def _lines(histories: dict[str, list[History]], of) -> dict[str, list]:
-    """Curves of all arms, which have the same colours in every chart; none of those that have no values."""
-    values = {name: [sorted(of(h).items()) for h in found] for name, found in histories.items()}
-    return {name: [tuple(zip(*v)) for v in found if v] for name, found in values.items()}
+    """Returns the curves of all arms, so that an arm has one colour in every chart; arms without values have none."""
+    values = {
+        name: [sorted(of(h).items()) for h in arm_histories]
+        for name, arm_histories in histories.items()
+    }
+    return {
+        name: [tuple(zip(*v)) for v in arm_histories if v] for name, arm_histories in values.items()
+    }
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
+    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
 
-    def find(runs: Runs, study: Study, command: str) -> Finding:
-        score = functools.partial(scored, study)
-        return run(Runs(runs.workdir, study.evaluator, measure=score, keep=True), study, command)
+    def find(runs: AblationRuns, study: DsaStudy, command: str) -> Finding:
+        score = functools.partial(score_arm, study)
+        return run(
+            AblationRuns(runs.workdir, study.evaluator, measure=score, keep=True), study, command
+        )
 
     return ablate("dsa_stages", arguments, get_config, find)
 

@@ -1,18 +1,19 @@
-"""What leaving mistakes out of the loss is good for (GLM-5 3.1).
+"""Measures the effect of leaving the assistant's mistakes out of the loss (GLM-5 3.1).
 
     python -m experiments.ablations.error_masking [tiny|small] [WORKDIR]
 
-Two arms are fine-tuned from the same sparse model on the same conversations with tools, in half of which the first
-call is a mistake (a tool that is not there, a wrong argument, arguments that are no object) that the tool's
-answer names and the next call corrects: masked leaves the mistakes out of the loss, unmasked learns them. Beside
-them stand chains of sums (experiments/sft.py), from which so small a model learns to copy what it was asked about;
-on tools alone neither arm gets a call right.
+Two arms are fine-tuned from the same sparse model on the same conversations with tools. In half of them the first call
+is a mistake (an unknown tool, a wrong argument, or arguments that are not an object), which the tool's answer names
+and the next call corrects. Arm masked leaves the mistakes out of the loss, arm unmasked trains on them. The data also
+has chains of sums (experiments/sft.py), from which such a small model learns to copy values of the question; on tools
+only, neither arm gets a call right.
 
-Reported, on questions that were held out and calls that are drawn at temperature 1 and greedily: how many first
-calls are mistakes, by the rule that masks them in training; and how many calls are right after a mistake that
-stands in the context, which both arms learn from the same corrections.
+Reported, on held-out questions and calls sampled at temperature 1 and greedily:
 
-:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then four minutes
+- the share of first calls that are mistakes, by the rule that masks them in training;
+- the share of right calls after a mistake in the context, which both arms train on with the same corrections.
+
+:tiny    for two CPU cores: a lifecycle of ten minutes, one for all ablations of SFT in a WORKDIR, then four minutes
          for each of two arms and three seeds
 """
 
@@ -25,36 +26,37 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments import sft
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Spread, Table, paired
 from experiments.ablations.finetuned import Assistant, arm, held_out
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
-from glm5_jax.data.conversation import Conversation, parse
-from glm5_jax.evals.chats import Request
+from glm5_jax.data.conversation import Conversation, parse_line
+from glm5_jax.evals.chats import ChatRequest
 from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 500
-NEW = 64  # tokens of a call at most; none that is right has more than 40
+NEW = 64  # maximum tokens of a call; right ones have at most 40
 MASKED, UNMASKED = "masked", "unmasked"
-SHARE = 0.5  # of the conversations begin with a mistake
-ASKED = ("drawn", "greedy", "corrected")
+SHARE = 0.5  # of the conversations that begin with a mistake
 
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
-    """The variant's arms by name; ValueError lists the variants."""
+    """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {size: functools.partial(_arms, size) for size in ("tiny", "small")})
 
 
 def _arms(size: str) -> dict[str, Arm]:
     base = sft.get_config(f"{size},interleaved")
-    tools = ChatTaskConfig("tools", size=12_000, mistakes=SHARE)
-    chains = ChatSourceConfig(sft.CHAIN, "reasoning", weight=0.6)
+    tools = ChatTaskConfig(kind="tools", size=12_000, mistakes=SHARE)
+    chains = ChatSourceConfig(chats=sft.CHAIN, category="reasoning", weight=0.6)
     arms = {}
     for name in (MASKED, UNMASKED):
-        calls = ChatSourceConfig(tools, "agent", weight=0.4, mask_errors=name == MASKED)
+        calls = ChatSourceConfig(
+            chats=tools, category="agent", weight=0.4, mask_errors=name == MASKED
+        )
         data = dataclasses.replace(base.data, sources=(calls, chains))
         config = dataclasses.replace(base, name=f"sft:{size},{name}", data=data)
         arms[name] = arm(name, size, config)
@@ -62,7 +64,7 @@ def _arms(size: str) -> dict[str, Arm]:
 
 
 def measure(trial: Trial, folder: pathlib.Path) -> dict:
-    """What an arm's row says of its calls, beside its training."""
+    """Returns the row's values on an arm's calls."""
     if trial.arm not in (MASKED, UNMASKED):
         return {}
     assistant = Assistant.of(trial, folder)
@@ -71,33 +73,38 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     return {
         "drawn": judge_calls(assistant, chats, 1, temperature=1.0, seed=trial.seed),
         "greedy": judge_calls(assistant, chats, 1),
-        # The question, the mistake and what the tool said to it.
+        # The question, the mistake and the tool's answer.
         "corrected": judge_calls(assistant, mistaken, 3),
     }
 
 
 def judge_calls(assistant: Assistant, chats: Iterable[Conversation], first: int, **options) -> dict:
-    """Replies after so many messages: how many are mistakes, and how many the call that is right."""
-    answers = assistant([Request(c.messages[:first], tools=c.tools) for c in chats], NEW, **options)
+    """Returns, for replies after the `first` messages: which are mistakes, and which are the right call."""
+    answers = assistant(
+        [ChatRequest(messages=c.messages[:first], tools=c.tools) for c in chats], NEW, **options
+    )
     mistakes, right = [], []
     for chat, answer in zip(chats, answers):
         calls = answer.reply.message.get("tool_calls", [])
         line = {"messages": [*chat.messages[:1], answer.reply.message], "tools": list(chat.tools)}
         broken = any(call.problem for call in answer.reply.tool_calls)
-        mistakes.append(int(broken or bool(calls and parse(line).mistakes)))
+        mistakes.append(int(broken or bool(calls and parse_line(line).mistakes)))
         wanted = chat.messages[-3]["tool_calls"]
         right.append(int(not mistakes[-1] and calls == wanted))
     return {"mistakes": mistakes, "right": right}
 
 
-def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
-    """Trains and asks both arms."""
-    rows = {name: runs([own.trial(seed=seed) for seed in SEEDS]) for name, own in arms.items()}
+def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+    """Trains and evaluates both arms."""
+    rows = {
+        name: runs([trained_arm.trial(seed=seed) for seed in SEEDS])
+        for name, trained_arm in arms.items()
+    }
     return finding(rows, command)
 
 
 def finding(rows: dict[str, list[dict]], command: str) -> Finding:
-    """Table and verdicts from the rows {arm: by seed}."""
+    """Returns table and verdicts from the rows {arm: by seed}."""
     fewer = paired(*(_shares(rows[name], "drawn", "mistakes") for name in (UNMASKED, MASKED)))
     clear = fewer.half is not None and fewer.mean > fewer.half
     masked, unmasked = (
@@ -105,10 +112,10 @@ def finding(rows: dict[str, list[dict]], command: str) -> Finding:
         for name in (MASKED, UNMASKED)
     )
     return Finding(
-        "Mistakes in the context, learnt or not",
-        command,
-        (
-            f"of first calls {unmasked.mean:.1f}% are mistakes where they were learnt, {masked.mean:.1f}% where they "
+        title="Mistakes in the context, trained on or not",
+        command=command,
+        verdicts=(
+            f"of first calls {unmasked.mean:.1f}% are mistakes where they were trained on, {masked.mean:.1f}% where they "
             f"were masked; that masking keeps them out is {'met' if clear else 'not met'} beyond the spread",
             "after a mistake in the context "
             + ", ".join(
@@ -116,17 +123,17 @@ def finding(rows: dict[str, list[dict]], command: str) -> Finding:
                 for name in rows
             ),
         ),
-        (_table(rows),),
+        tables=(_table(rows),),
     )
 
 
-def _shares(rows: list[dict], asked: str, what: str) -> list[float]:
-    return [float(np.mean(row[asked][what])) for row in rows]
+def _shares(rows: list[dict], situation: str, key: str) -> list[float]:
+    return [float(np.mean(row[situation][key])) for row in rows]
 
 
 def _table(rows: dict[str, list[dict]]) -> Table:
-    def cell(found, asked, what):
-        return f"{Spread.of(100 * share for share in _shares(found, asked, what)):.1f}"
+    def cell(arm_rows, situation, key):
+        return f"{Spread.of(100 * share for share in _shares(arm_rows, situation, key)):.1f}"
 
     columns = {
         "mistakes, drawn, %": ("drawn", "mistakes"),
@@ -135,13 +142,14 @@ def _table(rows: dict[str, list[dict]]) -> Table:
         "right after a mistake, %": ("corrected", "right"),
     }
     return Table(
-        f"First calls for {QUESTIONS} held-out questions, {len(SEEDS)} seeds; {100 * SHARE:.0f}% of the conversations "
+        title=f"First calls for {QUESTIONS} held-out questions, {len(SEEDS)} seeds; {100 * SHARE:.0f}% of the conversations "
         "in training begin with a mistake",
-        ("arm", *columns),
-        tuple(
-            (name, *(cell(found, *of) for of in columns.values())) for name, found in rows.items()
+        columns=("arm", *columns),
+        rows=tuple(
+            (name, *(cell(arm_rows, *keys) for keys in columns.values()))
+            for name, arm_rows in rows.items()
         ),
-        "Mean ± half of Student's 95% interval (lowest .. highest seed); drawn at temperature 1.",
+        note="Mean ± half of Student's 95% interval (lowest .. highest seed); drawn at temperature 1.",
     )
 
 

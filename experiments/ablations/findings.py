@@ -1,13 +1,14 @@
-"""What an ablation found: spreads over seeds, tables, and one page with them and the plots.
+"""Formats an ablation's finding: spreads over seeds, tables, and a page with them and the plots.
 
-A `Finding` is the whole of it: printed as plain text, and written as `report/NAME.html` of the
-ablation's workdir, self-contained and in the look of a training's report.
+A `Finding` is printed as plain text and written as `report/NAME.html` of the ablation's workdir: self-contained, in
+the style of a training's report.
 """
 
 import dataclasses
 import functools
 import html
 import math
+import os
 import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
@@ -26,17 +27,19 @@ CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Mean of one value per seed, all of them, and half the width of Student's 95% interval of the mean
-    (None for a single seed)."""
+    """Values of one quantity, one per seed.
+
+    `half` is half the width of Student's 95% interval of the mean; None for a single seed.
+    """
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """ValueError if there are none, or one is not finite (a training that diverged)."""
+        """Returns the spread of values. Raises ValueError if there are none, or if one is not finite (it diverged)."""
         values = tuple(values)
         if not values or not all(v is not None and math.isfinite(v) for v in values):
-            raise ValueError(f"no mean of {values}; leave out what diverged, and say so")
+            raise ValueError(f"no mean of {values}; leave out diverged trainings, and list them")
         return cls(tuple(float(v) for v in values))
 
     @property
@@ -51,10 +54,10 @@ class Spread:
         n = len(self.values)
         if n < 2:
             return None
-        return student(n - 1) * statistics.stdev(self.values) / math.sqrt(n)
+        return student_quantile(n - 1) * statistics.stdev(self.values) / math.sqrt(n)
 
     def __format__(self, spec: str) -> str:
-        """mean ± half (lowest .. highest), each in the given format (default .3f)."""
+        """Formats as mean ± half (lowest .. highest), each in the given format (default .3f)."""
         spec = spec or ".3f"
         if self.half is None:
             return format(self.mean, spec)
@@ -66,8 +69,8 @@ class Spread:
 
 
 @functools.cache
-def student(freedom: int) -> float:
-    """t such that Student's T with so many degrees of freedom lies in (-t, t) with CONFIDENCE.
+def student_quantile(freedom: int) -> float:
+    """Returns t such that Student's T with `freedom` degrees of freedom lies in (-t, t) with CONFIDENCE.
 
     P(|T| > t) = I_x(freedom / 2, 1 / 2) with x = freedom / (freedom + t^2), which rises with x.
     """
@@ -82,21 +85,28 @@ def student(freedom: int) -> float:
 
 
 def paired(ours: Iterable[float], theirs: Iterable[float]) -> Spread:
-    """Spread of ours - theirs, seed by seed: what the seeds have in common drops out."""
+    """Returns the spread of ours - theirs, seed by seed, which removes what the seeds have in common."""
     return Spread.of(a - b for a, b in zip(ours, theirs, strict=True))
 
 
 def verdict(margin: Spread, *, strictly: bool = False) -> str:
-    """Whether a margin is not negative (strictly: positive) on average, and beyond its interval too."""
+    """Returns whether a margin is not negative (strictly: positive) on average, and beyond its interval too."""
     if margin.mean < 0 or (strictly and margin.mean == 0):
         return "not met"
     sure = margin.half is not None and margin.mean > margin.half
     return "met" if sure else "met on average, within the spread"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, the names of the columns, rows of text, and what to know when reading it."""
+    """A table of text.
+
+    Attributes:
+      title: title of the table.
+      columns: names of the columns.
+      rows: rows of text.
+      note: what a reader must know; empty for none.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -112,10 +122,16 @@ class Plot:
     caption: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An ablation's result. verdicts: one sentence each, on a target and whether it was met; command:
-    the exact line that makes all of it again."""
+    """Result of an ablation.
+
+    Attributes:
+      title: title of the page.
+      command: command line that reproduces the result.
+      verdicts: sentences, each on a target and whether it was met.
+      tables, plots: tables and charts.
+    """
 
     title: str
     command: str
@@ -124,7 +140,7 @@ class Finding:
     plots: tuple[Plot, ...] = ()
 
     def print(self, console: Console | None = None) -> None:
-        """The tables, the verdicts and the command, without colours where output is no terminal."""
+        """Prints the tables, the verdicts and the command, without colours if the output is not a terminal."""
         console = console or Console(highlight=False)
         for table in self.tables:
             shown = RichTable(title=Text(table.title))
@@ -139,8 +155,8 @@ class Finding:
             console.print(Text(f"- {verdict}"), soft_wrap=True)
         console.print(Text(f"command: {self.command}"), soft_wrap=True)
 
-    def write(self, workdir, name: str) -> pathlib.Path:
-        """Writes the page, `report/NAME.html`, and returns its path: ablations may share a workdir."""
+    def write(self, workdir: str | os.PathLike, name: str) -> pathlib.Path:
+        """Writes the page and returns its path, `report/NAME.html`, because ablations may share a workdir."""
         path = pathlib.Path(workdir) / "report" / f"{name}.html"
         path.parent.mkdir(parents=True, exist_ok=True)
         verdicts = "".join(f"<li>{html.escape(text)}</li>" for text in self.verdicts)
@@ -155,10 +171,12 @@ class Finding:
 
 
 def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> str:
-    """A chart of the mean curve of each arm, in the shadow of its lowest and highest seed.
+    """Returns a chart of the mean curve of each arm, with a band from its lowest to its highest seed.
 
-    arms: {name: one (steps, values) per seed}; the seeds of an arm have the same steps, and an arm that has
-    none is not drawn. options as of `charts.line_chart`.
+    Args:
+      arms: {name: one (steps, values) per seed}. The seeds of an arm have the same steps. An arm without seeds is not
+        drawn.
+      **options: options of `charts.line_chart`.
     """
     lines, bands = [], []
     for name, seeds in arms.items():
@@ -174,8 +192,10 @@ def curves(arms: dict[str, Sequence[Sequence[Sequence[float]]]], **options) -> s
 
 
 def tuning_table(tuned: Iterable[tuple[str, dict[float, float]]]) -> Table:
-    """What every learning rate came to: (arm, {rate: loss, infinite where it diverged}). A best rate
-    that no other brackets is marked: beyond it a better one may lie."""
+    """Returns a table of the loss at every learning rate, from (arm, {rate: loss, infinite where it diverged}).
+
+    A best rate at an end of the grid is marked, because a better one may lie beyond it.
+    """
 
     def cells(losses):
         best = min(losses, key=losses.get)
@@ -185,11 +205,11 @@ def tuning_table(tuned: Iterable[tuple[str, dict[float, float]]]) -> Table:
 
     rows = ((name, "  ".join(cells(losses))) for name, losses in tuned)
     title = "Tuning: loss by peak learning rate, first seed"
-    return Table(title, ("arm", "rate: loss"), tuple(rows))
+    return Table(title=title, columns=("arm", "rate: loss"), rows=tuple(rows))
 
 
 def by_rate(arms: dict[str, dict[float, float]], **options) -> str:
-    """A chart of {arm: {learning rate: loss}}; rates on a logarithmic axis, what diverged left out."""
+    """Returns a chart of {arm: {learning rate: loss}} with logarithmic rates; diverged ones are left out."""
     lines = []
     for name, losses in arms.items():
         finite = [(math.log10(rate), x) for rate, x in sorted(losses.items()) if math.isfinite(x)]
@@ -197,9 +217,15 @@ def by_rate(arms: dict[str, dict[float, float]], **options) -> str:
     return charts.line_chart(lines, x_label="log10 of the peak learning rate", **options)
 
 
-def tuned_plots(arms, losses: dict[str, dict[float, float]], **options) -> tuple[Plot, Plot]:
-    """The held-out curves of arms (options: as of `curves`), and the losses {arm: {rate: loss}} of the
-    tuning that chose their rates."""
+def tuned_plots(
+    arms: dict[str, Sequence[Sequence[Sequence[float]]]],
+    losses: dict[str, dict[float, float]],
+    **options,
+) -> tuple[Plot, Plot]:
+    """Returns the held-out curves of arms, and the losses {arm: {rate: loss}} of their tuning.
+
+    Options are those of `curves`.
+    """
     label = "Held-out loss, nats per token"
     shown = "Mean over the seeds, each arm at its best rate; shadow: lowest to highest seed."
     return (

@@ -1,6 +1,6 @@
-"""What ablations of SFT share: the base models of a life, questions that were held out, and a trained arm's model.
+"""Provides the base models, the held-out questions and the trained models of the SFT ablations.
 
-In one WORKDIR they train that life once for all of them.
+In one WORKDIR these ablations train the lifecycle's first stages once for all of them.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.conversation import Conversation
-from glm5_jax.evals.chats import Answer, Request, ask
+from glm5_jax.evals.chats import Answer, ChatRequest, generate_answers
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig
@@ -24,16 +24,16 @@ SFT = "sft"  # the lifecycle's stage, which an arm replaces
 
 
 def arm(name: str, size: str, config: ExperimentConfig) -> Arm:
-    """An arm that fine-tunes the life's sparse model as config says, each seed the same one."""
-    life = lifecycle.get_config(size)
-    names = [field.name for field in dataclasses.fields(life)]
-    before = tuple(getattr(life, name) for name in names[: names.index(SFT)])
+    """Returns an arm that fine-tunes the lifecycle's sparse model with a config; earlier stages keep their seed."""
+    stages_config = lifecycle.get_config(size)
+    names = [field.name for field in dataclasses.fields(stages_config)]
+    before = tuple(getattr(stages_config, name) for name in names[: names.index(SFT)])
     config = dataclasses.replace(
         config,
         sample=SampleConfig(),
         data=dataclasses.replace(config.data, held_out_fraction=HELD_OUT),
     )
-    return Arm(name, (*map(_quiet, before), config), given=len(before))
+    return Arm(name, (*map(_quiet, before), config), num_fixed=len(before))
 
 
 def _quiet(stage: ExperimentConfig) -> ExperimentConfig:
@@ -42,21 +42,23 @@ def _quiet(stage: ExperimentConfig) -> ExperimentConfig:
 
 @functools.cache
 def held_out(source: ChatSourceConfig, count: int) -> tuple[Conversation, ...]:
-    """So many conversations that no arm trains on, each with another first question.
+    """Returns `count` conversations that no arm trains on, each with a different first question.
 
-    ValueError if there are fewer.
+    Raises ValueError if there are fewer.
     """
-    found, chats = {}, source.open(Tokenizer.default(), HELD_OUT, training=False)
+    by_question, chats = {}, source.open(Tokenizer.default(), HELD_OUT, training=False)
     for i in range(len(chats)):
         conversation = chats.conversation(i)
-        found.setdefault(conversation.messages[0]["content"], conversation)
-        if len(found) == count:
-            return tuple(found.values())
-    raise ValueError(f"{source.name} has {len(found)} held-out questions, not {count}; make more")
+        by_question.setdefault(conversation.messages[0]["content"], conversation)
+        if len(by_question) == count:
+            return tuple(by_question.values())
+    raise ValueError(
+        f"{source.name} has {len(by_question)} held-out questions, not {count}; make more"
+    )
 
 
 class Assistant(NamedTuple):
-    """A fine-tuned model that can be asked."""
+    """A fine-tuned model that replies to requests."""
 
     params: dict
     cfg: ModelConfig
@@ -64,11 +66,11 @@ class Assistant(NamedTuple):
 
     @classmethod
     def of(cls, trial: Trial, folder: pathlib.Path) -> "Assistant":
-        """What a finished trial trained."""
+        """Returns the model of a finished trial."""
         cfg = trial.stages[-1].model
-        params = store.load_params(folder, glm5.abstract(cfg, "float32"))
+        params = store.load_params(folder, glm5.abstract_params(cfg, "float32"))
         return cls(params, cfg, Tokenizer.load(folder / "tokenizer"))
 
-    def __call__(self, requests: list[Request], num_new: int, **options) -> list[Answer]:
-        """The answers, as `evals.chats.ask`."""
-        return ask(self.params, self.cfg, self.tokenizer, requests, num_new, **options)
+    def __call__(self, requests: list[ChatRequest], num_new: int, **options) -> list[Answer]:
+        """Returns the answers of `evals.chats.generate_answers`."""
+        return generate_answers(self.params, self.cfg, self.tokenizer, requests, num_new, **options)

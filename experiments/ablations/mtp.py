@@ -1,23 +1,20 @@
-"""Shared multi-token prediction against a single step and against none (GLM-5 2.1, Table 2).
+"""Compares shared multi-token prediction with a single step and with none (GLM-5 2.1, Table 2).
 
     python -m experiments.ablations.mtp [tiny|small] [WORKDIR]
 
-Three arms that train the same model on the same batches, with the MTP layer run three times with
-shared weights, once, or left out. Each then continues pieces of held-out text, drafting four tokens at
-a time, greedily and by sampling at temperature 1. Reported, with all seeds and their spread: tokens per
-verification step (evals/acceptance.py; without MTP it is 1), in which share of the steps each draft was
-kept, and the trunk's held-out loss. Paper: 2.76 for shared-3 against 2.55, a ratio of 1.08; the 2.55
-are another model's.
+Three arms train the same model on the same batches, with the MTP layer run three times with shared weights, once, or
+left out. Each then continues pieces of held-out text, drafting four tokens at a time, greedily and by sampling at
+temperature 1. Reported, with all seeds and their spread: tokens per verification step (evals/acceptance.py; without
+MTP it is 1), the share of steps in which each draft was accepted, and the trunk's held-out loss. Paper: 2.76 for
+shared-3 against 2.55, a ratio of 1.08; the 2.55 are another model's.
 
-The text is Python's character tables (encodings/*.py of the running Python): templates in which several
-tokens can be foreseen, and of which two layers know most within minutes (0.50 bits per byte; files that
-are held out share lines with the others). On the library's code, at 1.74 bits per byte after 600 steps,
-the arms did not differ beyond the spread over prompts (LOG.md).
+The text is Python's character tables (encodings/*.py of the running Python): templates in which several tokens can be
+predicted, and which two layers learn within minutes (0.50 bits per byte; held-out files share lines with the others).
+On the library's code, at 1.74 bits per byte after 600 steps, the arms did not differ beyond the spread over prompts
+(LOG.md).
 
-:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens: nine trainings of a minute or two, drafts
-         included.
-:small   pretrain.py:small for 2,000 steps, on one accelerator; needs text and a tokenizer of your own
-         there.
+:tiny    two layers for two CPU cores, 300 steps of 1,024 tokens: nine trainings of a minute or two, drafts included.
+:small   pretrain.py:small for 2,000 steps, on one accelerator; needs your text and tokenizer there.
 """
 
 import dataclasses
@@ -26,7 +23,7 @@ import sys
 import sysconfig
 
 from experiments import pretrain
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, paired, verdict
 from glm5_jax import presets
@@ -51,12 +48,12 @@ TABLES = pathlib.Path(sysconfig.get_paths()["stdlib"]) / "encodings" / "*.py"
 
 
 def get_config(variant: str = "tiny") -> ExperimentConfig:
-    """What all arms have in common; ValueError lists the variants."""
+    """Returns the configuration shared by all arms. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": tiny, "small": small})
 
 
 def tiny() -> ExperimentConfig:
-    """1.2 million parameters; 0.3 of the 0.8 million tokens there are."""
+    """Trains 1.2 million parameters on 0.3 of the 0.8 million tokens of the text."""
     model = dataclasses.replace(
         presets.tiny(), num_hidden_layers=2, n_routed_experts=4, index_topk=None, attention="dense"
     )
@@ -64,7 +61,9 @@ def tiny() -> ExperimentConfig:
         name="mtp:tiny",
         model=model,
         data=DataConfig(
-            sources=(SourceConfig("text", str(TABLES)),), sequence_length=128, held_out_fraction=0.1
+            sources=(SourceConfig(kind="text", path=str(TABLES)),),
+            sequence_length=128,
+            held_out_fraction=0.1,
         ),
         batch=BatchRampConfig(start=1024, end=1024, ramp_tokens=0, multiple=1024),
         optimizer=OptimizerConfig(ns_dtype="float32"),  # bfloat16 products are emulated on CPU
@@ -75,7 +74,7 @@ def tiny() -> ExperimentConfig:
 
 
 def small() -> ExperimentConfig:
-    """The model and the batches of pretrain.py:small."""
+    """Uses the model and the batches of pretrain.py:small."""
     return dataclasses.replace(
         pretrain.get_config("small"),
         name="mtp:small",
@@ -86,8 +85,8 @@ def small() -> ExperimentConfig:
 
 
 def arms(config: ExperimentConfig) -> dict[str, Arm]:
-    """The arms of `STEPS`, which differ in nothing but the MTP layer's runs."""
-    found = {}
+    """Returns the arms of `STEPS`, which differ only in the number of the MTP layer's runs."""
+    arms_by_name = {}
     for name, steps in STEPS.items():
         stage = dataclasses.replace(
             config,
@@ -95,29 +94,31 @@ def arms(config: ExperimentConfig) -> dict[str, Arm]:
             model=dataclasses.replace(config.model, num_nextn_predict_layers=min(steps, 1)),
             step=dataclasses.replace(config.step, mtp_steps=steps),
         )
-        found[name] = Arm(name, (stage,))
-    return found
+        arms_by_name[name] = Arm(name, (stage,))
+    return arms_by_name
 
 
-def drafted(trial: Trial, folder: pathlib.Path) -> dict:
-    """Accepted lengths of a trained arm, for its row of the results: {way: length}, and with
-    `_interval` and `_kept` behind the way's name the other figures of `Acceptance`."""
+def measure_drafts(trial: Trial, folder: pathlib.Path) -> dict:
+    """Returns accepted lengths of a trained arm, for its row of the results.
+
+    {way: length}, and with the suffixes `_interval` and `_kept` the other figures of `Acceptance`.
+    """
     config, tokenizer = trial.stages[-1], Tokenizer.load(folder / "tokenizer")
     model = dataclasses.replace(
         config.model, eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.pad_id
     )
-    params, row = store.load_params(folder, glm5.abstract(model)), {}
+    params, row = store.load_params(folder, glm5.abstract_params(model)), {}
     for way, drafting in DRAFTING.items():
         prompts = held_out_prompts(config.data, config.data.sources[0], tokenizer, drafting)
-        found = accepted_length(params, model, prompts, drafting)
-        row[way] = found.length
-        row[f"{way}_interval"] = [found.low, found.high]
-        row[f"{way}_kept"] = list(found.kept)
+        acceptance = accepted_length(params, model, prompts, drafting)
+        row[way] = acceptance.length
+        row[f"{way}_interval"] = [acceptance.low, acceptance.high]
+        row[f"{way}_kept"] = list(acceptance.accept_rates)
     return row
 
 
-def run(runs: Runs, config: ExperimentConfig, command: str) -> Finding:
-    """Trains all arms at all seeds, drafts with them and compares; `runs` measures `drafted`."""
+def run(runs: AblationRuns, config: ExperimentConfig, command: str) -> Finding:
+    """Trains all arms at all seeds, drafts with them and compares them; `runs` calls `measure_drafts`."""
     rows = {
         name: runs([arm.trial(seed=seed) for seed in SEEDS]) for name, arm in arms(config).items()
     }
@@ -125,36 +126,44 @@ def run(runs: Runs, config: ExperimentConfig, command: str) -> Finding:
 
 
 def finding(rows: dict[str, list[dict]], command: str) -> Finding:
-    """Tables, chart and verdict of the rows of every arm, one row per seed in the same order."""
+    """Returns tables, chart and verdicts of the rows of every arm, one row per seed in the same order."""
+    # Accepted lengths of every arm.
     lengths = {
-        arm: {way: [row[way] for row in found] for way in DRAFTING} for arm, found in rows.items()
+        arm: {way: [row[way] for row in arm_rows] for way in DRAFTING}
+        for arm, arm_rows in rows.items()
     }
     table = Table(
-        "Tokens per verification step, 4 drafts",
-        ("arm", *DRAFTING, "held-out loss", "loss minus none's"),
-        tuple(
+        title="Tokens per verification step, 4 drafts",
+        columns=("arm", *DRAFTING, "held-out loss", "loss minus none's"),
+        rows=tuple(
             (
                 arm,
                 *(f"{Spread.of(lengths[arm][way])}" for way in DRAFTING),
-                f"{Spread.of(row['loss'] for row in found):.4f}",
-                f"{paired(*([row['loss'] for row in x] for x in (found, rows['none']))):+.4f}",
+                f"{Spread.of(row['loss'] for row in arm_rows):.4f}",
+                f"{paired(*([row['loss'] for row in x] for x in (arm_rows, rows['none']))):+.4f}",
             )
-            for arm, found in rows.items()
+            for arm, arm_rows in rows.items()
         ),
-        "mean ± half of the 95% interval over seeds (lowest .. highest); greedy and sampled text differ "
-        "in what they lead to: short loops are foreseen well",
+        note="mean ± half of the 95% interval over seeds (lowest .. highest); greedy and sampled text differ "
+        "in their content: short loops are easy to predict",
     )
-    places = range(1, max(x.num_draft for x in DRAFTING.values()) + 1)
-    kept = {
-        (arm, way): [Spread.of(row[f"{way}_kept"][k - 1] for row in rows[arm]) for k in places]
+    # Acceptance by the draft's number.
+    draft_numbers = range(1, max(x.num_speculative_tokens for x in DRAFTING.values()) + 1)
+    accept_rates = {
+        (arm, way): [
+            Spread.of(row[f"{way}_kept"][k - 1] for row in rows[arm]) for k in draft_numbers
+        ]
         for arm in ("shared-3", "single")
         for way in DRAFTING
     }
-    by_place = Table(
-        "Share of the verification steps in which a draft was kept",
-        ("arm", *(f"draft {k}" for k in places)),
-        tuple((f"{arm}, {way}", *map(format, spreads)) for (arm, way), spreads in kept.items()),
+    by_draft = Table(
+        title="Share of the verification steps in which a draft was accepted",
+        columns=("arm", *(f"draft {k}" for k in draft_numbers)),
+        rows=tuple(
+            (f"{arm}, {way}", *map(format, spreads)) for (arm, way), spreads in accept_rates.items()
+        ),
     )
+    # Compare shared with single, and draw the acceptance.
     verdicts = []
     for way in DRAFTING:
         shared, single = lengths["shared-3"][way], lengths["single"][way]
@@ -164,19 +173,26 @@ def finding(rows: dict[str, list[dict]], command: str) -> Finding:
             f"{way}: accepted length of shared-3 over single, by seed: {ratio}; at least {TARGET}: {met}"
         )
     chart = charts.line_chart(
-        [(f"{arm}, {way}", list(places), [s.mean for s in x]) for (arm, way), x in kept.items()],
+        [
+            (f"{arm}, {way}", list(draft_numbers), [s.mean for s in x])
+            for (arm, way), x in accept_rates.items()
+        ],
         x_label="draft",
-        y_label="share of steps that kept it",
+        y_label="share of steps that accepted it",
     )
     title = "Shared multi-token prediction"
     return Finding(
-        title, command, tuple(verdicts), (table, by_place), (Plot(chart, "Mean over the seeds."),)
+        title=title,
+        command=command,
+        verdicts=tuple(verdicts),
+        tables=(table, by_draft),
+        plots=(Plot(chart, "Mean over the seeds."),),
     )
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments, [VARIANT [WORKDIR]]."""
-    return ablate("mtp", arguments, get_config, run, measure=drafted, keep=True)
+    """Runs the program with these arguments, [VARIANT [WORKDIR]]. Returns the exit code."""
+    return ablate("mtp", arguments, get_config, run, measure=measure_drafts, keep=True)
 
 
 if __name__ == "__main__":

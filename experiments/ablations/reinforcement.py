@@ -1,23 +1,22 @@
-"""Reinforcement learning after SFT: from a dense and from a sparse model, pulled back or not, and what distillation
-restores of what it forgets (GLM-5 3.2, 3.5).
+"""Measures RL after SFT: from a dense and a sparse model, with and without KL, and recovery by distillation.
 
     python -m experiments.ablations.reinforcement [tiny|small] [WORKDIR]
 
-All arms learn one skill from rewards, chains of three values, which the model of SFT has never seen end so early; the
-chains of five that it knows are the old skill, of which nothing is attempted meanwhile.
+Source: GLM-5 3.2, 3.5. All arms train one skill by rewards: chains of three values, shorter than those of SFT. Chains
+of five, which the SFT model solves, are the old skill; no RL task has them.
 
 - sparse: as experiments/rl_reasoning.py, without KL (GLM-5 3.2), from the sparse model;
-- pulled: the same, each token also paying for leaving the model of SFT (its KL divergence), by GRPO's coefficient
-  (DeepSeekMath, arXiv 2402.03300) and by a tenth of it;
-- dense: from a dense model that was fine-tuned as the sparse one, on the same conversations;
-- distilled: the sparse arm, and after it cross-stage distillation: taught the old skill by the model of SFT, the new
-  one by the model that the sparse arm ended with.
+- pulled: the same with a KL penalty to the SFT model, with GRPO's coefficient (DeepSeekMath, arXiv 2402.03300) and with
+  a tenth of it;
+- dense: from a dense model that was fine-tuned like the sparse one, on the same conversations;
+- distilled: the sparse arm, and then cross-stage distillation: the SFT model teaches the old skill, the final model of
+  the sparse arm the new one.
 
-Reported, of all seeds: both skills, greedy, on tasks that no stage trains on, after each stage; how much of what was
-lost comes back.
+Reported, for all seeds: both skills, greedy, on tasks that no stage trains on, after each stage; the share of the lost
+skill that is restored.
 
-:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then for each of three
-         seeds four minutes of SFT for each of two models, and four or five for each of five arms
+:tiny    for two CPU cores: a lifecycle of ten minutes, one for all ablations of SFT in a WORKDIR, then for each of
+         three seeds four minutes of SFT for each of two models, and four or five for each of five arms
 """
 
 import dataclasses
@@ -27,11 +26,11 @@ import sys
 
 from experiments import distill, rl_general, rl_reasoning
 from experiments.ablations import sft_attention
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.ablations.sft_attention import DENSE, SPARSE
-from experiments.rl_reasoning import Share
+from experiments.rl_reasoning import TaskWeight
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher
@@ -40,22 +39,22 @@ from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 300
-LONGER = 1.5  # times the steps of rl_reasoning.py: of :tiny, 40 left half of the old skill
+LONGER = 1.5  # multiple of the steps of rl_reasoning.py: the 40 of :tiny left half of the old skill
 PULLS = {"pulled": 0.04, "pulled a little": 0.004}  # the KL divergence's coefficients
-FALLEN = 0.5  # share of the old skill that is to be lost
-RESTORED = 0.8  # share of what was lost that is to come back
+FALLEN = 0.5  # share of the old skill that must be lost for the target to apply
+RESTORED = 0.8  # share of the loss that distillation must restore
 OLD, NEW = "sft:chain5-seed0", "reasoning:chain3-seed0"
 DISTILLED = "distilled"
 
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
-    """The variant's arms by name; ValueError lists the variants."""
+    """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {size: functools.partial(_arms, size) for size in ("tiny", "small")})
 
 
 def _arms(size: str) -> dict[str, Arm]:
     tuned = sft_attention.get_config(size)
-    [start, plain] = (tuned[name].stages[-1].name for name in (SPARSE, DENSE))
+    [start, dense_start] = (tuned[name].stages[-1].name for name in (SPARSE, DENSE))
     base = rl_reasoning.get_config(size)
     steps = round(LONGER * base.schedule.total_steps)
     learning = dataclasses.replace(
@@ -74,40 +73,42 @@ def _arms(size: str) -> dict[str, Arm]:
         )
         for name, coefficient in PULLS.items()
     }
-    taught = _distilled(distill.get_config(size), f"distill:{size},old", start, learning.name)
-    behind = {
+    distillation = _distillation(
+        distill.get_config(size), f"distill:{size},old", start, learning.name
+    )
+    stages_by_arm = {
         SPARSE: (tuned[SPARSE], learning),
         **{name: (tuned[SPARSE], stage) for name, stage in pulled.items()},
         DENSE: (tuned[DENSE], sft_attention.dense(learning)),
-        DISTILLED: (tuned[SPARSE], learning, taught),
+        DISTILLED: (tuned[SPARSE], learning, distillation),
     }
     return {
-        name: Arm(name, (*own.stages, *stages), own.given)
-        for name, (own, *stages) in behind.items()
+        name: Arm(name, (*sft_arm.stages, *stages), sft_arm.num_fixed)
+        for name, (sft_arm, *stages) in stages_by_arm.items()
     }
 
 
-def _chain(steps: int) -> Share:
-    return Share(TaskConfig("chain", size=20_000, steps=steps))
+def _chain(steps: int) -> TaskWeight:
+    return TaskWeight(TaskConfig(kind="chain", size=20_000, steps=steps))
 
 
-def _distilled(base: RlConfig, name: str, old: str, new: str) -> distill.DistillConfig:
-    """With the rest of a stage, taught both skills by the stages of these names."""
+def _distillation(base: RlConfig, name: str, old: str, new: str) -> distill.DistillConfig:
+    """Returns a distillation of both skills from the stages of these names; other fields are those of `base`."""
     teachers = Teacher(old, "sft"), Teacher(new, "reasoning")
     credit = dataclasses.replace(base.credit, pull="none")
-    more = {"name": name, "learns": "teachers", "teachers": teachers, "credit": credit}
-    shared = rl_general.shared(base, **more)
+    changes = {"name": name, "learns": "teachers", "teachers": teachers, "credit": credit}
+    shared = rl_general.shared_fields(base, **changes)
     return distill.DistillConfig(**shared, sft=(_chain(5),), reasoning=(_chain(3),))
 
 
 def measure(trial: Trial, folder: pathlib.Path) -> dict:
-    """What an arm's row says of both skills, after SFT and after each stage behind it."""
+    """Returns the row's values on both skills, after SFT and after each later stage."""
     first = next(i for i, stage in enumerate(trial.stages) if isinstance(stage, RlConfig)) - 1
-    own = Runs(folder.parent.parent).folders(trial)[first:]
-    stages = dict(zip(("sft", "rl", "distill"), map(str, own)))
+    folders = AblationRuns(folder.parent.parent).folders(trial)[first:]
+    stages = dict(zip(("sft", "rl", "distill"), map(str, folders)))
     evaluation = EvaluationConfig(QUESTIONS, temperature=0.0)
     last = dataclasses.replace(trial.stages[-1], evaluation=evaluation)
-    config = _distilled(last, "skills", "sft", "rl")
+    config = _distillation(last, "skills", "sft", "rl")
     world = config.world()
     try:
         return {"skills": skill_matrix(config, world, stages).rewards}
@@ -115,11 +116,11 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
         world.close()
 
 
-def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
+def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares all arms."""
     rows, rewards = {}, {}
-    for name, own in arms.items():
-        trials = [own.trial(seed=seed) for seed in SEEDS]
+    for name, arm in arms.items():
+        trials = [arm.trial(seed=seed) for seed in SEEDS]
         rows[name] = runs(trials)
         if name != DISTILLED:
             rewards[name] = [
@@ -129,17 +130,17 @@ def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
 
 
 def finding(rows: dict[str, list[dict]], rewards: dict[str, list], command: str) -> Finding:
-    """Table, plot and verdicts from rows {arm: by seed} and held-out rewards {arm: (steps, rewards) by seed}."""
+    """Returns table, plot and verdicts from rows {arm: by seed} and held-out rewards {arm: (steps, rewards) by seed}."""
     return Finding(
-        "Reinforcement learning after SFT",
-        command,
-        (
+        title="Reinforcement learning after SFT",
+        command=command,
+        verdicts=(
             _restored(rows[DISTILLED]),
             *(_pull(rows, name) for name in PULLS),
             _attention(rows),
         ),
-        (_table(rows),),
-        (
+        tables=(_table(rows),),
+        plots=(
             Plot(
                 curves(rewards, y_label="Held-out reward of the new skill"),
                 "Mean of the seeds; shadow: lowest to highest.",
@@ -149,12 +150,12 @@ def finding(rows: dict[str, list[dict]], rewards: dict[str, list], command: str)
 
 
 def _of(rows: list[dict], skill: str, stage: str) -> list[float]:
-    """In percent, by seed."""
+    """Returns the reward of a skill after a stage, in percent, by seed."""
     return [100 * row["skills"][skill][stage] for row in rows]
 
 
 def _restored(rows: list[dict]) -> str:
-    """What distillation gives back of the old skill, and leaves of the new one."""
+    """Returns the sentence on how much of both skills there is after distillation."""
     before, after, end = (_of(rows, OLD, stage) for stage in ("sft", "rl", "distill"))
     lost = Spread.of(1 - b / a for a, b in zip(before, after))
     back = Spread.of((c - b) / (a - b) for a, b, c in zip(before, after, end))
@@ -202,10 +203,10 @@ def _percent(spread: Spread) -> str:
 def _table(rows: dict[str, list[dict]]) -> Table:
     stages = ("sft", "rl", "distill")
 
-    def cell(found, skill, stage):
-        if stage not in found[0]["skills"][skill]:
+    def cell(arm_rows, skill, stage):
+        if stage not in arm_rows[0]["skills"][skill]:
             return "-"
-        return f"{Spread.of(_of(found, skill, stage)):.1f}"
+        return f"{Spread.of(_of(arm_rows, skill, stage)):.1f}"
 
     skills = {
         "old": OLD,
@@ -214,14 +215,14 @@ def _table(rows: dict[str, list[dict]]) -> Table:
         "form without": "form without",
     }
     return Table(
-        f"Right answers of {QUESTIONS} held-out questions of each skill, %, {len(SEEDS)} seeds",
-        ("arm", "skill", *(f"after {stage}" for stage in stages)),
-        tuple(
-            (arm, name, *(cell(found, skill, stage) for stage in stages))
-            for arm, found in rows.items()
+        title=f"Right answers of {QUESTIONS} held-out questions of each skill, %, {len(SEEDS)} seeds",
+        columns=("arm", "skill", *(f"after {stage}" for stage in stages)),
+        rows=tuple(
+            (arm, name, *(cell(arm_rows, skill, stage) for stage in stages))
+            for arm, arm_rows in rows.items()
             for name, skill in skills.items()
         ),
-        "Mean ± half of Student's 95% interval (lowest .. highest seed); greedy. Form: replies to questions of the old "
+        note="Mean ± half of Student's 95% interval (lowest .. highest seed); greedy. Form: replies to questions of the old "
         "skill that end by themselves, with reasoning in its place, or without any where none was asked for.",
     )
 

@@ -1,32 +1,33 @@
-"""Text in, text out against tokens in, tokens out: what is learnt if replies are encoded anew (GLM-5 4.1.2).
+"""Compares training on sampled token ids with training on re-encoded text (GLM-5 4.1.2).
 
     python -m experiments.ablations.text_in_text_out [tiny|tools] [WORKDIR]
 
-An agent speaks in messages, and a trainer that has only those lays the chat out and encodes it once more. A policy that
-samples does not always write the tokens that an encoder would choose for its text, nor text that a chat gives back.
+An agent exchanges messages, and a trainer that has only the messages renders the chat and encodes it again. A policy
+does not always sample the tokens that an encoder would choose for its text, nor text that a chat reproduces.
 
-- tokens: the ids that were sampled, with the log-probs that they were sampled with;
-- text, in place: the chat's messages, encoded anew. Log-probs of a reply stay in their places, zeros behind them where
-  its ids are more now and the last ones dropped where they are fewer, as public trainers have had it (rllm-org/rllm 816
-  and PrimeIntellect-ai/verifiers 2078 on GitHub);
-- text, again: the same ids; log-probs are those that the learner computes itself, as an engine's are thrown away for that
-  reason (rllm-org/rllm 898): no ratio shows that other tokens were sampled.
+- tokens: the sampled ids, with the log-probs of sampling;
+- text, in place: the chat's messages, encoded again. Log-probs of a reply keep their positions. If the reply has more
+  ids now, zeros follow; if it has fewer, the last ones are dropped. Public trainers have done so (rllm-org/rllm 816 and
+  PrimeIntellect-ai/verifiers 2078 on GitHub);
+- text, again: the same ids; log-probs are computed by the learner, since an engine's are discarded for that reason
+  (rllm-org/rllm 898): no ratio shows that other tokens were sampled.
 
-What comes between sampling and learning is all that differs: rewards are those of the attempts, and the next turn is
-read behind the ids that were sampled. Samples are as new as the weights.
+The arms differ only between sampling and training: rewards are those of the attempts, and the next turn continues the
+sampled ids. Samples are as new as the weights.
 
-Reported, of all seeds: replies, and sampled tokens, in whose place other ids stand when encoded anew; how far the
-learner's log-probs of what it learns are from those that came with it; what attempts are worth in the end.
+Reported, for all seeds: replies and sampled tokens whose ids differ when encoded again; the distance between the
+learner's log-probs and those of the record; the reward at the end.
 
-:tiny    the policy of rl_reasoning.py:addition begins with random weights and learns to add. Its tokenizer has each pair
-         of digits as one token beside the bytes, as large vocabularies have them: 12 is one token or two, and both are
-         right. With bytes alone nothing could differ but what is no text. Two CPU cores, 25 minutes
+:tiny    the policy of rl_reasoning.py:addition starts from random weights and learns to add. Its tokenizer has each
+         pair of digits as one token in addition to the bytes, as large vocabularies have: 12 is one token or two, and
+         both are right. With bytes only, nothing but invalid text could differ. Two CPU cores, 25 minutes
 :tools   the policy of rl_reasoning.py:tools, after SFT, with the shipped tokenizer: chats of several turns with a
-         calculator. WORKDIR is that of a life, which has `sft`. Few steps, for ids and log-probs: rewards take more. Two CPU
-         cores, 20 minutes
+         calculator. WORKDIR is that of a lifecycle, which has `sft`. Few steps suffice for ids and log-probs, but not
+         for rewards. Two CPU cores, 20 minutes
 """
 
 import dataclasses
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -36,10 +37,10 @@ import numpy as np
 from jax import lax
 
 from experiments import rl_general, rl_reasoning
-from experiments.ablations.arms import Arm, Runs, Trial, after_sft
+from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired, verdict
-from experiments.rl_reasoning import DIGITS, Share, Verifiers, world_of
+from experiments.rl_reasoning import DIGITS, TaskWeight, Verifiers, make_world
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs.reasoning import VerifierConfig
@@ -53,60 +54,74 @@ from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import NUM_BYTES, SPECIAL_TOKENS, Tokenizer
 from glm5_jax.training.experiment import choose
+from glm5_jax.training.stages import Stage
 
 SEEDS = (0, 1, 2)
 TOKENS, IN_PLACE, AGAIN = "tokens", "text, in place", "text, again"
 ARMS = (TOKENS, IN_PLACE, AGAIN)
-STEPS = 300  # of the 700 of rl_reasoning.py: enough to tell arms apart
-TOOL_STEPS = 8  # of 40: for ids and log-probs; rewards take more
+STEPS = 300  # of the 700 of rl_reasoning.py: enough to distinguish the arms
+TOOL_STEPS = 8  # of 40: enough for ids and log-probs; rewards take more
 TAIL = 0.1
-EXACT_LOGP = 1e-3  # nats: what rounding in float32 leaves between engine and learner is below
+EXACT_LOGP = 1e-3  # nats; float32 rounding between engine and learner is smaller
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(AsynchronousConfig):
-    """Attributes:
-    learns_from: one of `ARMS`.
-    tasks: what is learnt. partly: see `ReasoningConfig`.
-    compared: steps between two looks at how far log-probs are apart.
+    """Configuration of training on token ids or on re-encoded text.
+
+    Attributes:
+      trained_on: one of `ARMS`.
+      tasks: task sets to train on.
+      partial_credit: see `ReasoningConfig`.
+      compare_interval: steps between two comparisons of log-probs.
     """
 
-    learns_from: str = TOKENS
-    tasks: tuple[Share, ...] = (Share(),)
-    partly: bool = False
-    compared: int = 5
+    trained_on: str = TOKENS
+    tasks: tuple[TaskWeight, ...] = (TaskWeight(),)
+    partial_credit: bool = False
+    compare_interval: int = 5
 
     def __post_init__(self):
         super().__post_init__()
-        if self.learns_from not in ARMS:
+        if self.trained_on not in ARMS:
             raise ValueError(
-                f"learns_from is {self.learns_from!r}; use one of {'; '.join(map(repr, ARMS))}"
+                f"trained_on is {self.trained_on!r}; use one of {'; '.join(map(repr, ARMS))}"
             )
-        if self.compared < 1:
-            raise ValueError(f"compared is {self.compared}; it must be at least 1")
+        if self.compare_interval < 1:
+            raise ValueError(f"compare_interval is {self.compare_interval}; it must be at least 1")
 
     @property
     def token_loss(self) -> PolicyLoss:
-        return (OwnLogp if self.learns_from == AGAIN else PolicyLoss)(self.policy)
+        return (LearnerLogpLoss if self.trained_on == AGAIN else PolicyLoss)(self.policy)
 
-    def stage(self, workdir, evaluator=None, before=None, **options) -> "Learning":
+    def make_stage(
+        self,
+        workdir: str | os.PathLike,
+        evaluator: object = None,
+        previous_stage: Stage | None = None,
+        **options,
+    ) -> "TextTrainer":
         del evaluator
         kinds = {share.name: share.tasks_of() for share in self.tasks}
-        world = world_of(self, kinds, Verifiers(VerifierConfig(), self.partly))
-        return Learning(self, workdir, world, before=before, **options)
+        world = make_world(self, kinds, Verifiers(VerifierConfig(), self.partial_credit))
+        return TextTrainer(self, workdir, world, previous_stage=previous_stage, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnLogp(PolicyLoss):
-    """As if the learner's weights had sampled what it learns: its log-probs stand for the engine's."""
+class LearnerLogpLoss(PolicyLoss):
+    """Policy loss with the learner's log-probs in place of the engine's, as if its weights had sampled."""
 
     def __call__(self, logp, streams) -> tuple[dict, dict]:
         return super().__call__(logp, streams | {"rollout_logp": lax.stop_gradient(logp)})
 
 
-class Found(NamedTuple):
-    """Of an attempt: its replies, and those with other ids when encoded anew; its sampled tokens, and those of them in
-    whose place another one stands then, or none."""
+class ReencodingCounts(NamedTuple):
+    """Counts of an attempt.
+
+    Attributes:
+      replies, other_replies: all replies, and those whose ids differ when encoded again.
+      tokens, other_tokens: all sampled tokens, and those replaced by another or none when encoded again.
+    """
 
     replies: int
     other_replies: int
@@ -114,47 +129,48 @@ class Found(NamedTuple):
     other_tokens: int
 
 
-class Encoded(InProcess):
-    """Attempts whose chats are encoded anew.
+class ReencodedRollouts(InProcess):
+    """Rollouts whose chats are encoded again.
 
     Attributes:
-      told: of the last ones, by name, shares of replies and tokens that are others then.
+      metrics: of the last attempts, the shares of replies and tokens that differ.
     """
 
     def __init__(self, config: TextConfig, world: World, tokenizer: Tokenizer):
         super().__init__(config, world, tokenizer)
-        self._more = config, tokenizer
-        self.told: dict[str, float] = {}
+        self._config_and_tokenizer = config, tokenizer
+        self.reencoding_shares: dict[str, float] = {}
 
     def attempts(self, tasks: Sequence[Task], first: int) -> list[Group]:
         groups, counts = super().attempts(tasks, first), []
         for group in groups:
-            again = [
-                encoded_again(group.task, attempt, record, *self._more)
+            reencoded = [
+                reencode(group.task, attempt, record, *self._config_and_tokenizer)
                 for attempt, record in zip(group.attempts, group.records, strict=True)
             ]
-            counts += [found for _, found in again]
-            if self._more[0].learns_from != TOKENS:
-                group.records = [record for record, _ in again]
-        found = Found(*np.sum(counts, axis=0).tolist())
-        self.told = {
-            "text/replies": found.other_replies / max(found.replies, 1),
-            "text/tokens": found.other_tokens / max(found.tokens, 1),
+            counts += [total for _, total in reencoded]
+            if self._config_and_tokenizer[0].trained_on != TOKENS:
+                group.records = [record for record, _ in reencoded]
+        total = ReencodingCounts(*np.sum(counts, axis=0).tolist())
+        self.reencoding_shares = {
+            "text/replies": total.other_replies / max(total.replies, 1),
+            "text/tokens": total.other_tokens / max(total.tokens, 1),
         }
         return groups
 
 
-def encoded_again(
+def reencode(
     task: Task, attempt: Attempt, record: TokenRecord, config: TextConfig, tokenizer: Tokenizer
-) -> tuple[TokenRecord, Found]:
-    """What a trainer makes of an attempt's messages, to the end of a row, and how much of that is other than the record.
+) -> tuple[TokenRecord, ReencodingCounts]:
+    """Returns the record that a trainer makes of an attempt's messages, and counts of its differences.
 
-    That a reply has come to its end it knows of its finish reason, so that the marker behind it is the layout's. An
-    attempt that the environment broke stays as it is.
+    The record ends at the end of a row. The finish reason shows whether a reply ended, and so whether the layout's marker
+    follows. An attempt that the environment broke stays unchanged.
     """
+    # Render and encode the messages again.
     old = _runs(record.loss_mask)
     if attempt.finish_reason == "failed" or not old:
-        return record, Found(0, 0, 0, 0)
+        return record, ReencodingCounts(0, 0, 0, 0)
     messages = [*task.messages, *attempt.messages]
     stopped = record.token_ids[-1] in tokenizer.eos_ids and record.loss_mask[-1] == 1
     chat = render_chat(
@@ -167,49 +183,54 @@ def encoded_again(
         close=bool(stopped) and messages[-1]["role"] == "assistant",
         variant=config.rollout.variant,
     )
-    ids, learnt = np.array(chat.ids), np.array(chat.loss_mask)
+    ids, is_trained = np.array(chat.ids), np.array(chat.loss_mask)
     owner = np.full(len(ids), -1)
     for span in chat.spans:
         owner[span.first : span.last] = span.message
-    owner = np.where(learnt, owner, -1)
-    behind = range(len(task.messages), len(messages))
-    new = [np.flatnonzero(owner == i) for i in behind if messages[i]["role"] == "assistant"]
+    owner = np.where(is_trained, owner, -1)
+    message_indices = range(len(task.messages), len(messages))
+    new = [
+        np.flatnonzero(owner == i) for i in message_indices if messages[i]["role"] == "assistant"
+    ]
+    # Move the log-probs of each reply to its new ids, and count the differences.
     logp = np.full(len(ids), np.nan, np.float32)
     version = np.full(len(ids), -1, np.int32)
     counts = np.zeros(4, int)
-    for before, now in zip(old, new, strict=True):
-        both = min(len(before), len(now))
-        logp[now], version[now] = 0.0, record.weight_version[before[0]]
-        logp[now[:both]] = record.rollout_logp[before[:both]]
-        same = int((record.token_ids[before[:both]] == ids[now[:both]]).sum())
-        others = same < max(len(before), len(now))
-        counts += 1, others, len(before), len(before) - same
+    for old_positions, positions in zip(old, new, strict=True):
+        num_common = min(len(old_positions), len(positions))
+        logp[positions], version[positions] = 0.0, record.weight_version[old_positions[0]]
+        logp[positions[:num_common]] = record.rollout_logp[old_positions[:num_common]]
+        num_same = int(
+            (record.token_ids[old_positions[:num_common]] == ids[positions[:num_common]]).sum()
+        )
+        differs = num_same < max(len(old_positions), len(positions))
+        counts += 1, differs, len(old_positions), len(old_positions) - num_same
     row = slice(config.length)
-    again = dataclasses.replace(
+    new_record = dataclasses.replace(
         record,
         token_ids=ids[row],
         loss_mask=~np.isnan(logp[row]),
         rollout_logp=logp[row],
         weight_version=version[row],
     )
-    return again, Found(*counts.tolist())
+    return new_record, ReencodingCounts(*counts.tolist())
 
 
 def _runs(mask: np.ndarray) -> list[np.ndarray]:
-    """Places of what was sampled, reply by reply: something is read between two of them."""
-    places = np.flatnonzero(mask)
-    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+    """Returns the positions of sampled tokens, reply by reply; prompt tokens separate two replies."""
+    positions = np.flatnonzero(mask)
+    return np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1) if len(positions) else []
 
 
-class Learning(Asynchronous):
-    """Tells, beside what the trainer does, what becomes of ids and log-probs between sampling and learning."""
+class TextTrainer(Asynchronous):
+    """Trainer that also logs what changes in ids and log-probs between sampling and training."""
 
     def __init__(self, config: TextConfig, workdir, world: World, **options):
         self._world = world
         path = config.tokenizer
         tokenizer = Tokenizer.load(path) if path else Tokenizer.default()
-        self._encoded = Encoded(config, world, tokenizer)
-        super().__init__(config, workdir, self._encoded, self._encoded.pusher, **options)
+        self._reencoded = ReencodedRollouts(config, world, tokenizer)
+        super().__init__(config, workdir, self._reencoded, self._reencoded.pusher, **options)
 
     def _train(self, stop) -> None:
         try:
@@ -218,19 +239,22 @@ class Learning(Asynchronous):
             self._world.close()
 
     def _update(self, state: dict, batch: dict) -> tuple[dict, dict]:
-        told = dict(self._encoded.told)
-        if self._batches.step % self.config.compared == 0:
-            # Before the step, which takes the weights.
+        text_metrics = dict(self._reencoded.reencoding_shares)
+        if self._batches.step % self.config.compare_interval == 0:
+            # Before the step, which donates the weights.
             logp = np.asarray(self._step.score(state["params"], batch))
-            apart = np.abs(logp - np.asarray(batch["rollout_logp"]))
-            apart = apart[np.asarray(batch["loss_mask"]) == 1]
-            told |= {"text/apart": float(apart.mean()), "text/apart_max": float(apart.max())}
+            differences = np.abs(logp - np.asarray(batch["rollout_logp"]))
+            differences = differences[np.asarray(batch["loss_mask"]) == 1]
+            text_metrics |= {
+                "text/apart": float(differences.mean()),
+                "text/apart_max": float(differences.max()),
+            }
         state, metrics = super()._update(state, batch)
-        return state, metrics | told
+        return state, metrics | text_metrics
 
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
-    """The variant's arms by name; ValueError lists the variants."""
+    """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
     return choose(variant, {"tiny": _tiny, "tools": _tools})
 
 
@@ -238,7 +262,7 @@ def _tiny() -> dict[str, Arm]:
     base = rl_reasoning.addition()
     base = dataclasses.replace(
         base,
-        model=dataclasses.replace(base.model, vocab_size=pairs().vocab_size),
+        model=dataclasses.replace(base.model, vocab_size=digit_pair_tokenizer().vocab_size),
         schedule=dataclasses.replace(base.schedule, total_steps=STEPS),
     )
     return _arms(base)
@@ -251,14 +275,14 @@ def _tools() -> dict[str, Arm]:
         schedule=dataclasses.replace(base.schedule, total_steps=TOOL_STEPS),
         evaluation=EvaluationConfig(tasks=0),
     )
-    return _arms(base, compared=1)
+    return _arms(base, compare_interval=1)
 
 
 def _arms(base: rl_reasoning.ReasoningConfig, **more) -> dict[str, Arm]:
     options = {
         "agreement": dataclasses.replace(base.agreement, attempts=0),
         "tasks": base.tasks,
-        "partly": base.partly,
+        "partial_credit": base.partial_credit,
         "max_staleness": 0,
         "max_running": base.rollout.prompts,
         "new_moments": False,
@@ -269,7 +293,8 @@ def _arms(base: rl_reasoning.ReasoningConfig, **more) -> dict[str, Arm]:
             name,
             (
                 TextConfig(
-                    **rl_general.shared(base, name=f"text:{name}", **options), learns_from=name
+                    **rl_general.shared_fields(base, name=f"text:{name}", **options),
+                    trained_on=name,
                 ),
             ),
         )
@@ -277,25 +302,27 @@ def _arms(base: rl_reasoning.ReasoningConfig, **more) -> dict[str, Arm]:
     }
 
 
-def pairs() -> Tokenizer:
-    """Of bytes and of pairs of digits."""
+def digit_pair_tokenizer() -> Tokenizer:
+    """Returns a tokenizer of bytes and of pairs of digits."""
     texts = [a + b for a in DIGITS for b in DIGITS]
     return Tokenizer.train(texts, NUM_BYTES + len(texts) + len(SPECIAL_TOKENS))
 
 
-def placed(arm: Arm, workdir: pathlib.Path) -> Arm:
-    """An arm with what lies in a workdir: the life's weights after SFT, or, where the policy begins with none, its
-    tokenizer, which is made. ValueError if the weights are not there."""
+def with_weights(arm: Arm, workdir: pathlib.Path) -> Arm:
+    """Returns an arm with the lifecycle's SFT weights, or with a new tokenizer if it starts from random weights.
+
+    Raises ValueError if the workdir has no such weights.
+    """
     [stage] = arm.stages
-    if stage.goes_on:
+    if stage.requires_checkpoint:
         return after_sft(arm, workdir)
-    pairs().save(workdir / "tokenizer")
+    digit_pair_tokenizer().save(workdir / "tokenizer")
     stage = dataclasses.replace(stage, tokenizer=str(workdir / "tokenizer"))
     return dataclasses.replace(arm, stages=(stage,))
 
 
 def measure(trial: Trial, folder: pathlib.Path) -> dict:
-    """What an arm's row says of its run, and of its end."""
+    """Returns the row's values on an arm's run and its end."""
     del trial
     rows = read(folder)
 
@@ -316,11 +343,11 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
     }
 
 
-def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
+def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
     """Trains and compares all arms."""
     rows, rewards, others = {}, {}, {}
-    for name, own in arms.items():
-        trials = [placed(own, runs.workdir).trial(seed=seed) for seed in SEEDS]
+    for name, arm in arms.items():
+        trials = [with_weights(arm, runs.workdir).trial(seed=seed) for seed in SEEDS]
         rows[name] = runs(trials)
         logs = [read(runs.folders(trial)[-1]) for trial in trials]
         rewards[name] = [column(log, "reward/mean") for log in logs]
@@ -331,59 +358,71 @@ def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
 def finding(
     rows: dict[str, list[dict]], rewards: dict[str, list], others: dict[str, list], command: str
 ) -> Finding:
-    """Table, plots and verdicts from rows {arm: by seed}, and from rewards and the share of replies with other ids, both
-    {arm: (steps, shares) by seed}."""
+    """Returns table, plots and verdicts of the arms.
+
+    Args:
+      rows: {arm: rows by seed}.
+      rewards: {arm: (steps, rewards) by seed}.
+      others: {arm: (steps, share of replies with other ids) by seed}.
+      command: command line of the run.
+    """
     note = "Mean of the seeds; shadow: lowest to highest."
     return Finding(
-        "Text in, text out against tokens in, tokens out",
-        command,
-        (_ids(rows), _log_probs(rows), *(_reward(rows, name) for name in (IN_PLACE, AGAIN))),
-        (_table(rows),),
-        (
+        title="Text in, text out against tokens in, tokens out",
+        command=command,
+        verdicts=(
+            _ids(rows),
+            _log_probs(rows),
+            *(_reward(rows, name) for name in (IN_PLACE, AGAIN)),
+        ),
+        tables=(_table(rows),),
+        plots=(
             Plot(curves(rewards, y_label="Reward"), note),
-            Plot(curves(others, y_label="Replies with other ids when encoded anew"), note),
+            Plot(curves(others, y_label="Replies with other ids when encoded again"), note),
         ),
     )
 
 
 def _of(rows: dict[str, list[dict]], arm: str, name: str) -> list[float]:
-    """In percent, by seed."""
+    """Returns a value of an arm's rows in percent, by seed."""
     return [100 * row[name] for row in rows[arm]]
 
 
 def _ids(rows: dict[str, list[dict]]) -> str:
-    told = {name: Spread.of(_of(rows, TOKENS, name)) for name in ("replies", "tokens")}
+    spreads = {name: Spread.of(_of(rows, TOKENS, name)) for name in ("replies", "tokens")}
     end = {name: Spread.of(_of(rows, TOKENS, f"{name}_end")) for name in ("replies", "tokens")}
     return (
-        f"of what a policy samples that learns from its tokens, {told['replies']:.1f}% of the replies and "
-        f"{told['tokens']:.1f}% of the tokens are others when encoded anew; {end['replies']:.1f}% and "
+        f"of the samples of a policy that trains on its tokens, {spreads['replies']:.1f}% of the replies and "
+        f"{spreads['tokens']:.1f}% of the tokens differ when encoded again; {end['replies']:.1f}% and "
         f"{end['tokens']:.1f}% in the end"
     )
 
 
 def _log_probs(rows: dict[str, list[dict]]) -> str:
-    def told(arm: str) -> str:
+    def distances(arm: str) -> str:
         mean = np.mean([row["apart"] for row in rows[arm]])
         return f"{mean:.1e} nats on average and {max(row['apart_max'] for row in rows[arm]):.1e} at most"
 
     exact = max(row["apart_max"] for row in rows[TOKENS]) <= EXACT_LOGP
     return (
         f"log-probs of the learner are those of the engine, to {EXACT_LOGP:g} nats, with tokens: "
-        f"{'met' if exact else 'not met'}, {told(TOKENS)}; with text in place {told(IN_PLACE)}"
+        f"{'met' if exact else 'not met'}, {distances(TOKENS)}; with text in place {distances(IN_PLACE)}"
     )
 
 
 def _reward(rows: dict[str, list[dict]], arm: str) -> str:
-    def told(name: str) -> str:
-        margin = paired(*([row[name] for row in rows[which]] for which in (TOKENS, arm)))
+    def comparison(name: str) -> str:
+        margin = paired(*([row[name] for row in rows[arm_name]] for arm_name in (TOKENS, arm)))
         return f"{verdict(margin)} ({margin:+.3f})"
 
-    greedy = f"; greedy, held out: {told('reward')}" if _held_out(rows) else ""
-    return f"reward in the end with tokens is at least that with {arm}: {told('worth')}{greedy}"
+    greedy = f"; greedy, held out: {comparison('reward')}" if _held_out(rows) else ""
+    return (
+        f"reward in the end with tokens is at least that with {arm}: {comparison('worth')}{greedy}"
+    )
 
 
 def _held_out(rows: dict[str, list[dict]]) -> bool:
-    return all(row["reward"] is not None for own in rows.values() for row in own)
+    return all(row["reward"] is not None for arm_rows in rows.values() for row in arm_rows)
 
 
 def _table(rows: dict[str, list[dict]]) -> Table:
@@ -403,9 +442,9 @@ def _table(rows: dict[str, list[dict]]) -> Table:
         )
 
     return Table(
-        f"All steps, and the last tenth of them, {len(SEEDS)} seeds",
-        (
-            "learns from",
+        title=f"All steps, and the last tenth of them, {len(SEEDS)} seeds",
+        columns=(
+            "trained on",
             "other replies, %",
             "other tokens, %",
             "nats apart",
@@ -414,10 +453,10 @@ def _table(rows: dict[str, list[dict]]) -> Table:
             "reward in the end",
             "greedy, held out",
         ),
-        tuple(map(cells, rows)),
-        "Others: in whose place other ids stand when encoded anew, of all steps and of the last tenth. Apart: the log-prob "
-        "of what is learnt, by the learner, from the one that came with it; text, again does not use the latter. "
-        "Mean ± half of Student's 95% interval (lowest .. highest seed); reward: of attempts at tasks that are learnt from, "
+        rows=tuple(map(cells, rows)),
+        note="Others: ids that differ when encoded again, of all steps and of the last tenth. Apart: distance between the learner's "
+        "log-prob of a trained token and the recorded one, which arm 'text, again' does not use. "
+        "Mean ± half of Student's 95% interval (lowest .. highest seed); reward: of attempts at training tasks, "
         "sampled at temperature 1, and of held-out ones, greedy.",
     )
 

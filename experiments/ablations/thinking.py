@@ -1,19 +1,19 @@
-"""What thinking gives and costs in each of the three modes (GLM-5 3.1), on questions that were held out.
+"""Measures the benefit and the cost of thinking in each of the three modes on held-out questions (GLM-5 3.1).
 
     python -m experiments.ablations.thinking [tiny|small] [WORKDIR]
 
-Arms are the kinds of experiments/sft.py, fine-tuned from the same sparse model of a life (trained first, once for
+Arms are the kinds of experiments/sft.py, fine-tuned from the same sparse model of a lifecycle (trained first, once for
 all arms and seeds). Questions are chains of sums and products modulo ten; an answer is right or not.
 
-- turn_level: the same model, asked with thinking and without. It was trained on every question both ways, with the
-  same answer. Reported: answers that are right, paired by question; thinking that is opened and closed; marks of
-  thinking where it is off; tokens and time.
-- preserved and interleaved: both hold a conversation of three turns with their own replies. Reported by turn:
-  right answers, tokens of reasoning, and how much of the turn before (its prompt and its reply) the next prompt begins
-  with, which is what a server's cache need not read again.
+- turn_level: one model, with thinking and without. It was trained on every question both ways, with the same answer.
+  Reported: right answers, paired by question; thinking that is opened and closed; thinking marks while it is off;
+  tokens and time.
+- preserved and interleaved: both hold a conversation of three turns with their own replies. Reported by turn: right
+  answers, tokens of reasoning, and the share of the previous turn (its prompt and its reply) that is a prefix of the
+  next prompt, which a server's cache need not read again.
 
-:tiny    for two CPU cores: a life of ten minutes, one for all ablations of SFT in a WORKDIR, then four minutes for each
-         of three arms and three seeds
+:tiny    for two CPU cores: a lifecycle of ten minutes, one for all ablations of SFT in a WORKDIR, then four minutes
+         for each of three arms and three seeds
 """
 
 import functools
@@ -24,42 +24,42 @@ from collections.abc import Iterable
 import numpy as np
 
 from experiments import sft
-from experiments.ablations.arms import Arm, Runs, Trial
+from experiments.ablations.arms import AblationRuns, Arm, Trial
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Spread, Table, paired
 from experiments.ablations.finetuned import Assistant, arm, held_out
 from glm5_jax.data.conversation import Conversation
-from glm5_jax.evals.chats import Answer, Request
-from glm5_jax.text.thinking import request
+from glm5_jax.evals.chats import Answer, ChatRequest
+from glm5_jax.text.thinking import request_options
 from glm5_jax.training.experiment import ExperimentConfig, choose
 
 SEEDS = (0, 1, 2)
 QUESTIONS = 600
-NEW = 96  # tokens of a reply at most; none that is right has more than 60
-SWITCHED, KEPT, CLEARED = "turn_level", "preserved", "interleaved"
+NEW = 96  # maximum tokens of a reply; right ones have at most 60
+TURN_LEVEL, PRESERVED, INTERLEAVED = "turn_level", "preserved", "interleaved"
 
 
 def get_config(variant: str = "tiny") -> dict[str, Arm]:
-    """The variant's arms by name; ValueError lists the variants."""
+    """Returns the variant's arms by name. Raises ValueError, which lists the variants, for an unknown one."""
 
     def arms(size: str) -> dict[str, Arm]:
-        kinds = (SWITCHED, KEPT, CLEARED)
+        kinds = (TURN_LEVEL, PRESERVED, INTERLEAVED)
         return {kind: arm(kind, size, sft.get_config(f"{size},{kind}")) for kind in kinds}
 
     return choose(variant, {size: functools.partial(arms, size) for size in ("tiny", "small")})
 
 
 def questions(config: ExperimentConfig) -> tuple[Conversation, ...]:
-    """The held-out conversations of an arm."""
+    """Returns the held-out conversations of an arm."""
     return held_out(config.data.sources[0], QUESTIONS)
 
 
 def measure(trial: Trial, folder: pathlib.Path) -> dict:
-    """What an arm's row says of it, beside its training."""
-    if trial.arm not in (SWITCHED, KEPT, CLEARED):
+    """Returns the row's values on an arm's replies."""
+    if trial.arm not in (TURN_LEVEL, PRESERVED, INTERLEAVED):
         return {}
     assistant, chats = Assistant.of(trial, folder), questions(trial.stages[-1])
-    if trial.arm == SWITCHED:
+    if trial.arm == TURN_LEVEL:
         return {
             name: ask_assistant(assistant, chats, think)
             for name, think in (("on", True), ("off", False))
@@ -68,17 +68,22 @@ def measure(trial: Trial, folder: pathlib.Path) -> dict:
 
 
 def ask_assistant(assistant: Assistant, chats: Iterable[Conversation], think: bool) -> dict:
-    """First questions, with thinking or without."""
-    options = request(SWITCHED, think)
-    answers = assistant([Request(c.messages[:1], **options) for c in chats], NEW)
+    """Returns measurements of the replies to first questions, with thinking or without."""
+    options = request_options(TURN_LEVEL, think)
+    answers = assistant([ChatRequest(messages=c.messages[:1], **options) for c in chats], NEW)
     marks = [assistant.tokenizer.special_ids[name] for name in ("<think>", "</think>")]
-    found = [[i for i in answer.ids if i in marks] for answer in answers]
+    marks_by_answer = [[i for i in answer.ids if i in marks] for answer in answers]
     return {
         "right": [int(_right(a, c, 0)) for a, c in zip(answers, chats)],
         "closed": float(
-            np.mean([ids == marks[1:] and a.num_reasoning > 1 for ids, a in zip(found, answers)])
+            np.mean(
+                [
+                    ids == marks[1:] and a.num_reasoning > 1
+                    for ids, a in zip(marks_by_answer, answers)
+                ]
+            )
         ),
-        "marks": sum(map(len, found)),
+        "marks": sum(map(len, marks_by_answer)),
         "stopped": float(np.mean([a.reply.stopped_by is not None for a in answers])),
         "tokens": float(np.mean([len(a.ids) for a in answers])),
         "seconds": float(np.median([a.seconds for a in answers])),  # the first ones compile
@@ -86,12 +91,14 @@ def ask_assistant(assistant: Assistant, chats: Iterable[Conversation], think: bo
 
 
 def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -> list[dict]:
-    """All turns of conversations, each on top of what the model said before."""
-    said = [list(c.messages[:1]) for c in chats]
+    """Returns measurements by turn of conversations in which the model's own replies are the context."""
+    histories = [list(c.messages[:1]) for c in chats]
     before, turns = None, []
     num_turns = sum(message["role"] == "user" for message in chats[0].messages)
     for turn in range(num_turns):
-        answers = assistant([Request(tuple(m), **request(mode)) for m in said], NEW)
+        answers = assistant(
+            [ChatRequest(messages=tuple(m), **request_options(mode)) for m in histories], NEW
+        )
         shared = (
             [] if before is None else [common_prefix(a.prompt, b) for a, b in zip(answers, before)]
         )
@@ -107,7 +114,7 @@ def _conversed(assistant: Assistant, chats: Iterable[Conversation], mode: str) -
             }
         )
         before = [a.prompt + a.ids for a in answers]
-        for messages, answer, chat in zip(said, answers, chats):
+        for messages, answer, chat in zip(histories, answers, chats):
             messages.append(answer.reply.message)
             messages += chat.messages[2 * turn + 2 : 2 * turn + 3]
     return turns
@@ -118,31 +125,36 @@ def _right(answer: Answer, chat: Conversation, turn: int) -> bool:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Length of the common beginning."""
+    """Returns the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def run(runs: Runs, arms: dict[str, Arm], command: str) -> Finding:
-    """Trains and asks all arms."""
-    for own in arms.values():
-        questions(own.stages[-1])  # too few are an error before anything is trained
-    rows = {name: runs([own.trial(seed=seed) for seed in SEEDS]) for name, own in arms.items()}
+def run(runs: AblationRuns, arms: dict[str, Arm], command: str) -> Finding:
+    """Trains and evaluates all arms."""
+    for trained_arm in arms.values():
+        questions(
+            trained_arm.stages[-1]
+        )  # raises an error before any training if there are too few
+    rows = {
+        name: runs([trained_arm.trial(seed=seed) for seed in SEEDS])
+        for name, trained_arm in arms.items()
+    }
     return finding(rows, command)
 
 
 def finding(rows: dict[str, list[dict]], command: str) -> Finding:
-    """Tables and verdicts from the rows {arm: by seed}."""
-    switched, turns = rows[SWITCHED], {name: rows[name] for name in (KEPT, CLEARED)}
+    """Returns tables and verdicts from the rows {arm: by seed}."""
+    switched, turns = rows[TURN_LEVEL], {name: rows[name] for name in (PRESERVED, INTERLEAVED)}
     return Finding(
-        "Thinking in three modes",
-        command,
-        (
+        title="Thinking in three modes",
+        command=command,
+        verdicts=(
             *(_gain(row) for row in switched),
             _marks(switched),
             _saved_by_off(switched),
             *_preserved(turns),
         ),
-        (_switch_table(switched), _turn_table(turns)),
+        tables=(_switch_table(switched), _turn_table(turns)),
     )
 
 
@@ -160,11 +172,11 @@ def _gain(row: dict) -> str:
 
 
 def _marks(rows: list[dict]) -> str:
-    asked = sum(len(row["off"]["right"]) for row in rows)
+    num_replies = sum(len(row["off"]["right"]) for row in rows)
     marks = sum(row["off"]["marks"] for row in rows)
     closed = min(row["on"]["closed"] for row in rows)
     return (
-        f"with thinking off, {marks} marks of thinking in {asked:,} replies: {'not ' if marks else ''}met; with it "
+        f"with thinking off, {marks} marks of thinking in {num_replies:,} replies: {'not ' if marks else ''}met; with it "
         f"on, thinking is opened and closed once in at least {100 * closed:.1f}% of replies"
     )
 
@@ -176,24 +188,26 @@ def _saved_by_off(rows: list[dict]) -> str:
 
 
 def _preserved(turns: dict[str, list[dict]]) -> Iterable[str]:
-    whole = min(t["whole"] for row in turns[KEPT] for t in row["turns"][1:])
+    complete = min(t["whole"] for row in turns[PRESERVED] for t in row["turns"][1:])
     yield (
-        f"{KEPT}: the next prompt begins with all of the turn before in {100 * whole:.1f}% of conversations: "
-        f"{'met' if whole == 1 else 'not met'}"
+        f"{PRESERVED}: the next prompt begins with all of the turn before in {100 * complete:.1f}% of conversations: "
+        f"{'met' if complete == 1 else 'not met'}"
     )
     saved = Spread.of(
-        1 - _later(kept, "reasoning") / _later(cleared, "reasoning")
-        for kept, cleared in zip(turns[KEPT], turns[CLEARED])
+        1 - _later(preserved, "reasoning") / _later(interleaved, "reasoning")
+        for preserved, interleaved in zip(turns[PRESERVED], turns[INTERLEAVED])
     )
-    right = paired(*([_later(row, "right") for row in turns[name]] for name in (KEPT, CLEARED)))
+    right = paired(
+        *([_later(row, "right") for row in turns[name]] for name in (PRESERVED, INTERLEAVED))
+    )
     yield (
-        f"in later turns {KEPT} thinks {100 * saved.mean:.0f}% fewer tokens than {CLEARED}, and its answers are "
+        f"in later turns {PRESERVED} thinks {100 * saved.mean:.0f}% fewer tokens than {INTERLEAVED}, and its answers are "
         f"{Spread(tuple(100 * v for v in right.values)):+.1f} points more often right"
     )
 
 
 def _later(row: dict, what: str) -> float:
-    """Mean of a value over the turns after the first."""
+    """Returns the mean of a value over the turns after the first."""
     return float(np.mean([np.mean(turn[what]) for turn in row["turns"][1:]]))
 
 
@@ -202,9 +216,9 @@ def _switch_table(rows: list[dict]) -> Table:
         return f"{Spread.of(scale * float(np.mean(row[name][what])) for row in rows):{spec}}"
 
     return Table(
-        f"One model, asked with thinking and without: {QUESTIONS} held-out questions, {len(rows)} seeds",
-        ("thinking", "right, %", "opened and closed, %", "ended, %", "tokens", "ms"),
-        tuple(
+        title=f"One model, asked with thinking and without: {QUESTIONS} held-out questions, {len(rows)} seeds",
+        columns=("thinking", "right, %", "opened and closed, %", "ended, %", "tokens", "ms"),
+        rows=tuple(
             (
                 name,
                 of(name, "right", 100),
@@ -215,38 +229,40 @@ def _switch_table(rows: list[dict]) -> Table:
             )
             for name in ("on", "off")
         ),
-        "Mean ± half of Student's 95% interval (lowest .. highest seed); greedy; tokens and ms of a reply, many "
+        note="Mean ± half of Student's 95% interval (lowest .. highest seed); greedy; tokens and ms of a reply, many "
         "decoded in step.",
     )
 
 
 def _turn_table(turns: dict[str, list[dict]]) -> Table:
-    def of(found, turn, what, scale=1.0):
-        return f"{Spread.of(scale * float(np.mean(row['turns'][turn][what])) for row in found):.1f}"
+    def of(arm_rows, turn, what, scale=1.0):
+        return (
+            f"{Spread.of(scale * float(np.mean(row['turns'][turn][what])) for row in arm_rows):.1f}"
+        )
 
     return Table(
-        f"Conversations of {QUESTIONS} held-out questions with the model's own replies",
-        (
+        title=f"Conversations of {QUESTIONS} held-out questions with the model's own replies",
+        columns=(
             "mode",
             "turn",
             "right, %",
             "tokens of reasoning",
-            "of the turn before kept, %",
-            "tokens read anew",
+            "of the turn before reused, %",
+            "tokens read again",
         ),
-        tuple(
+        rows=tuple(
             (
                 name,
                 str(turn + 1),
-                of(found, turn, "right", 100),
-                of(found, turn, "reasoning"),
-                of(found, turn, "kept", 100) if turn else "-",
-                of(found, turn, "anew"),
+                of(arm_rows, turn, "right", 100),
+                of(arm_rows, turn, "reasoning"),
+                of(arm_rows, turn, "kept", 100) if turn else "-",
+                of(arm_rows, turn, "anew"),
             )
-            for name, found in turns.items()
-            for turn in range(len(found[0]["turns"]))
+            for name, arm_rows in turns.items()
+            for turn in range(len(arm_rows[0]["turns"]))
         ),
-        "Kept: of the ids of the prompt before and the reply to it, what the next prompt begins with.",
+        note="Reused: share of the ids of the previous prompt and its reply with which the next prompt begins.",
     )
 
 

@@ -1,9 +1,9 @@
-"""What agents ask of engines, recorded: multi-turn chats of a scripted policy that searches, token by token.
+"""Records agents' requests to engines: multi-turn chats of a scripted search policy, token by token.
 
-The loop, the tools, the tasks, the template and the tokenizer are those of training, and a chat's prompts are put together as
-the gateway does (`rl.sessions`). Scripted is the policy alone: it looks for one hop of a question after the other, reads what a
-search shows in an order that is drawn, now and then searches in other words, and thinks aloud. So attempts at one task begin
-alike and soon part, and have a few to some dozens of turns.
+The loop, the tools, the tasks, the template and the tokenizer are those of training. A chat's prompts are built as in
+the gateway (`rl.sessions`). Only the policy is scripted. It searches for one hop of a question after the other, reads
+the search results in a random order, sometimes searches with other words, and writes its thoughts. So attempts at one
+task start alike and soon differ, and have between a few and some dozens of turns.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from glm5_jax.agents.context import CONTEXTS, TokenCounter
-from glm5_jax.agents.loop import ANSWER, Agent, LoopConfig
+from glm5_jax.agents.loop import ANSWER, ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
-from glm5_jax.envs.search.problems import Hop, asked
+from glm5_jax.envs.search.problems import Hop, fill_question
 from glm5_jax.envs.search.tools import corpus_of, search_tools
 from glm5_jax.rl.sessions import Session
 from glm5_jax.rl.types import Message, Task
@@ -28,25 +28,25 @@ from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
 
-class Turn(NamedTuple):
-    """What an engine reads, and what it writes then; ids with the token that ends the reply."""
+class TraceTurn(NamedTuple):
+    """Prompt ids of a request and the reply's ids, with the token that ends the reply."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
 
-Trace = tuple[Turn, ...]
+Trace = tuple[TraceTurn, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """Construction refuses values out of range (ValueError).
+    """Tasks and randomness of the recorded chats. Raises ValueError for values out of range.
 
     Attributes:
-      num_tasks: an equal number of each kind.
-      attempts: at each task, one behind the other, as a group is sampled.
-      doubts: how often a search is put in other words first.
-      seed: all that is drawn depends on it, the task and the number of the attempt.
+      num_tasks: number of tasks, equally many of each kind.
+      attempts: attempts at each task, adjacent in the result, like a sampled group.
+      doubts: probability of another search with other words first.
+      seed: seed; all random choices depend on it, the task and the number of the attempt.
     """
 
     num_tasks: int = 64
@@ -63,61 +63,70 @@ class TraceConfig:
 
 
 # Questions over Wikipedia, and over made-up worlds of short passages.
-KINDS = tuple(TaskConfig("worlds", hops=hops) for hops in (2, 3, 4)) + (TaskConfig("musique"),)
+KINDS = tuple(TaskConfig(kind="worlds", hops=hops) for hops in (2, 3, 4)) + (
+    TaskConfig(kind="musique"),
+)
 
 
-def record(config: TraceConfig, tokenizer: Tokenizer) -> list[Trace]:
-    """A trace of each attempt, those at one task behind each other."""
-    return asyncio.run(_record(config, tokenizer))
+def record_traces(config: TraceConfig, tokenizer: Tokenizer) -> list[Trace]:
+    """Returns a trace of each attempt; those at one task are adjacent."""
+    return asyncio.run(_record_traces(config, tokenizer))
 
 
-async def _record(config: TraceConfig, tokenizer: Tokenizer) -> list[Trace]:
+async def _record_traces(config: TraceConfig, tokenizer: Tokenizer) -> list[Trace]:
     toolbox, counter = Toolbox(search_tools()), TokenCounter(tokenizer)
     limits = LoopConfig(context=CONTEXTS["everything"])
-    found = []
+    traces = []
     for task in itertools.islice(_tasks(config), config.num_tasks):
         for attempt in range(config.attempts):
-            # A text, as seeds of other types depend on the process.
-            draw = random.Random(f"{config.seed} {task.id} {attempt}")
-            reader = Reader(_reads(task, draw, config.doubts), tokenizer)
-            trace = await Agent(reader, toolbox, counter, limits)(task)
+            # A string, because seeds of other types depend on the process.
+            rng = random.Random(f"{config.seed} {task.id} {attempt}")
+            policy = ScriptedPolicy(_script(task, rng, config.doubts), tokenizer)
+            trace = await ChatAgent(client=policy, tools=toolbox, counter=counter, config=limits)(
+                task
+            )
             if trace.ended != ANSWER:
                 raise ValueError(f"the attempt at {task.id} ended with {trace.ended} {trace.error}")
-            found.append(tuple(reader.turns))
-    return found
+            traces.append(tuple(policy.turns))
+    return traces
 
 
 def _tasks(config: TraceConfig) -> Iterator[Task]:
-    """Of all kinds by turns; ValueError where one has too few."""
+    """Yields tasks of all kinds in turn. Raises ValueError if a kind has too few."""
     kinds = [tasks(dataclasses.replace(kind, seed=config.seed)) for kind in KINDS]
     for number, kind in enumerate(itertools.cycle(kinds)):
         task = next(kind, None)
         if task is None:
-            raise ValueError(f"num_tasks is {config.num_tasks}, there are but {number}; lower it")
+            raise ValueError(f"num_tasks is {config.num_tasks}, there are only {number}; lower it")
         yield task
 
 
-class Reader:
-    """A policy that follows a script, as the client of an agent, and the session of its chat.
+class ScriptedPolicy:
+    """A policy that follows a script: client of an agent, and session of its chat.
 
     Attributes:
-      turns: so far.
+      turns: turns so far.
     """
 
     def __init__(self, script: Generator, tokenizer: Tokenizer):
-        """script: gives (thought, call) or (thought, answer), and is sent what the tool says."""
+        """Creates the policy.
+
+        Args:
+          script: yields (thought, call) or (thought, answer), and is sent the tool's output.
+          tokenizer: tokenizer of the chat.
+        """
         self._script, self._tokenizer, self._session = script, tokenizer, Session(tokenizer)
-        self.turns: list[Turn] = []
+        self.turns: list[TraceTurn] = []
 
     async def chat(self, messages: Sequence[Message], **fields) -> dict:
-        """See `agents.client.Chats`."""
+        """Returns the scripted reply to a request, see `agents.client.Chats`."""
         plan = self._session.plan(messages, fields["tools"])
-        heard = messages[-1]["content"] if self.turns else None
-        ids = self._written(*self._script.send(heard))
+        tool_output = messages[-1]["content"] if self.turns else None
+        ids = self._encode_reply(*self._script.send(tool_output))
         message = parse_reply(ids, fields["tools"], tokenizer=self._tokenizer).message
         sampled = ids, [0.0] * len(ids), [0] * len(ids)
         self._session.add(self._session.answer(plan, *sampled, "stop", message))
-        self.turns.append(Turn(plan.ids, tuple(ids)))
+        self.turns.append(TraceTurn(plan.ids, tuple(ids)))
         calls = [
             {"function": {"name": call["name"], "arguments": json.dumps(call["arguments"])}}
             for call in message.get("tool_calls", ())
@@ -125,13 +134,13 @@ class Reader:
         reason = "tool_calls" if calls else "stop"
         return {"message": message | {"tool_calls": calls}, "finish_reason": reason}
 
-    def _written(self, thought: str, said: str | tuple[str, Mapping]) -> list[int]:
-        """The tokens of a reply: what a model would be trained to write of it."""
+    def _encode_reply(self, thought: str, content: str | tuple[str, Mapping]) -> list[int]:
+        """Returns the tokens of a reply that training would include in the loss."""
         reply = {"role": "assistant", "content": None, "reasoning_content": thought}
-        if isinstance(said, str):
-            reply["content"] = said
+        if isinstance(content, str):
+            reply["content"] = content
         else:
-            name, arguments = said
+            name, arguments = content
             call = {"name": name, "arguments": json.dumps(arguments)}
             reply["tool_calls"] = [{"type": "function", "function": call}]
         chat = render_chat(
@@ -141,47 +150,51 @@ class Reader:
             close=True,
             first=1,
         )
-        return [i for i, learnt in zip(chat.ids, chat.loss_mask) if learnt]
+        return [i for i, is_trained in zip(chat.ids, chat.loss_mask) if is_trained]
 
 
-def _reads(task: Task, draw: random.Random, doubts: float) -> Generator:
-    """The script of an attempt."""
+def _script(task: Task, rng: random.Random, doubts: float) -> Generator:
+    """Yields the (thought, call) and (thought, answer) of an attempt."""
     corpus, answers = corpus_of(task.data["corpus"]), []
     for hop in (Hop(**hop) for hop in task.data["hops"]):
-        question, title = asked(hop, answers), corpus.passages[hop.passage].title
-        thought = f"{draw.choice(_BEGIN)} {question} {_known(answers)}"
+        question, title = fill_question(hop, answers), corpus.passages[hop.passage].title
+        thought = f"{rng.choice(_BEGIN)} {question} {_summary(answers)}"
         read = set()
-        for query in _queries(question, title, hop.answer, draw, doubts):
-            found = yield (
-                f"{thought} {draw.choice(_SEARCH)} {query!r}.",
+        for query in _queries(question, title, hop.answer, rng, doubts):
+            results = yield (
+                f"{thought} {rng.choice(_SEARCH)} {query!r}.",
                 ("search", {"query": query}),
             )
-            shown = [int(i) for i in re.findall(r"(?m)^\[(\d+)\]", found) if int(i) not in read]
-            # Mostly in the order of the results.
-            shown.sort(key=lambda i, rank=iter(range(99)): next(rank) + draw.uniform(0, 3))
-            for i in shown:
+            unread_ids = [
+                int(i) for i in re.findall(r"(?m)^\[(\d+)\]", results) if int(i) not in read
+            ]
+            # Read mostly in the order of the results.
+            unread_ids.sort(key=lambda i, rank=iter(range(99)): next(rank) + rng.uniform(0, 3))
+            for i in unread_ids:
                 name = corpus.passages[i].title
-                thought = f"{draw.choice(_OPEN)} [{i}] {name}. {draw.choice(_WHY)}"
+                thought = f"{rng.choice(_OPEN)} [{i}] {name}. {rng.choice(_WHY)}"
                 page = yield thought, ("open", {"id": i})
                 read.add(i)
-                quote = page.partition("\n")[2][: draw.randint(40, 200)]
+                quote = page.partition("\n")[2][: rng.randint(40, 200)]
                 if i == hop.passage:
                     break
-                thought = f"{draw.choice(_NOT)} {name}: {quote!r}. I still have to find: {question}"
+                thought = f"{rng.choice(_NOT)} {name}: {quote!r}. I still have to find: {question}"
             if hop.passage in read:
                 break
-        thought = f"{draw.choice(_FOUND)} {quote!r}. So the answer to {question!r} is {hop.answer}."
-        if draw.random() < 0.5:
+        thought = (
+            f"{rng.choice(_CONCLUSION)} {quote!r}. So the answer to {question!r} is {hop.answer}."
+        )
+        if rng.random() < 0.5:
             yield (
-                f"{thought} {draw.choice(_CHECK)}",
+                f"{thought} {rng.choice(_CHECK)}",
                 ("find", {"id": hop.passage, "text": hop.answer}),
             )
         answers.append(hop.answer)
-    yield f"{_known(answers)} {draw.choice(_END)}", f"The answer is {task.data['answers'][0]}."
+    yield f"{_summary(answers)} {rng.choice(_END)}", f"The answer is {task.data['answers'][0]}."
 
 
 def _queries(question: str, title: str, answer: str, draw, doubts: float) -> Iterator[str]:
-    """What is searched for, the last of which finds the passage for sure."""
+    """Yields the queries for a hop; the last one is certain to find the passage."""
     words = question.rstrip("?").split()
     while draw.random() < doubts:
         yield " ".join(draw.sample(words, max(1, len(words) // 2)))
@@ -189,7 +202,7 @@ def _queries(question: str, title: str, answer: str, draw, doubts: float) -> Ite
     yield f"{title} {title} {title}"
 
 
-def _known(answers: Sequence[str]) -> str:
+def _summary(answers: Sequence[str]) -> str:
     return f"So far I know: {', then '.join(answers)}." if answers else "So far I know nothing."
 
 
@@ -213,6 +226,6 @@ _WHY = (
     "",
 )
 _NOT = ("This is not what I need.", "It speaks of something else.", "No answer here, in")
-_FOUND = ("Here it is:", "This passage says it:", "Good, that is what I was looking for:")
+_CONCLUSION = ("Here it is:", "This passage says it:", "Good, that is what I was looking for:")
 _CHECK = ("Let me make sure of it.", "I will check where it stands in the passage.")
 _END = ("That answers the whole question.", "All parts are answered now.", "I can answer.")

@@ -1,44 +1,48 @@
-"""What drafts gain where the trunk dominates: a trained model made deeper, decoded with and without them.
+"""Measures the gain of drafts where the trunk dominates: a trained model made deeper, decoded with and without them.
 
-The model keeps what it has learnt, and with it the share of drafts that are right: the added layers compute all
-that a layer does, but their outputs are zero. The MTP layer stays one.
+The deepened model computes the same function, so the share of right drafts is unchanged: the added layers do all the
+work of a layer, but their outputs are zero. There is still one MTP layer.
 """
 
 import dataclasses
 import functools
 import time
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.core.tree import map_with_path
-from glm5_jax.inference.counts import Counts
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.inference.stats import EngineStats
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_pages
-from glm5_jax.model.generate import layers_of
+from glm5_jax.model.generate import unstack_for_decoding
 
 LAYERS = 20  # of the deepened trunk
 PAGE, LENGTH = 16, 512
 OUTPUTS = ("attn/o", "mlp/down")
 
 
-def deepened(model: glm5.Glm5, num_layers: int) -> glm5.Glm5:
-    """The same function in num_layers layers: dense ones in front, whose outputs are zero."""
+def deepen(model: glm5.Glm5, num_layers: int) -> glm5.Glm5:
+    """Returns the same function with num_layers layers: dense ones in front, whose outputs are zero."""
     cfg, params = model.cfg, glm5.params_of(model)
     more = num_layers - cfg.num_hidden_layers
     deep = dataclasses.replace(
         cfg, num_hidden_layers=num_layers, first_k_dense_replace=cfg.first_k_dense_replace + more
     )
-    new = glm5.init_params(deep, jax.random.key(0), cfg.dtype)
-    silent = map_with_path(
-        lambda path, w: jnp.zeros_like(w) if path.endswith(OUTPUTS) else w, new["dense_layers"]
+    deep_params = glm5.init_params(deep, jax.random.key(0), cfg.dtype)
+    zero_layers = map_with_path(
+        lambda path, w: jnp.zeros_like(w) if path.endswith(OUTPUTS) else w,
+        deep_params["dense_layers"],
     )
     stack = jax.tree.map(
-        lambda added, own: jnp.concatenate([added[:more], own]), silent, params["dense_layers"]
+        lambda added, trained: jnp.concatenate([added[:more], trained]),
+        zero_layers,
+        params["dense_layers"],
     )
     return glm5.Glm5(deep, params={**params, "dense_layers": stack})
 
@@ -56,10 +60,13 @@ def _draft(params, layers, tables, lengths, hidden, tokens, cfg):
     return out.cache.layers, jnp.argmax(out.logits, axis=-1)
 
 
-def parts(model: glm5.Glm5, counts) -> tuple[float, dict[int, float]]:
-    """Seconds of one draft, and of a forward over so many new tokens, one sequence of LENGTH / 2 before them."""
+def component_times(model: glm5.Glm5, counts: Iterable[int]) -> tuple[float, dict[int, float]]:
+    """Returns the seconds of one draft, and {number of new tokens: seconds of a forward}.
+
+    One sequence of LENGTH / 2 tokens precedes them.
+    """
     cfg = model.cfg
-    params = layers_of(glm5.params_of(model), cfg)
+    params = unstack_for_decoding(glm5.params_of(model), cfg)
     tables = jnp.arange(LENGTH // PAGE, dtype=jnp.int32)[None]
     lengths = jnp.array([LENGTH // 2], jnp.int32)
 
@@ -82,37 +89,41 @@ def parts(model: glm5.Glm5, counts) -> tuple[float, dict[int, float]]:
     return seconds(_draft, pages(num_layers=1), hidden, one), forwards
 
 
-def compare(model: glm5.Glm5, prompts: list[list[int]], num_new: int, drafts=(1, 2, 4)) -> None:
+def compare(
+    model: glm5.Glm5, prompts: list[list[int]], num_new: int, drafts: tuple[int, ...] = (1, 2, 4)
+) -> None:
     """Prints every term of the comparison for some numbers of drafts."""
-    draft, forwards = parts(model, (1, *(n + 1 for n in drafts)))
+    draft, forwards = component_times(model, (1, *(n + 1 for n in drafts)))
     cfg, sampling = model.cfg, Sampling(max_tokens=num_new, ignore_eos=True, temperature=0)
     print(
         f"drafts: {cfg.num_hidden_layers} layers; T1, a forward over one token: {1e3 * forwards[1]:.2f} ms; "
         f"Tdraft: {1e3 * draft:.2f} ms"
     )
-    plain, wanted = None, None
+    plain, expected_replies = None, None  # seconds a token and replies without drafts
     for count in (0, *drafts):
-        engine = Engine(model, page_size=PAGE, max_length=LENGTH, max_batch=1, num_draft=count)
+        engine = Engine(
+            model, page_size=PAGE, max_length=LENGTH, max_num_seqs=1, num_speculative_tokens=count
+        )
         engine.generate([prompts[0]], sampling)  # compiles
         times, replies = [], []
-        engine.counts = Counts(accepted=[0] * (count + 1))
+        engine.stats = EngineStats(accepted=[0] * (count + 1))
         for prompt in prompts:
             handle = engine.submit(Request(prompt, sampling))
             while engine.step():
                 pass
-            times.append((handle.ended - handle.first) / (num_new - 1))
+            times.append((handle.ended_at - handle.first_token_at) / (num_new - 1))
             replies.append(handle.completion.ids)
-        each, wanted = float(np.median(times)), wanted or replies
-        if replies != wanted:
+        token_s, expected_replies = float(np.median(times)), expected_replies or replies
+        if replies != expected_replies:
             raise ValueError("greedy decoding with drafts is not what it is without")
         if not count:
-            plain = each
-            print(f"drafts: none: {1e3 * each:.2f} ms a token")
+            plain = token_s
+            print(f"drafts: none: {1e3 * token_s:.2f} ms a token")
             continue
-        kept = np.array(engine.counts.accepted)
-        accepted = float(kept @ np.arange(1, count + 2) / kept.sum())
+        accepted_counts = np.array(engine.stats.accepted)
+        accepted = float(accepted_counts @ np.arange(1, count + 2) / accepted_counts.sum())
         possible = accepted * forwards[1] / (forwards[count + 1] + count * draft)
-        gain = plain / each
+        gain = plain / token_s
         print(
             f"drafts: {count}: {accepted:.2f} tokens kept a step; Tverify {1e3 * forwards[count + 1]:.2f} ms; possible "
             f"{possible:.2f} times as fast, really {gain:.2f}: {gain / possible:.2f} of it (target 0.9) and "

@@ -1,12 +1,13 @@
-"""Rows that cross between slices on their way to experts, a token's rows by themselves and once for each slice.
+"""Counts rows that cross between slices on their way to experts, with a row per expert and with a row per slice.
 
     python -m experiments.benchmarks.expert_slices [--devices=64] [--preset=glm5]
 
-For a router that is balanced and whose choices are independent, from combinatorics alone (no device, a second), per token and way:
-rows that leave a slice and rows that go to another device inside one, of `--experiment.step.expert_slices=1` (each of a token's
-experts gets a row of its own) and of the slices' number (each slice gets the token once, and passes it on inside). Beside them
-the rows of an all-gather over slices, which needs no plan but sends every token everywhere. Bytes are those of a token's 16-bit
-row; there and back, forward, recomputed and backward, are six ways in each layer. Expected: experiments/LOG.md.
+Assumes a balanced router with independent choices, and uses only combinatorics (no device, a second). Counts per token
+and way: rows that leave a slice, and rows that go to another device inside one. It compares
+`--experiment.step.expert_slices=1` (each of a token's experts gets a row) with the number of slices (each slice gets
+the token once, and forwards it inside). The table also has the rows of an all-gather over slices, which needs no plan
+but sends every token everywhere. Bytes are those of a token's 16-bit row. Each layer has six ways: to the experts and
+back, in the forward, recomputed and backward pass. Expected: experiments/LOG.md.
 """
 
 import argparse
@@ -18,33 +19,34 @@ from rich.console import Console
 from rich.table import Table
 
 from glm5_jax import presets
-from glm5_jax.model.dispatch import crossing_share
+from glm5_jax.core.terminal import print_error
+from glm5_jax.model.expert_dispatch import crossing_share
 
 WAYS = 6
 
 
 class Rows(NamedTuple):
-    """Per token and way: rows to other slices and to other devices of a slice, on average."""
+    """Mean rows per token and way: to other slices, and to other devices of a slice."""
 
     across: float
     inside: float
 
 
 def one_level(experts: int, chosen: int, devices: int, slices: int) -> Rows:
-    """A row for each expert."""
+    """Returns the rows with one row for each expert."""
     elsewhere = chosen * (1 - 1 / devices)
     across = chosen * (1 - 1 / slices)
     return Rows(across, elsewhere - across)
 
 
 def two_levels(experts: int, chosen: int, devices: int, slices: int) -> Rows:
-    """One to each slice that has an expert of the token; inside, a row for each expert."""
+    """Returns the rows with one row to each slice that has an expert of the token, and inside one for each expert."""
     across = (slices - 1) * crossing_share(experts, chosen, slices)
     return Rows(across, chosen * (1 - slices / devices))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code of the program with these arguments."""
+    """Runs the program with these arguments. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.benchmarks.expert_slices")
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--preset", default="glm5")
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         cfg = presets.get(options.preset)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     if options.devices < 2 or cfg.n_routed_experts % options.devices:
         print(

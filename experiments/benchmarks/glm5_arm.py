@@ -1,12 +1,13 @@
-"""Our arm of the comparison with transformers: a worker that `transformers_cpu.py` calls."""
+"""Runs our arm of the comparison with transformers: a worker process of `transformers_cpu.py`."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 
-from experiments.benchmarks.choices import Apart, replayed
 from experiments.benchmarks.measure import NEW_TOKENS, VOCAB_SIZE, Clock, gemm_rate, pin, tokens
+from experiments.benchmarks.teacher_forced_choices import ChoiceGap, forced_choices
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.process import serve
@@ -14,7 +15,8 @@ from glm5_jax.inference.engine import KEEP, Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.training.step import Rates, StepConfig, gradient_function
+from glm5_jax.training.gradients import Rates, gradient_function
+from glm5_jax.training.step import StepConfig
 
 # GLM-5's proportions in 19.4M parameters, 8.4M of them active: latents of a half and a third of the
 # width, one dense layer, 4 of 16 experts and a shared one, an indexer that keeps 256 keys. It has 16
@@ -47,8 +49,8 @@ BASELINE = ModelConfig(
 )
 
 
-class Arm:
-    """The functions that the parent calls; `run` measures once and keeps the output for `save`."""
+class Glm5Arm:
+    """Functions that the parent calls; `run` measures once and keeps the output for `save`."""
 
     def __init__(self):
         self.model = glm5.Glm5(BASELINE, rngs=nnx.Rngs(0))
@@ -56,42 +58,47 @@ class Arm:
         self.run = self.output = None
 
     def export(self, folder: str) -> None:
-        """The weights as transformers reads them."""
+        """Writes the weights in HuggingFace's format."""
         save_hf(self.model, folder)
 
     def gemm(self) -> float:
-        """FLOP/s of a large matmul."""
+        """Returns the FLOP/s of a large matmul."""
         a = jnp.ones((2048, 2048))
         matmul = jax.jit(jnp.matmul)
         return gemm_rate(lambda: matmul(a, a).block_until_ready())
 
     def prepare(self, kind: str, b: int, t: int) -> float:
-        """Compiles forward, train, prefill or decode for tokens [b t]; the seconds it took, first run included."""
+        """Compiles forward, train, prefill or decode for tokens [b t]. Returns the seconds, with a first run."""
         clock = Clock()
         self.run = getattr(self, f"_{kind}")(b, t)
         self.measure()
         return clock.read()["wall"]
 
     def measure(self) -> dict[str, float]:
-        """{"wall", "cpu"} seconds of one run."""
+        """Returns {"wall", "cpu"} seconds of one run."""
         seconds, self.output = self.run()
         return seconds
 
-    def follow(self, kind: str, b: int, t: int, choices: str) -> dict[str, list[Apart]]:
-        """One run, for `save`, of forward or train with the choices that transformers saved; per layer how
-        many of the keys and experts would have been others, and by what gap."""
-        made = np.load(choices)
+    def follow(self, kind: str, b: int, t: int, choices: str) -> dict[str, list[ChoiceGap]]:
+        """Runs forward or train once, for `save`, with the choices that transformers saved.
+
+        Returns per layer how many keys and experts would have been others, and by what gap.
+        """
+        saved_choices = np.load(choices)
         kinds = ("keys", "experts")
-        keys, experts = ([made[k] for k in sorted(made) if k.startswith(kind)] for kind in kinds)
-        with replayed(keys, experts) as apart:
+        keys, experts = (
+            [saved_choices[k] for k in sorted(saved_choices) if k.startswith(kind)]
+            for kind in kinds
+        )
+        with forced_choices(keys, experts) as gaps:
             _, self.output = getattr(self, f"_{kind}")(b, t)()
             jax.effects_barrier()
-        return apart
+        return gaps
 
     def save(self, path: str) -> None:
-        """The last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
+        """Writes the last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
         if isinstance(self.output, dict):
-            save_hf(stacked(self.output), path, cfg=BASELINE)
+            save_hf(stack_layers(self.output), path, cfg=BASELINE)
         else:
             np.save(path, np.asarray(self.output))
 
@@ -107,7 +114,7 @@ class Arm:
         return run
 
     def _train(self, b, t):
-        """Mean next-token loss and the gradients of all parameters, without an optimiser."""
+        """Returns a run of the mean next-token loss and the gradients of all parameters, without an optimiser."""
         x = jnp.asarray(tokens(b, t))
         config = StepConfig(mtp_steps=0, balance_weight=0.0, remat="none")
         batch = {
@@ -128,11 +135,11 @@ class Arm:
         return run
 
     def _prefill(self, b, t):
-        """The first token of all rows, as the engine's users have it."""
+        """Returns a run that samples the first token of all rows through the engine's API."""
         engine = self._engine(b, t)
 
         def run():
-            # Forgets the prompts of the run before.
+            # Clears the prompts of the previous run from the cache.
             engine.update_weights(self._stacked(), engine.version + 1, KEEP)
             clock = Clock()
             replies = engine.generate(tokens(b, t).tolist(), _greedy(1))
@@ -141,12 +148,12 @@ class Arm:
         return run
 
     def _decode(self, b, t):
-        """NEW_TOKENS tokens of all rows behind the first one, as the engine's users have them."""
+        """Returns a run that samples NEW_TOKENS tokens of all rows after the first one, through the engine's API."""
         engine = self._engine(b, t)
 
         def run():
-            asked = [Request(ids, _greedy(NEW_TOKENS + 1)) for ids in tokens(b, t).tolist()]
-            handles = [engine.submit(request) for request in asked]
+            requests = [Request(ids, _greedy(NEW_TOKENS + 1)) for ids in tokens(b, t).tolist()]
+            handles = [engine.submit(request) for request in requests]
             while not all(handle.tokens for handle in handles):
                 engine.step()
             clock = Clock()
@@ -158,9 +165,9 @@ class Arm:
         return run
 
     def _engine(self, b, t):
-        """One that reads all rows in one step."""
-        sizes = {"chunk": t, "step_tokens": b * t, "max_length": t + NEW_TOKENS + 1}
-        return Engine(self.model, max_batch=b, **sizes)
+        """Returns an engine that prefills all rows in one step."""
+        sizes = {"prefill_chunk": t, "max_batched_tokens": b * t, "max_length": t + NEW_TOKENS + 1}
+        return Engine(self.model, max_num_seqs=b, **sizes)
 
     def _stacked(self):
         return glm5.params_of(self.model)
@@ -170,8 +177,8 @@ def _greedy(count: int) -> Sampling:
     return Sampling(max_tokens=count, temperature=0, ignore_eos=True)
 
 
-def stacked(params):
-    """The tree with its lists of layers as stacks, as checkpoints hold it."""
+def stack_layers(params: PyTree) -> PyTree:
+    """Returns the tree with its lists of layers as stacks, the form of checkpoints."""
     return {
         k: jax.tree.map(lambda *a: jnp.stack(a), *v) if isinstance(v, list) else v
         for k, v in params.items()
@@ -179,10 +186,10 @@ def stacked(params):
 
 
 def main() -> None:
-    """Answers the parent's calls."""
+    """Serves the parent's calls."""
     pin()
     jax.config.update("jax_platforms", "cpu")
-    arm = Arm()
+    arm = Glm5Arm()
     serve(arm.export, arm.gemm, arm.prepare, arm.measure, arm.follow, arm.save)
 
 

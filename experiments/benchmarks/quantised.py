@@ -1,19 +1,19 @@
-"""What W4A8 takes in bytes, and what it costs in perplexity with and without rotation and calibration.
+"""Measures the size of W4A8 weights, and their effect on perplexity with and without rotation and calibration.
 
     python -m experiments.benchmarks.quantised [WORKDIR [GROUP]]
 
-Bytes of GLM-5 by part in bf16, W8A8 and W4A8, and the smallest slices that hold them with a tenth left for caches,
-in seconds. With the workdir of a trained model (GROUP: inputs of an expert's matrix that share a scale, 32 by
-default) also, on held-out Shakespeare and Python in rows of 512 tokens, against the same weights in their own
-precision: perplexity, the divergence of next-token distributions (nats per token) and how often the likeliest
-token is the same. Weights: as trained, and with outliers planted by which the function stays the same:
+Prints the bytes of GLM-5 by part in bf16, W8A8 and W4A8, and the smallest slices that hold them with a tenth left for
+caches, in seconds. With the workdir of a trained model (GROUP: inputs of an expert's matrix that share a scale, 32 by
+default) it also measures, on held-out Shakespeare and Python in rows of 512 tokens, against the same weights in their
+own precision: perplexity, the divergence of next-token distributions (nats per token) and how often the likeliest
+token is the same. Weights: as trained, and with planted outliers that do not change the function:
 
-    norms     in four channels of every norm's weight, times 32, and a 32nd in what reads them
+    norms     in four channels of every norm's weight, times 32, and a 32nd in the matrices that read them
     values    in two channels of every head's values, and a 32nd in o
     up-down   in four channels between up and down of every feed-forward, and a 32nd in down
 
-Quantised as they are, rotated (`inference.quantize.rotation`), and rotated with scales between up and down found
-on eight rows of training text (`calibrate`). About six minutes for :tiny on two cores.
+Quantised as they are, rotated (`inference.quantize.rotation`), and rotated with scales between up and down from
+eight rows of training text (`calibrate`). About six minutes for :tiny on two cores.
 
 Expected for the last DSA stage of lifecycle.py:tiny: experiments/LOG.md.
 """
@@ -25,10 +25,12 @@ import json
 import math
 import pathlib
 import sys
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +38,8 @@ from experiments.benchmarks.measure import pin
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig, RopeParameters
-from glm5_jax.core.tree import flatten, match, unflatten
+from glm5_jax.core.terminal import print_error
+from glm5_jax.core.tree import first_match, flatten, unflatten
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
@@ -44,7 +47,7 @@ from glm5_jax.inference.quantize import calibrate, rotation, table
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 
-# First match.
+# (pattern of a path, name of its part); the first match counts.
 PARTS = (
     (r"^mtp/", "MTP layer"),
     (r"/experts/", "routed experts"),
@@ -55,7 +58,9 @@ PARTS = (
     (r"^(embed|lm_head)/", "embedding, head"),
     (r"", "routers, norms"),
 )
-TURN_BACK = "rotation, back"  # beside them: a matrix before the last norm, and one in the MTP layer
+TURN_BACK = (
+    "rotation, back"  # further weights: a matrix before the last norm, and one in the MTP layer
+)
 CHIPS = {  # GB each
     "v5e": 16,
     "v6e": 32,
@@ -75,13 +80,13 @@ ARMS = ("as they are", "rotated", "rotated, calibrated")
 
 
 def num_bytes(cfg: ModelConfig) -> dict[str, dict[str, int]]:
-    """{part: {scheme: bytes}} of a model's weights, scales included."""
-    plain = glm5.abstract(cfg, "bfloat16")
+    """Returns {part: {scheme: bytes}} of a model's weights, scales included."""
+    plain = glm5.abstract_params(cfg, "bfloat16")
     quantised = jax.eval_shape(lambda p: table.quantise(p, cfg)[0], plain)
     quantised, rules = flatten(quantised), table.rules_of(plain)
-    parts, found = flatten(match(PARTS, plain)), {}
+    parts, by_part = flatten(first_match(PARTS, plain)), {}
     for path, w in flatten(plain).items():
-        size = found.setdefault(parts[path], dict.fromkeys(("bf16", "W8A8", "W4A8"), 0))
+        size = by_part.setdefault(parts[path], dict.fromkeys(("bf16", "W8A8", "W4A8"), 0))
         arrays = jax.tree.leaves(quantised[path])
         stored = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
         count = math.prod(w.shape)
@@ -89,35 +94,37 @@ def num_bytes(cfg: ModelConfig) -> dict[str, dict[str, int]]:
         size["W4A8"] += stored
         size["W8A8"] += count + 4 * count // w.shape[-2] if rules[path] == table.W4A8 else stored
     turns = 1 + cfg.num_nextn_predict_layers
-    found[TURN_BACK] = dict.fromkeys(("W8A8", "W4A8"), turns * 2 * cfg.hidden_size**2) | {"bf16": 0}
-    return found
+    by_part[TURN_BACK] = dict.fromkeys(("W8A8", "W4A8"), turns * 2 * cfg.hidden_size**2) | {
+        "bf16": 0
+    }
+    return by_part
 
 
-def smallest(size: int, chip: int) -> int:
-    """The least power of two of chips of so many GB that holds so many bytes with SPARE left."""
+def num_chips(size: int, chip: int) -> int:
+    """Returns the least power of two of chips of `chip` GB that hold `size` bytes with SPARE left."""
     return 1 << max(0, math.ceil(math.log2(size / ((1 - SPARE) * chip * 1e9))))
 
 
-def load(workdir: pathlib.Path):
-    """(config, parameters, tokenizer) of a trained model. ValueError if there is none."""
+def load(workdir: pathlib.Path) -> tuple[ModelConfig, PyTree, Tokenizer]:
+    """Returns (config, parameters, tokenizer) of a trained model. Raises ValueError if there is none."""
     file = workdir / "config.json"
     if not file.is_file():
         raise ValueError(f"{workdir} is no workdir of a run: it holds no config.json")
     fields = json.loads(file.read_text())["model"]
     fields["rope_parameters"] = RopeParameters(**fields["rope_parameters"])
     cfg = ModelConfig(**fields)
-    params = store.load_params(workdir, glm5.abstract(cfg))
+    params = store.load_params(workdir, glm5.abstract_params(cfg))
     return cfg, params, Tokenizer.load(workdir / "tokenizer")
 
 
-def texts(tokenizer):
-    """(held-out batches, int[b t] rows of training text)."""
+def texts(tokenizer: Tokenizer) -> tuple[list[dict], np.ndarray]:
+    """Returns (held-out batches, int[b t] rows of training text)."""
     batches, rows = [], []
     for kind in TEXTS:
         source = SourceConfig(kind=kind)
         data = DataConfig(sources=(source,), sequence_length=LENGTH)
-        most = ROWS * BATCHES
-        batches += held_out_batches(data, source, tokenizer, ROWS, max_rows=most)
+        max_rows = ROWS * BATCHES
+        batches += held_out_batches(data, source, tokenizer, ROWS, max_rows=max_rows)
         documents = itertools.chain.from_iterable(training_documents(data, source, tokenizer))
         ids = np.fromiter(itertools.islice(documents, CALIBRATION_ROWS * LENGTH), np.int32)
         rows.append(ids.reshape(CALIBRATION_ROWS, LENGTH))
@@ -125,16 +132,21 @@ def texts(tokenizer):
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def log_probs(params, batch, cfg):
-    """float32[b t v] of the next token."""
-    given = {name: batch[name] for name in ("positions", "segment_ids")}
-    return jax.nn.log_softmax(glm5.forward(params, batch["token_ids"], cfg, **given).logits)
+def log_probs(params: PyTree, batch: dict, cfg: ModelConfig) -> jax.Array:
+    """Returns float32[b t v] of the next token."""
+    inputs = {name: batch[name] for name in ("positions", "segment_ids")}
+    return jax.nn.log_softmax(glm5.forward(params, batch["token_ids"], cfg, **inputs).logits)
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Against what is not quantised, over n tokens: relative change of perplexity and its standard error,
-    mean divergence in nats, share of tokens whose likeliest successor is the same."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantisationMetrics:
+    """Differences to the unquantised model over n tokens.
+
+    Attributes:
+      perplexity, error: relative change of perplexity and its standard error.
+      divergence: mean divergence in nats.
+      agreement: share of tokens with the same likeliest successor.
+    """
 
     perplexity: float
     error: float
@@ -142,8 +154,10 @@ class Measured:
     agreement: float
 
     @classmethod
-    def of(cls, log_probs_of, batches, before) -> "Measured":
-        """log_probs_of(batch): float32[b t v]; before: those of what is not quantised, for each batch."""
+    def of(
+        cls, log_probs_of: Callable, batches: list[dict], before: list[np.ndarray]
+    ) -> "QuantisationMetrics":
+        """Returns the metrics of log_probs_of(batch): float32[b t v]; before: those of the unquantised model, for each batch."""
         losses, divergences, same = [], [], []
         for batch, want in zip(batches, before):
             counted = batch["loss_mask"][:, 1:] > 0
@@ -156,22 +170,29 @@ class Measured:
         loss, divergence, same = map(np.concatenate, (losses, divergences, same))
         change = float(np.expm1(loss.mean()))
         error = float(loss.std() / len(loss) ** 0.5)
-        return cls(change, error, float(divergence.mean()), float(same.mean()))
+        return cls(
+            perplexity=change,
+            error=error,
+            divergence=float(divergence.mean()),
+            agreement=float(same.mean()),
+        )
 
     def row(self) -> list[str]:
-        """Its figures, as a table shows them."""
+        """Returns the cells of a table's row."""
         change = f"{self.perplexity:+.2%} (se {self.error:.2%})"
         return [change, f"{self.divergence:.4f}", f"{self.agreement:.1%}"]
 
 
-def plant(params, cfg: ModelConfig, kinds=KINDS, seed: int = 0):
-    """The parameters of the same function with outliers of these kinds."""
-    draw, names = np.random.default_rng(seed), flatten(glm5.letters(cfg))
+def with_outliers(
+    params: PyTree, cfg: ModelConfig, kinds: Sequence[str] = KINDS, seed: int = 0
+) -> PyTree:
+    """Returns the parameters of the same function with outliers of these kinds."""
+    rng, names = np.random.default_rng(seed), flatten(glm5.axis_letters(cfg))
     flat = {path: np.asarray(w) for path, w in flatten(params).items()}
 
     def scaled(size: int, count: int):
         out = np.ones(size, np.float32)
-        out[draw.choice(size, count, replace=False)] = OUTLIER
+        out[rng.choice(size, count, replace=False)] = OUTLIER
         return out
 
     def times(path, letter, scale):
@@ -191,16 +212,18 @@ def plant(params, cfg: ModelConfig, kinds=KINDS, seed: int = 0):
             ("up-down", f"{part}/up", f"{part}/down", "f", CHANNELS)
             for part in ("mlp", "shared", "experts")
         ]
-        for kind, made, read, letter, count in pairs:
-            if kind in kinds and f"{block}/{made}" in flat:
-                scale = scaled(flat[f"{block}/{made}"].shape[-1], count)
-                times(f"{block}/{made}", letter, scale)
-                times(f"{block}/{read}", letter, 1 / scale)
+        for kind, writer, reader, letter, count in pairs:
+            if kind in kinds and f"{block}/{writer}" in flat:
+                scale = scaled(flat[f"{block}/{writer}"].shape[-1], count)
+                times(f"{block}/{writer}", letter, scale)
+                times(f"{block}/{reader}", letter, 1 / scale)
     return jax.tree.map(jnp.asarray, unflatten(flat))
 
 
-def arms(params, cfg, rows, group):
-    """(name, quantised parameters, config) of every arm."""
+def quantised_arms(
+    params: PyTree, cfg: ModelConfig, rows: np.ndarray, group: int
+) -> Iterator[tuple[str, PyTree, ModelConfig]]:
+    """Yields (name, quantised parameters, config) of every arm."""
     turned, turned_cfg = rotation.rotate(params, cfg)
     yield ARMS[0], *table.quantise(params, cfg, group)
     yield ARMS[1], *table.quantise(turned, turned_cfg, group)
@@ -210,19 +233,19 @@ def arms(params, cfg, rows, group):
 
 def show_bytes(cfg: ModelConfig) -> None:
     """Prints bytes by part, and slices."""
-    found = num_bytes(cfg)
-    schemes = list(next(iter(found.values())))
+    bytes_by_part = num_bytes(cfg)
+    schemes = list(next(iter(bytes_by_part.values())))
     by_part, slices = Table("part", *(f"{s} GB" for s in schemes)), Table("chip", *schemes)
-    total = {s: sum(part[s] for part in found.values()) for s in schemes}
-    for part, sizes in (found | {"all": total}).items():
+    total = {s: sum(part[s] for part in bytes_by_part.values()) for s in schemes}
+    for part, sizes in (bytes_by_part | {"all": total}).items():
         by_part.add_row(part, *(f"{sizes[s] / 1e9:.2f}" for s in schemes))
     for chip, size in CHIPS.items():
-        slices.add_row(f"{chip}, {size} GB", *(str(smallest(total[s], size)) for s in schemes))
+        slices.add_row(f"{chip}, {size} GB", *(str(num_chips(total[s], size)) for s in schemes))
     Console().print(by_part, slices)
 
 
 def main(arguments: list[str]) -> None:
-    """arguments: nothing, or a workdir and a group."""
+    """Runs the program. arguments: nothing, or a workdir and a group."""
     group = arguments[1] if len(arguments) > 1 else "32"
     if len(arguments) > 2 or not group.isdigit() or int(group) < 1:
         print("error: give a workdir and the size of a group, as in WORKDIR 32", file=sys.stderr)
@@ -235,7 +258,7 @@ def main(arguments: list[str]) -> None:
     try:
         cfg, params, tokenizer = load(pathlib.Path(arguments[0]))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         raise SystemExit(2) from None
     batches, rows = texts(tokenizer)
     before = [np.asarray(log_probs(params, batch, cfg)) for batch in batches]
@@ -243,10 +266,10 @@ def main(arguments: list[str]) -> None:
     names = ("weights", "quantised", "perplexity", "divergence", "same token")
     out = Table(*names, title=f"W4A8, groups of {group}, over {count} tokens")
     for weights, kinds in (("trained", ()), *((k, (k,)) for k in KINDS), ("all three", KINDS)):
-        planted = plant(params, cfg, kinds)
-        for arm, quantised, arm_cfg in arms(planted, cfg, rows, int(group)):
+        planted = with_outliers(params, cfg, kinds)
+        for arm, quantised, arm_cfg in quantised_arms(planted, cfg, rows, int(group)):
             arm_log_probs = functools.partial(log_probs, quantised, cfg=arm_cfg)
-            row = [weights, arm, *Measured.of(arm_log_probs, batches, before).row()]
+            row = [weights, arm, *QuantisationMetrics.of(arm_log_probs, batches, before).row()]
             out.add_row(*row)
             print(f"| {' | '.join(row)} |", flush=True)
     Console().print(out)

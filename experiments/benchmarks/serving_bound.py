@@ -1,17 +1,17 @@
-"""The least that GLM-5's tokens can cost by length and chip: dense attention in bf16 against DSA with W4A8.
+"""Computes lower bounds of GLM-5's cost per token by length and chip: dense attention in bf16 against DSA with W4A8.
 
     python -m experiments.benchmarks.serving_bound [LENGTH...] [--batch=128] [--json]
 
-A bound from peaks, never a speed: chip-seconds for a million tokens if every component reached its chip's peak rate or
-bandwidth, chips never waited and nothing travelled between them (`inference.serving_cost`). Nothing runs, on any
-machine, in seconds. Columns, for prompts of LENGTH tokens (default: 8K, 32K, 128K, 200K), of which 128K tokens or one
-are read at once, and for decoding BATCH sequences at once at that length:
+These are bounds from peak rates, never speeds: chip-seconds for a million tokens if every component reached its chip's
+peak rate or bandwidth, chips never waited and nothing was sent between them (`inference.serving_cost`). Needs no
+accelerator and takes seconds. Columns, for prompts of LENGTH tokens (default: 8K, 32K, 128K, 200K), with 128K tokens
+or one prompt prefilled at once, and for decoding BATCH sequences at once at that length:
 
     dense      attention over all keys, weights and caches in bf16; prompts with keys and values expanded
-    DSA        indexers and 2048 selected keys, all of it in bf16
+    DSA        indexers and 2048 selected keys, all in bf16
     DSA W4A8   the same with int4 experts, int8 products and pages in 8 bits (the format that the chip multiplies)
-    saved      of dense by DSA W4A8
-    attention  how many times fewer FLOPs a prompt's attention needs with DSA, indexers' scores included
+    saved      share of dense that DSA W4A8 saves
+    attention  factor by which DSA reduces the FLOPs of a prompt's attention, indexers' scores included
 
 --json prints the same, with every component. Expected: experiments/LOG.md.
 """
@@ -26,21 +26,26 @@ from rich.table import Table
 from experiments.arguments import Parser
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
+from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost, arms, flops, prefill
 from pallas_kernels.chips import CHIPS
 
 LENGTHS = (8192, 32768, 131_072, 202_752)
 BATCH = 128  # ours
-TOKENS = 131_072  # of prompts that are read at once, ours: so many that reading weights costs next to nothing
-WIDTH = 120  # of the table, also where no terminal tells one
+TOKENS = 131_072  # prompt tokens prefilled at once, ours: enough that reading weights costs almost nothing
+WIDTH = 120  # columns of the table, also without a terminal
 TITLE = f"Chip-seconds for a million tokens: {BOUND}"
 ATTENTION = "They claim 1.5 to 2 times less attention compute, too."
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Of one length on one chip. attention: FLOPs of a prompt's dense attention over those of scores and sparse
-    attention."""
+    """Bounds of one length on one chip.
+
+    Attributes:
+      prefill, decode: cost of both stages.
+      attention: FLOPs of a prompt's dense attention over those of scores and sparse attention.
+    """
 
     prefill: TokenCost
     decode: TokenCost
@@ -48,7 +53,7 @@ class Bound:
 
     @classmethod
     def of(cls, cfg: ModelConfig, chip: str, length: int, batch: int) -> "Bound":
-        """On the chip of this name."""
+        """Returns the bounds on the chip of this name."""
         count = max(1, TOKENS // max(1, length))
         dense, sparse = (
             flops(prefill(cfg, arms(CHIPS[chip])[arm], length), "scores", "attention")
@@ -62,25 +67,25 @@ class Bound:
 
     @property
     def stages(self) -> tuple[TokenCost, TokenCost]:
-        """In the order of the table."""
+        """Costs in the order of the table."""
         return self.prefill, self.decode
 
     def row(self) -> list[str]:
-        """As the table shows it."""
+        """Returns the cells of the table's row."""
         out = [f"{self.decode.length:,}", self.decode.chip]
         for cost in self.stages:
             out += [f"{seconds:,.0f}" for seconds in cost.totals.values()]
             out.append(f"{cost.saved:.0%}")
         return [*out, f"{self.attention:.1f}x"]
 
-    def told(self) -> dict:
-        """For machines."""
+    def to_json(self) -> dict:
+        """Returns the bounds as a JSON object."""
         saved = {cost.stage: cost.saved for cost in self.stages}
         return dataclasses.asdict(self) | {"saved": saved}
 
 
 def notes() -> list[str]:
-    """What the table leaves unsaid."""
+    """Returns the notes below the table."""
     lacking = [name for name in SERVED if "int8" not in CHIPS[name].flops]
     return [
         f"{CLAIM[0].upper()}{CLAIM[1:]}. {ATTENTION}",
@@ -89,7 +94,7 @@ def notes() -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of the program with these arguments."""
+    """Runs the program with these arguments. Returns the exit code."""
     parser = Parser("experiments.benchmarks.serving_bound", __doc__)
     parser.add_argument("lengths", nargs="*", type=int, metavar="LENGTH")
     parser.add_argument("--batch", type=int, default=BATCH)
@@ -98,20 +103,22 @@ def main(arguments: list[str]) -> int:
         options = parser.parse_args(arguments)
         cfg, batch = presets.glm5(), options.batch
         lengths = options.lengths or LENGTHS
-        found = [Bound.of(cfg, chip, length, batch) for length in lengths for chip in SERVED]
+        bounds = [Bound.of(cfg, chip, length, batch) for length in lengths for chip in SERVED]
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     if options.json:
-        rows = [own.told() for own in found]
+        rows = [bound.to_json() for bound in bounds]
         print(json.dumps({"what": TITLE, "notes": notes(), "rows": rows}))
         return 0
-    names = [f"{cost.stage}\n{arm}" for cost in found[0].stages for arm in (*cost.seconds, "saved")]
+    names = [
+        f"{cost.stage}\n{arm}" for cost in bounds[0].stages for arm in (*cost.seconds, "saved")
+    ]
     table = Table(
         "tokens", "chip", *names, "attention\nFLOPs", title=f"{TITLE}; {batch} decode at once"
     )
-    for own in found:
-        table.add_row(*own.row())
+    for bound in bounds:
+        table.add_row(*bound.row())
     Console(width=WIDTH).print(table)
     print("\n".join(notes()))
     return 0

@@ -1,10 +1,10 @@
-"""From which length on sparse attention is faster than dense: our own forward, both ways.
+"""Finds the length from which sparse attention is faster than dense, in our forward.
 
     python -m experiments.benchmarks.sparse_crossover [LENGTH...]
 
-runs the first two layers of the baseline model of `glm5_arm.py` (one of them with experts) at batch 1,
-float32, two threads, the two ways in turns, for 1K to 32K tokens in about 10 minutes. Both include the
-projections and the experts; sparse includes scoring and selecting keys. For each length it prints
+Runs the first two layers of the baseline model of `glm5_arm.py` (one of them with experts) at batch 1, in float32 with
+two threads, both ways in turns, for 1K to 32K tokens in about 10 minutes. Both include the projections and the experts.
+Sparse includes scoring and selecting keys. For each length it prints
 
 - the medians of time and their ratio, and the length where the ratio passes 1;
 - FLOPs of the attention after selection, counted from the jaxpr: sparse ones double with the length;
@@ -20,15 +20,17 @@ import sys
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import Clock, lengths, pin, tokens
+from glm5_jax.config import ModelConfig
 from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, mla
-from glm5_jax.model.plan import Plan
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SPARSE = dataclasses.replace(BASELINE, num_hidden_layers=2)
@@ -36,7 +38,7 @@ DENSE = dataclasses.replace(SPARSE, attention="dense")
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class CrossoverMeasurement:
     """One way at one length: seconds, FLOPs of attention in all layers, bytes of temporaries."""
 
     seconds: float
@@ -44,8 +46,8 @@ class Measured:
     memory: int
 
 
-def measure(t: int, params) -> dict[str, Measured]:
-    """Both ways at t tokens, in turns."""
+def measure(t: int, params: PyTree) -> dict[str, CrossoverMeasurement]:
+    """Returns the measurements of both ways at t tokens, in turns."""
     x = jnp.asarray(tokens(1, t))
     compiled = {}
     for way, cfg in (("dense", DENSE), ("sparse", SPARSE)):
@@ -62,7 +64,7 @@ def measure(t: int, params) -> dict[str, Measured]:
             run(params, x).block_until_ready()
             times[way].append(clock.read()["wall"])
     return {
-        way: Measured(
+        way: CrossoverMeasurement(
             statistics.median(times[way]),
             attention_flops(t, DENSE if way == "dense" else SPARSE),
             compiled[way].memory_analysis().temp_size_in_bytes,
@@ -71,8 +73,8 @@ def measure(t: int, params) -> dict[str, Measured]:
     }
 
 
-def attention_flops(t: int, cfg) -> int:
-    """FLOPs of `mla` in all layers at t tokens, given the selection."""
+def attention_flops(t: int, cfg: ModelConfig) -> int:
+    """Returns FLOPs of `mla` in all layers at t tokens, for an existing selection."""
 
     def array(*shape, dtype=cfg.dtype):
         return jax.ShapeDtypeStruct((1, t, *shape), dtype)
@@ -82,12 +84,12 @@ def attention_flops(t: int, cfg) -> int:
     topk = array(cfg.index_topk, dtype="int32") if sparse else None
     layer = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
-        glm5.abstract(cfg)["dense_layers"]["attn"],
+        glm5.abstract_params(cfg)["dense_layers"]["attn"],
     )
 
     def attend(w, q, latent, topk):
         queries = Queries(q, 0, None)
-        return mla(w, queries, Keys(latent, None), cfg, Plan(), topk).y
+        return mla(w, queries, Keys(latent, None), cfg, ExecutionConfig(), topk).y
 
     latent = array(cfg.kv_lora_rank + r)
     per_layer = count_flops(attend, layer, array(n, h + r), latent, topk)
@@ -95,7 +97,7 @@ def attention_flops(t: int, cfg) -> int:
 
 
 def crossover(ratios: dict[int, float]) -> str:
-    """The length from which dense/sparse stays above 1, between two measured ones by their logarithms."""
+    """Returns the length from which dense/sparse stays above 1, interpolated between two lengths by their logarithms."""
     known = sorted(ratios)
     below = [t for t in known if ratios[t] <= 1]
     if not below:
@@ -109,7 +111,7 @@ def crossover(ratios: dict[int, float]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """arguments: lengths in tokens (none: LENGTHS)."""
+    """Prints the table. arguments: lengths in tokens (none: LENGTHS)."""
     chosen = lengths(arguments, LENGTHS)
     pin()
     jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""When the host prepares a step and when the device computes it, as a picture."""
+"""Draws when the host prepares a step and when the device computes it."""
 
 import pathlib
 import queue
@@ -17,20 +17,24 @@ from glm5_jax.model import glm5
 from glm5_jax.training import report
 
 BATCH, PROMPT, NEW = 8, 256, 60
-SHOWN = 12  # steps of the picture
+SHOWN = 12  # number of steps in the picture
 
 
-def record(engine: Engine, prompts, sampling) -> list[tuple[float, float, float, float]]:
-    """Of every step: seconds when the host began to prepare it and had sent it off, when the device had computed it,
-    and when the host had taken what came back."""
-    runner, watched, ready = engine._runner, queue.Queue(), {}
-    sent, taken = [], []
+def record_steps(
+    engine: Engine, prompts: list[list[int]], sampling: Sampling
+) -> list[tuple[float, float, float, float]]:
+    """Returns the times of every step, in seconds.
 
-    def watch():
-        # A thread of its own, so that asking does not delay what is asked about.
-        while (item := watched.get()) is not None:
-            number, drew = item
-            jax.block_until_ready(drew)
+    (host starts to prepare it, host has launched it, device has computed it, host has processed its output).
+    """
+    runner, launched_steps, ready = engine._runner, queue.Queue(), {}
+    sent, processed = [], []
+
+    def wait_for_outputs():
+        # In a separate thread, so that waiting does not delay the engine.
+        while (item := launched_steps.get()) is not None:
+            number, outputs = item
+            jax.block_until_ready(outputs)
             ready[number] = time.perf_counter()
 
     launch, receive, step = runner.launch, engine._receive, engine.step
@@ -39,13 +43,13 @@ def record(engine: Engine, prompts, sampling) -> list[tuple[float, float, float,
     def timed_launch(works):
         parts = launch(works)
         if parts:
-            watched.put((len(sent), [part.drew for part in parts]))
+            launched_steps.put((len(sent), [part.output for part in parts]))
             sent.append((began, time.perf_counter()))
         return parts
 
     def timed_receive():
         receive()
-        taken.append(time.perf_counter())
+        processed.append(time.perf_counter())
 
     def timed_step():
         nonlocal began
@@ -53,30 +57,32 @@ def record(engine: Engine, prompts, sampling) -> list[tuple[float, float, float,
         return step()
 
     runner.launch, engine._receive, engine.step = timed_launch, timed_receive, timed_step
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=wait_for_outputs)
     watcher.start()
     try:
         engine.generate(prompts, sampling)
     finally:
-        watched.put(None)
+        launched_steps.put(None)
         watcher.join()
         runner.launch, engine._receive, engine.step = launch, receive, step
-    return [(*sent[i], ready[i], taken[i]) for i in range(len(sent))]
+    return [(*sent[i], ready[i], processed[i]) for i in range(len(sent))]
 
 
 def timeline(folder: pathlib.Path) -> None:
-    """Prints how many decodes were sent off while the device computed the one before, and writes timeline.html."""
+    """Prints the share of decodes that were launched before the previous one was done, and writes timeline.html."""
     model = glm5.Glm5(BASELINE, rngs=nnx.Rngs(0))
-    engine = Engine(model, max_batch=BATCH, max_length=PROMPT + NEW + 1, step_tokens=BATCH * PROMPT)
+    engine = Engine(
+        model, max_num_seqs=BATCH, max_length=PROMPT + NEW + 1, max_batched_tokens=BATCH * PROMPT
+    )
     sampling = Sampling(max_tokens=NEW, ignore_eos=True, temperature=0)
     for seed in range(2):  # the first compiles
         rng = np.random.default_rng(seed)
-        asked = rng.integers(2, BASELINE.vocab_size, (BATCH, PROMPT)).tolist()
-        steps = record(engine, asked, sampling)[1:]
-    before = [one[2] for one in steps[:-1]]
-    ahead = [own[1] < end for own, end in zip(steps[1:], before)]
-    starts = [max(own[1], end) for own, end in zip(steps[1:], before)]
-    busy = sum(own[2] - start for own, start in zip(steps[1:], starts))
+        prompts = rng.integers(2, BASELINE.vocab_size, (BATCH, PROMPT)).tolist()
+        steps = record_steps(engine, prompts, sampling)[1:]
+    before = [step[2] for step in steps[:-1]]
+    ahead = [step[1] < end for step, end in zip(steps[1:], before)]
+    starts = [max(step[1], end) for step, end in zip(steps[1:], before)]
+    busy = sum(step[2] - start for step, start in zip(steps[1:], starts))
     share = busy / (steps[-1][2] - before[0])
     print(
         f"timeline: {100 * np.mean(ahead):.0f}% of {len(ahead)} steps were sent off while the device computed the one "
@@ -85,11 +91,11 @@ def timeline(folder: pathlib.Path) -> None:
     middle = slice(len(ahead) // 2, len(ahead) // 2 + SHOWN)
     zero = steps[1:][middle][0][0]
     rows = {
-        "host prepares": [(own[0], own[1]) for own in steps[1:][middle]],
+        "host prepares": [(step[0], step[1]) for step in steps[1:][middle]],
         "device computes": [
-            (start, own[2]) for start, own in zip(starts[middle], steps[1:][middle])
+            (start, step[2]) for start, step in zip(starts[middle], steps[1:][middle])
         ],
-        "host takes": [(own[2], own[3]) for own in steps[1:][middle]],
+        "host takes": [(step[2], step[3]) for step in steps[1:][middle]],
     }
     rows = {
         name: [(1e3 * (a - zero), 1e3 * (b - zero)) for a, b in spans]

@@ -1,8 +1,8 @@
-"""The arm of transformers: a worker that `transformers_cpu.py` calls, in an environment with torch.
+"""Runs the arm of transformers: a worker process of `transformers_cpu.py`, in an environment with torch.
 
-A variant is one way to run it, in words: attention (eager, sdpa) and experts (eager, grouped_mm,
-batched_mm) by transformers' own switches, plain or compiled, and for decoding `generate` or a loop over
-the model with a dynamic or a static cache: "sdpa grouped_mm compiled static".
+A variant names one way to run it: attention (eager, sdpa) and experts (eager, grouped_mm, batched_mm) by transformers'
+own switches, plain or compiled, and for decoding `generate` or a loop over the model with a dynamic or a static cache:
+"sdpa grouped_mm compiled static".
 """
 
 import numpy as np
@@ -13,24 +13,23 @@ from experiments.benchmarks.measure import NEW_TOKENS, THREADS, Clock, gemm_rate
 from glm5_jax.core.process import serve
 
 
-class Arm:
-    """The functions that the parent calls; every variant of a row stays until `keep` or `clear`."""
+class TransformersArm:
+    """Functions that the parent calls; every variant of a row stays until `keep` or `clear`."""
 
     def __init__(self):
         self.folder, self.runs, self.output = None, {}, None
 
     def load(self, folder: str) -> None:
-        """Where the weights are."""
+        """Sets the folder of the weights."""
         self.folder = folder
 
     def gemm(self) -> float:
-        """FLOP/s of a large matmul."""
+        """Returns the FLOP/s of a large matmul."""
         a = torch.ones(2048, 2048)
         return gemm_rate(lambda: a @ a)
 
     def prepare(self, kind: str, b: int, t: int, variant: str) -> float:
-        """Makes a variant of forward, train, prefill or decode for tokens [b t]; the seconds it took, first run
-        included."""
+        """Prepares a variant of forward, train, prefill or decode for tokens [b t]. Returns the seconds, with a first run."""
         clock = Clock()
         model, *rest = self._model(variant)
         step = torch.compile(model, dynamic=False) if "compiled" in rest else model
@@ -43,8 +42,10 @@ class Arm:
         return clock.read()["wall"]
 
     def choose(self, kind: str, b: int, t: int, variant: str, choices: str) -> None:
-        """Runs a plain variant of forward or train once for `save`; choices.npz gets the keys int32[b t k]
-        (-1 at the end) and experts int32[m a] that its layers chose, as keys_00, ..., experts_00, ..."""
+        """Runs a plain variant of forward or train once for `save`, and writes its choices to choices.npz.
+
+        They are the keys int32[b t k] (-1 at the end) and experts int32[m a] of its layers, as keys_00, ..., experts_00, ...
+        """
         model, *_ = self._model(variant)
         x = torch.from_numpy(tokens(b, t)).long()
         seen = {}
@@ -64,7 +65,7 @@ class Arm:
         np.savez(choices, **seen)
 
     def _model(self, variant: str) -> list:
-        """The model, then the words of the variant behind attention and experts."""
+        """Returns the model, then the words of the variant after attention and experts."""
         attention, experts, *rest = variant.split()
         model = AutoModelForCausalLM.from_pretrained(
             self.folder,
@@ -76,7 +77,7 @@ class Arm:
         return [model, *rest]
 
     def measure(self, variant: str) -> dict[str, float]:
-        """{"wall", "cpu"} seconds of one run."""
+        """Returns {"wall", "cpu"} seconds of one run."""
         seconds, self.output = self.runs[variant]()
         return seconds
 
@@ -85,12 +86,12 @@ class Arm:
         self.runs = {variant: self.runs[variant]}
 
     def clear(self) -> None:
-        """Drops all variants and what was compiled for them."""
+        """Drops all variants and their compiled programs."""
         self.runs, self.output = {}, None
         torch.compiler.reset()
 
     def save(self, path: str) -> None:
-        """The last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
+        """Writes the last run's output: logits or tokens as .npy, gradients as a HuggingFace folder."""
         if isinstance(self.output, torch.Tensor):
             np.save(path, self.output.numpy())
             return
@@ -112,7 +113,7 @@ def _forward(model, step, x):
 
 
 def _train(model, step, x):
-    """Mean next-token loss and the gradients of all parameters, without an optimiser."""
+    """Returns a run of the mean next-token loss and the gradients of all parameters, without an optimiser."""
     model.train()
 
     def run():
@@ -128,7 +129,7 @@ def _train(model, step, x):
 
 
 def _prefill(model, step, x):
-    """The first token behind x, with what a cache needs to go on."""
+    """Returns a run that samples the first token after x and fills a cache for the next ones."""
     model.eval()
 
     @torch.inference_mode()
@@ -144,7 +145,7 @@ RUNS = {"forward": _forward, "train": _train, "prefill": _prefill}
 
 
 def _visible(topk):
-    """int32[b t k], ascending, of transformers' choice; what stands behind its query becomes -1."""
+    """Returns transformers' choice as int32[b t k], ascending; keys after their query become -1."""
     keys = topk.numpy().astype(np.int32)
     t = keys.shape[1]
     keys = np.sort(np.where(keys <= np.arange(t)[:, None], keys, t), axis=-1)
@@ -152,7 +153,7 @@ def _visible(topk):
 
 
 class _Stopwatch(StoppingCriteria):
-    """Times `generate` from its first new token, so without the prefill."""
+    """Times `generate` from its first new token, without the prefill."""
 
     def __init__(self):
         self.clock = self.seconds = None
@@ -183,7 +184,7 @@ def _generate(model, step, x):
 
 
 def _loop(make_cache):
-    """A decoding that calls the model step by step; only the steps may be compiled, not the prefill."""
+    """Returns a decoding that calls the model step by step; only the steps may be compiled, not the prefill."""
 
     def decoding(model, step, x):
         model.eval()
@@ -216,10 +217,10 @@ DECODING = {
 
 
 def main() -> None:
-    """Answers the parent's calls."""
+    """Serves the parent's calls."""
     pin()
     torch.set_num_threads(THREADS)
-    arm = Arm()
+    arm = TransformersArm()
     serve(arm.load, arm.gemm, arm.prepare, arm.measure, arm.choose, arm.keep, arm.clear, arm.save)
 
 

@@ -1,23 +1,22 @@
-"""glm5_jax beside transformers on CPU: forward, train step, and the engine's reading and decoding, as ratios.
+"""Compares glm5_jax with transformers on CPU: forward, train step, and the engine's prefill and decode, as ratios.
 
     bash launch/bench.sh [ROW...]
 
-takes about 20 minutes for all rows on 2 cores and needs about 8 GB. Both arms are processes with two
-threads, float32 and the same weights, which ours wrote and transformers loads. For each row a quick
-trial finds transformers' fastest variant; then the arms take turns, and medians of wall and of process
-CPU time are compared. Where the two differ much between runs, or CPU time is far below twice the wall
-time, the machine was busy or the work not parallel.
+Takes about 20 minutes for all rows on 2 cores and needs about 8 GB. Both arms are processes with two threads, float32
+and the same weights, which ours writes and transformers loads. For each row a quick trial finds transformers' fastest
+variant. Then the arms take turns, and medians of wall and of process CPU time are compared. If the two differ much
+between runs, or CPU time is far below twice the wall time, the machine was busy or the work not parallel.
 
-Outputs are compared in the same run, twice. As they come out: float32 rounding turns the choice of a
-key between two of nearly equal score, and one other key changes all that follows, so the share of
-positions that differ is given beside the largest difference. And with transformers' choices in place
-of ours (choices.py), where everything must agree, with the gap of each choice that we would have made
-otherwise.
+Outputs are compared in the same run, twice:
 
-Not tried: batched_mm in forward and train (12 s at 1,024 tokens, grouped_mm 0.4 s) and compiled at
-batch 8 in decode (5 s a step), eager attention above 1,024 tokens (twice sdpa's time at 4,096),
-compiled eager experts (a loop with run-time lengths, compiled anew for each of them).
-Expected: the table in experiments/LOG.md.
+- as they are: float32 rounding decides a choice between keys of nearly equal score, and one different key changes all
+  later positions, so the share of positions that differ is printed with the largest difference;
+- with transformers' choices instead of ours (teacher_forced_choices.py), where everything must agree, with the gap of
+  each choice that we would have made differently.
+
+Not tried: batched_mm in forward and train (12 s at 1,024 tokens, grouped_mm 0.4 s) and compiled at batch 8 in decode
+(5 s a step), eager attention above 1,024 tokens (twice sdpa's time at 4,096), compiled eager experts (a loop with
+run-time lengths, recompiled for each of them). Expected: the table in experiments/LOG.md.
 """
 
 import dataclasses
@@ -28,6 +27,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 
 import numpy as np
 from rich.console import Console
@@ -37,17 +37,24 @@ from safetensors.numpy import load_file
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import NEW_TOKENS, PROMPT, THREADS
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.process import Worker, WorkerError
+from glm5_jax.core.process import PipeWorker, WorkerError
 from glm5_jax.training.flops import forward_flops, train_flops
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "workdir" / "benchmarks"
-SECONDS = 1200  # for one call; torch.compile takes minutes on a busy machine
+CALL_TIMEOUT_S = 1200  # torch.compile takes minutes on a busy machine
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A comparison on tokens [b t]; target: how many times faster we want to be (None: for information)."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """A comparison on tokens [b t].
+
+    Attributes:
+      kind: forward, train, prefill or decode.
+      b, t: rows and tokens of a row.
+      target: how many times faster than transformers we must be; None: for information.
+      repeats: number of runs.
+    """
 
     kind: str
     b: int
@@ -61,18 +68,18 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens that one run works through."""
+        """Tokens that one run processes."""
         return self.b * (NEW_TOKENS if self.kind == "decode" else self.t)
 
     @property
     def flops(self) -> float | None:
-        """Model FLOPs of one run, for both arms; None for decoding, which waits for memory."""
+        """Model FLOPs of one run, for both arms; None for decoding, which is bound by memory."""
         counted = {"forward": forward_flops, "prefill": forward_flops, "train": train_flops}
         per_token = counted.get(self.kind)
         return per_token and per_token(BASELINE, self.t) * self.tokens
 
     def variants(self) -> list[str]:
-        """What transformers is tried with."""
+        """Returns the variants to try with transformers."""
         if self.kind == "decode":
             ways = ["eager generate", "grouped_mm dynamic", "eager static", "grouped_mm static"]
             ways += ["grouped_mm compiled static"]
@@ -83,29 +90,38 @@ class Row:
 
 
 ROWS = (
-    Row("forward", 1, 512, None),
-    Row("forward", 1, 1024, 1.5),
-    Row("forward", 1, 4096, 3.5),
-    Row("forward", 1, 8192, 6.0, repeats=5),
-    Row("train", 1, 512, 1.0),
-    Row("train", 1, 1024, 1.2),
-    Row("train", 1, 4096, 2.5),
-    Row("prefill", 1, 512, None),
-    Row("prefill", 1, 4096, None),
-    Row("decode", 1, PROMPT, 8.0),
-    Row("decode", 8, PROMPT, 5.0),
+    ComparisonRow(kind="forward", b=1, t=512, target=None),
+    ComparisonRow(kind="forward", b=1, t=1024, target=1.5),
+    ComparisonRow(kind="forward", b=1, t=4096, target=3.5),
+    ComparisonRow(kind="forward", b=1, t=8192, target=6.0, repeats=5),
+    ComparisonRow(kind="train", b=1, t=512, target=1.0),
+    ComparisonRow(kind="train", b=1, t=1024, target=1.2),
+    ComparisonRow(kind="train", b=1, t=4096, target=2.5),
+    ComparisonRow(kind="prefill", b=1, t=512, target=None),
+    ComparisonRow(kind="prefill", b=1, t=4096, target=None),
+    ComparisonRow(kind="decode", b=1, t=PROMPT, target=8.0),
+    ComparisonRow(kind="decode", b=8, t=PROMPT, target=5.0),
 )
 
 
-def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -> dict:
-    """One row, measured: medians in seconds, the variant that won and the difference of outputs."""
+def compare(
+    row: ComparisonRow,
+    ours: PipeWorker,
+    theirs: PipeWorker,
+    folder: pathlib.Path,
+    say: Callable[[str], None],
+) -> dict:
+    """Measures one row. Returns medians in seconds, the fastest variant and the difference of outputs."""
+    # Find transformers' fastest variant.
     case = {"kind": row.kind, "b": row.b, "t": row.t}
-    theirs.call("clear", SECONDS)
+    theirs.call("clear", CALL_TIMEOUT_S)
     tried = {}
     for variant in row.variants():
         try:
-            first = theirs.call("prepare", SECONDS, **case, variant=variant)
-            runs = [theirs.call("measure", SECONDS, variant=variant)["wall"] for _ in range(2)]
+            first = theirs.call("prepare", CALL_TIMEOUT_S, **case, variant=variant)
+            runs = [
+                theirs.call("measure", CALL_TIMEOUT_S, variant=variant)["wall"] for _ in range(2)
+            ]
         except WorkerError as error:
             say(f"{row.name}: {variant} fails: {str(error).splitlines()[0]}")
             continue
@@ -114,19 +130,24 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
     if not tried:
         raise RuntimeError(f"{row.name}: transformers ran in no variant, see the reasons above")
     best = min(tried, key=tried.get)
-    theirs.call("keep", SECONDS, variant=best)
-    say(f"{row.name}: glm5_jax first {ours.call('prepare', SECONDS, **case):.0f} s")
+    theirs.call("keep", CALL_TIMEOUT_S, variant=best)
+    say(f"{row.name}: glm5_jax first {ours.call('prepare', CALL_TIMEOUT_S, **case):.0f} s")
+    # Measure both arms in turns, then compare their outputs.
     times = {"ours": [], "theirs": []}
     for _ in range(row.repeats):
-        times["ours"].append(ours.call("measure", SECONDS))
-        times["theirs"].append(theirs.call("measure", SECONDS, variant=best))
-    apart_by = {"difference": difference(row, *saved(row, ours, theirs, folder / row.name))}
+        times["ours"].append(ours.call("measure", CALL_TIMEOUT_S))
+        times["theirs"].append(theirs.call("measure", CALL_TIMEOUT_S, variant=best))
+    differences = {
+        "difference": difference(row, *save_outputs(row, ours, theirs, folder / row.name))
+    }
     if row.kind in ("forward", "train"):
         path = str(folder / f"{row.name}-choices.npz")
-        theirs.call("choose", SECONDS, **case, variant="sdpa grouped_mm", choices=path)
-        apart = ours.call("follow", SECONDS, **case, choices=path)
-        same = difference(row, *saved(row, ours, theirs, folder / f"{row.name}-same"))
-        apart_by["same_choices"] = f"{same}; {in_words(apart)}"
+        theirs.call("choose", CALL_TIMEOUT_S, **case, variant="sdpa grouped_mm", choices=path)
+        gaps = ours.call("follow", CALL_TIMEOUT_S, **case, choices=path)
+        forced_difference = difference(
+            row, *save_outputs(row, ours, theirs, folder / f"{row.name}-same")
+        )
+        differences["same_choices"] = f"{forced_difference}; {describe_gaps(gaps)}"
     result = {
         f"{arm}_{clock}": statistics.median(run[clock] for run in runs)
         for arm, runs in times.items()
@@ -134,7 +155,7 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
     }
     return (
         result
-        | apart_by
+        | differences
         | {
             "row": row.name,
             "variant": best,
@@ -149,18 +170,20 @@ def compare(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path, say) -
     )
 
 
-def saved(row: Row, ours: Worker, theirs: Worker, folder: pathlib.Path) -> list[pathlib.Path]:
-    """Both arms' last outputs, as files."""
+def save_outputs(
+    row: ComparisonRow, ours: PipeWorker, theirs: PipeWorker, folder: pathlib.Path
+) -> list[pathlib.Path]:
+    """Returns files of both arms' last outputs."""
     folder.mkdir()
     paths = []
     for name, worker in (("ours", ours), ("theirs", theirs)):
         paths.append(folder / (name if row.kind == "train" else f"{name}.npy"))
-        worker.call("save", SECONDS, path=str(paths[-1]))
+        worker.call("save", CALL_TIMEOUT_S, path=str(paths[-1]))
     return paths
 
 
-def in_words(apart: dict[str, list]) -> str:
-    """What `choices.Apart` of all layers comes to."""
+def describe_gaps(apart: dict[str, list]) -> str:
+    """Returns a description of `teacher_forced_choices.ChoiceGap` over all layers."""
     words = []
     for kind, layers in apart.items():
         count, gap = sum(c for c, _ in layers), max(g for _, g in layers)
@@ -168,8 +191,8 @@ def in_words(apart: dict[str, list]) -> str:
     return ", ".join(words)
 
 
-def difference(row: Row, ours: pathlib.Path, theirs: pathlib.Path) -> str:
-    """How far the outputs are apart, in words."""
+def difference(row: ComparisonRow, ours: pathlib.Path, theirs: pathlib.Path) -> str:
+    """Returns a description of the difference of the outputs."""
     if row.kind == "train":
         a, b = gradients(ours), gradients(theirs)
         zeros = [name for name in a.keys() - b.keys() if a[name].any()]
@@ -186,7 +209,7 @@ def difference(row: Row, ours: pathlib.Path, theirs: pathlib.Path) -> str:
 
 
 def gradients(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """All arrays of a HuggingFace folder."""
+    """Returns all arrays of a HuggingFace folder."""
     return {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
 
 
@@ -195,7 +218,7 @@ COLUMNS += ("met", "tok/s", "GFLOP/s", "outputs differ by", "with the same choic
 
 
 def cells(result: dict) -> list[str]:
-    """A row of the table as text."""
+    """Returns a row of the table as text."""
     scale = 1e3 / (NEW_TOKENS if result["row"].startswith("decode") else 1)
     ours, theirs = (
         f"{result[arm + '_wall'] * scale:.{digits}f} ({result[arm + '_cpu'] * scale:.{digits}f})"
@@ -220,21 +243,21 @@ def cells(result: dict) -> list[str]:
 
 
 def markdown(results: list[dict], about: str) -> str:
-    """The table for experiments/LOG.md."""
+    """Returns the table for experiments/LOG.md."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
     return "\n".join([about, "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def rich_table(results: list[dict]) -> Table:
-    """The same for the terminal."""
-    table = Table(*COLUMNS, title="glm5_jax beside transformers; decode: per step of all rows")
+    """Returns the table for the terminal."""
+    table = Table(*COLUMNS, title="glm5_jax against transformers; decode: per step of all rows")
     for result in results:
         table.add_row(*cells(result))
     return table
 
 
 def main(arguments: list[str]) -> None:
-    """arguments: the Python that has torch, then names of rows (none: all)."""
+    """Runs the comparison. arguments: the Python that has torch, then names of rows (none: all)."""
     python, *names = arguments
     known = {row.name: row for row in ROWS}
     unknown = sorted(set(names) - known.keys())
@@ -243,7 +266,7 @@ def main(arguments: list[str]) -> None:
     rows = [known[name] for name in names or known]
 
     def arm(python, module):
-        return Worker([python, "-m", f"experiments.benchmarks.{module}"], cwd=ROOT)
+        return PipeWorker([python, "-m", f"experiments.benchmarks.{module}"], cwd=ROOT)
 
     results, load = [], os.getloadavg()[0]
     with (
@@ -253,9 +276,9 @@ def main(arguments: list[str]) -> None:
         ProgressBar(len(rows), unit="row") as bar,
     ):
         weights = os.path.join(folder, "weights")
-        ours.call("export", SECONDS, folder=weights)
-        theirs.call("load", SECONDS, folder=weights)
-        peaks = [worker.call("gemm", SECONDS) / 1e9 for worker in (ours, theirs)]
+        ours.call("export", CALL_TIMEOUT_S, folder=weights)
+        theirs.call("load", CALL_TIMEOUT_S, folder=weights)
+        peaks = [worker.call("gemm", CALL_TIMEOUT_S) / 1e9 for worker in (ours, theirs)]
         for done, row in enumerate(rows, 1):
             results.append(compare(row, ours, theirs, pathlib.Path(folder), bar.print))
             bar.update(done, f"{row.name} {results[-1]['ratio']:.2f}x")

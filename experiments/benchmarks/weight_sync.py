@@ -1,12 +1,12 @@
-"""Bytes and seconds of a push by every way, and how little of it changes in a step.
+"""Measures bytes and seconds of a weight push in every way, and the share of weights that a step changes.
 
     python -m experiments.benchmarks.weight_sync
 
-A model of 91 million parameters, 182 MB as an engine that computes in bfloat16 takes them, goes to an engine on the same
-device, to two servers of this machine through a folder, and to the same two over the network; then what optimiser steps
-have changed, as in reinforcement learning: AdamW from a reset on, at rates of 1e-6 (slime's recipes) and ten times as
-much. Trainer and servers share one process and its cores. Weights and tokens are random: how near a number is to the next
-one of bfloat16 does not depend on training, but a batch here touches few rows of the embedding.
+A model of 91 million parameters, 182 MB for an engine in bfloat16, is pushed to an engine on the same device, to two
+servers on this machine through a folder, and to the same two over the network. Then the changes of optimiser steps are
+pushed, as in reinforcement learning: AdamW from a reset, at rates of 1e-6 (slime's recipes) and ten times as much.
+Trainer and servers share one process and its cores. Weights and tokens are random. The distance of a number to the
+next bfloat16 does not depend on training, but a batch here touches few rows of the embedding.
 
 Expected: experiments/LOG.md. Three minutes.
 """
@@ -24,7 +24,7 @@ from rich.table import Table
 from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import named_tensors
-from glm5_jax.checkpoint.manifest import travelling
+from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
@@ -34,14 +34,15 @@ from glm5_jax.rl.pushed import Pushed, SyncConfig
 from glm5_jax.rl.reshard import Reshard
 from glm5_jax.rl.weight_sync import Network, SharedStorage
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.step import BATCH_KEYS, make_step, with_new_moments
+from glm5_jax.training.gradients import BATCH_KEYS
+from glm5_jax.training.step import make_step, reset_optimizer
 
 ROWS, LENGTH = 4, 256
 PLAN = ((1e-6, (1, 4, 16)), (1e-5, (1, 4)))  # learning rates, and numbers of steps before a push
 
 
 def model() -> ModelConfig:
-    """Two MoE layers behind a dense one."""
+    """Returns a model of two MoE layers after a dense one."""
     return dataclasses.replace(
         presets.tiny(),
         vocab_size=32_768,
@@ -58,18 +59,18 @@ def model() -> ModelConfig:
     )
 
 
-def main(cfg: ModelConfig | None = None, plan=PLAN) -> int:
-    """Prints both tables; the exit code."""
+def main(cfg: ModelConfig | None = None, plan: tuple = PLAN) -> int:
+    """Prints both tables. Returns the exit code."""
     cfg, console = cfg or model(), Console()
     params = glm5.init_params(cfg, jax.random.key(0))
-    held = jax.tree.map(jnp.zeros_like, params)
-    options = dict(page_size=16, max_batch=1, chunk=16, max_length=64)
+    zero_params = jax.tree.map(jnp.zeros_like, params)
+    options = dict(page_size=16, max_num_seqs=1, prefill_chunk=16, max_length=64)
 
     def engine() -> Engine:
-        return Engine(glm5.Glm5(cfg, params=held), Tokenizer.default(), **options)
+        return Engine(glm5.Glm5(cfg, params=zero_params), Tokenizer.default(), **options)
 
     def server() -> Server:
-        load = models.loader_like(glm5.Glm5(cfg, params=held))
+        load = models.make_weight_loader(glm5.Glm5(cfg, params=zero_params))
         return Server(engine(), Tokenizer.default(), ServerConfig(port=0), load)
 
     table = Table("way", "engines", "MB sent", "seconds", "MB/s")
@@ -87,9 +88,9 @@ def main(cfg: ModelConfig | None = None, plan=PLAN) -> int:
         }
         for number, (name, (pusher, count)) in enumerate(ways.items(), 1):
             for attempt in range(2):  # the first one compiles
-                found = pusher.push(params, 2 * number + attempt)
+                result = pusher.push(params, 2 * number + attempt)
                 params = jax.tree.map(lambda x: x * 1.01, params)
-            _row(table, name, count, found)
+            _row(table, name, count, result)
         console.print(table)
         changes = Table("rate", "steps", "numbers changed", "tensors changed", "MB", "of all", "s")
         for rate, counts in plan:
@@ -98,40 +99,40 @@ def main(cfg: ModelConfig | None = None, plan=PLAN) -> int:
     return 0
 
 
-def _row(table: Table, name: str, count: int, found: Pushed) -> None:
-    sent = found.bytes / 1e6
+def _row(table: Table, name: str, count: int, result: Pushed) -> None:
+    sent = result.bytes / 1e6
     table.add_row(
-        name, str(count), f"{sent:.1f}", f"{found.seconds:.2f}", f"{sent / found.seconds:.0f}"
+        name, str(count), f"{sent:.1f}", f"{result.seconds:.2f}", f"{sent / result.seconds:.0f}"
     )
 
 
 def _after_steps(
     table: Table, cfg: ModelConfig, params, network: Network, rate: float, counts
 ) -> None:
-    """Pushes all, then what so many steps have changed, each time from a reset optimiser on."""
+    """Pushes all weights, then the changes after each number of steps, each time from a reset optimiser."""
     optimizer = dataclasses.replace(adam(), frozen=("indexer/",))
     step = make_step(cfg, policy_alone(), optimizer, lambda _: rate)
     state = step.initialise(jax.random.key(1), jax.tree.map(jnp.copy, params))
-    draw, version = np.random.default_rng(0), 100 * round(1e6 * rate)
+    rng, version = np.random.default_rng(0), 100 * round(1e6 * rate)
     network.push(state["params"], version)
-    before = dict(named_tensors(state["params"], cfg, travelling(cfg)))
+    before = dict(named_tensors(state["params"], cfg, transfer_dtypes(cfg)))
     for count in counts:
         for _ in range(count):
-            state, _ = step.train(state, batch(cfg, draw))
+            state, _ = step.train(state, batch(cfg, rng))
         version += count
-        found = network.push(state["params"], version)
-        after = dict(named_tensors(state["params"], cfg, travelling(cfg)))
+        result = network.push(state["params"], version)
+        after = dict(named_tensors(state["params"], cfg, transfer_dtypes(cfg)))
         differ = {n: np.count_nonzero(after[n] != before[n]) for n in after}
         share = sum(differ.values()) / sum(x.size for x in after.values())
         several = f"{np.count_nonzero([*differ.values()])} of {len(differ)}"
-        sent, whole = found.bytes / len(found.engines), found.whole_bytes
+        sent, full_bytes = result.bytes / len(result.engines), result.whole_bytes
         cells = f"{rate:g}", str(count), f"{share:.2%}", several, f"{sent / 1e6:.2f}"
-        table.add_row(*cells, f"{sent / whole:.2%}", f"{found.seconds:.2f}")
-        before, state = after, with_new_moments(state)
+        table.add_row(*cells, f"{sent / full_bytes:.2%}", f"{result.seconds:.2f}")
+        before, state = after, reset_optimizer(state)
 
 
 def batch(cfg: ModelConfig, draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random tokens [b t]."""
+    """Returns random tokens [b t]."""
     size = ROWS, LENGTH
     index = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), size)
     ones = np.ones(size, np.float32)

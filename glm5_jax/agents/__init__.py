@@ -1,1 +1,1 @@
-"""Models that are asked over the network: judges of what a policy wrote, and agents that call tools."""
+"""Uses models over a chat API: as judges of a policy's replies, and as agents that call tools."""

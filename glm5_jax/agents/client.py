@@ -1,4 +1,4 @@
-"""An asynchronous client of servers that speak OpenAI's API."""
+"""Asynchronous client of chat servers with OpenAI's API."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -8,21 +8,27 @@ from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import JsonClient
 from glm5_jax.rl.types import Message
 
-MAX_BYTES = 2**22  # of an answer
-REFUSED = (400, 413, 422)  # of HTTP: what was asked is at fault, too long for instance
+MAX_BYTES = 2**22  # of a reply
+REFUSED = (
+    400,
+    413,
+    422,
+)  # HTTP statuses that mean that the request is at fault, for example too long
 
 
-class Chats(Protocol):
-    """Where a model is asked, as `ChatClient` describes it."""
+class ChatBackend(Protocol):
+    """Chat API of a model; see `ChatClient`."""
 
     async def chat(self, messages: Sequence[Message], **fields) -> dict: ...
 
 
 class ChatClient:
-    """Of a server at `url`, such as "http://127.0.0.1:8000", within `async with`, which may be entered again.
+    """Client of a server at `url`, such as "http://127.0.0.1:8000"; open it by `async with`, repeatedly if needed.
 
-    model: what to ask, None for whatever the server has. seconds: that one request may take, its wait for a place
-    among `concurrency` others left out.
+    - model: model name in requests; None: the server's default.
+    - api_key: API key; None: none is sent.
+    - timeout_s: time limit of one request, in seconds, without its wait for one of the concurrent slots.
+    - concurrency: maximum number of concurrent requests.
     """
 
     def __init__(
@@ -31,20 +37,20 @@ class ChatClient:
         model: str | None = None,
         *,
         api_key: str | None = None,
-        seconds: float = 120.0,
+        timeout_s: float = 120.0,
         concurrency: int = 16,
     ):
-        if not seconds > 0 or concurrency < 1:
+        if not timeout_s > 0 or concurrency < 1:
             raise ValueError(
-                f"seconds is {seconds} and concurrency {concurrency}; make both positive"
+                f"timeout_s is {timeout_s} and concurrency {concurrency}; make both positive"
             )
-        self._url, self._model, self._seconds = url.rstrip("/"), model, seconds
+        self._url, self._model, self._timeout_s = url.rstrip("/"), model, timeout_s
         self._client = JsonClient(api_key, most_bytes=MAX_BYTES)
-        self._concurrency, self._places = concurrency, None
+        self._concurrency, self._slots = concurrency, None
 
     async def __aenter__(self) -> "ChatClient":
         # A semaphore belongs to one event loop, and each opening may have its own.
-        self._places = asyncio.Semaphore(self._concurrency)
+        self._slots = asyncio.Semaphore(self._concurrency)
         await self._client.__aenter__()
         return self
 
@@ -52,25 +58,25 @@ class ChatClient:
         await self._client.__aexit__()
 
     async def chat(self, messages: Sequence[Mapping], **fields) -> dict:
-        """The first choice of a reply, as the API describes it; fields: others of the request.
+        """Sends a chat request, and returns the first choice of the reply in the API's form.
 
-        ServerError for whatever else comes, or nothing in time.
+        fields: other fields of the request. Raises ServerError for any other reply, and if none arrives in time.
         """
-        if self._places is None:
+        if self._slots is None:
             raise RuntimeError("the client is not open; use it within `async with`")
         body = {"messages": list(messages), **fields}
         if self._model is not None:
             body["model"] = self._model
         url = f"{self._url}/v1/chat/completions"
-        async with self._places:
-            return _choice(await self._client.ask("POST", url, body, seconds=self._seconds))
+        async with self._slots:
+            return _choice(await self._client.ask("POST", url, body, seconds=self._timeout_s))
 
 
 def _choice(value: Any) -> dict:
     try:
         choice = value["choices"][0]
         if not isinstance(choice["message"], dict):
-            raise TypeError("the message is no object")
+            raise TypeError("the message is not an object")
         return choice
     except (LookupError, TypeError):
-        raise ServerError(f"the answer is no chat completion: {value!r:.200}") from None
+        raise ServerError(f"the reply is not a chat completion: {value!r:.200}") from None

@@ -1,15 +1,15 @@
-"""Which messages an agent's next request sends, when calls and their results grow long (GLM-5 4.2.4).
+"""Selects the messages of an agent's next request, when calls and their results grow long (GLM-5 4.2.4).
 
-A round is a reply that calls tools, and what they answer. By the two numbers of `ContextConfig` there are four ways, `CONTEXTS`:
+A round is a reply with tool calls, and their results. The two numbers of `ContextConfig` give four strategies, `CONTEXTS`:
 
-  everything    all rounds. What was sent is the beginning of what is sent next, so a server has it cached.
-  keep_recent   of all rounds but the last `keep` the results are replaced by `OMITTED`; reasoning and calls stay. What comes before
-                the result that was omitted last is as it was.
-  discard_all   once the prompt has more than `most_tokens`, all rounds are left out, and the next reply begins from the task
-                alone. In between as everything.
-  hierarchical  keep_recent, and discard_all when the prompt is too long nevertheless
+  everything    Sends all rounds. Each request extends the previous one, so the server's prefix cache holds it.
+  keep_recent   Replaces the results of all rounds except the last `keep_rounds` by `OMITTED`; reasoning and calls stay.
+                The prompt changes only from the newly omitted result on.
+  discard_all   Drops all rounds when the prompt has more than `max_prompt_tokens`; the next reply starts from the task
+                only. Otherwise like everything.
+  hierarchical  keep_recent, and discard_all when the prompt is too long nevertheless.
 
-The task's messages are always sent as they are, and a call never without a result.
+The task's messages are always sent unchanged, and a call is never sent without a result.
 """
 
 import dataclasses
@@ -25,13 +25,16 @@ OMITTED = "Tool result is omitted to save tokens."  # GLM-5 4.2.4
 
 @dataclasses.dataclass(frozen=True)
 class ContextConfig:
-    """keep: rounds whose results stay, None: all. most_tokens: of a prompt; past them the rounds are discarded, as
-    often as it takes; None: never. Construction refuses what is not positive (ValueError)."""
+    """Options of the selection. Raises ValueError if a value is not positive.
 
-    keep: int | None = 5  # GLM-5 4.2.4, where others did the same
-    most_tokens: int | None = (
-        32_768  # GLM-5 4.2.4 (32k), of hierarchical; what is left then is not disclosed
-    )
+    Attributes:
+      keep_rounds: number of the last rounds whose results stay; None: all rounds.
+      max_prompt_tokens: prompt length above which all rounds are dropped, each time; None: no limit.
+    """
+
+    keep_rounds: int | None = 5  # GLM-5 4.2.4, as in other work cited there
+    # GLM-5 4.2.4 (32k), for hierarchical; it does not disclose what remains after a reset.
+    max_prompt_tokens: int | None = 32_768
 
     def __post_init__(self):
         for name, value in dataclasses.asdict(self).items():
@@ -41,27 +44,32 @@ class ContextConfig:
 
 CONTEXTS = {
     "everything": ContextConfig(None, None),
-    "keep_recent": ContextConfig(most_tokens=None),
-    # GLM-5 4.2.4: answers get worse past about 100K tokens. Where it discards without keep_recent is not disclosed.
+    "keep_recent": ContextConfig(max_prompt_tokens=None),
+    # GLM-5 4.2.4: answers get worse above about 100K tokens. The limit without keep_recent is not disclosed.
     "discard_all": ContextConfig(None, 100_000),
     "hierarchical": ContextConfig(),
 }
 
 
 class Counter(Protocol):
-    """Tokens of messages. What `added` says of each round adds up, and to what `prompt` says."""
+    """Token counter; the counts of the prompt and of all rounds add up to that of the full prompt."""
 
     def prompt(self, task: Task) -> int:
-        """Of a prompt for a task's first reply."""
+        """Returns the tokens of the prompt for a task's first reply."""
 
     def added(self, task: Task, messages: Sequence[Message]) -> int:
-        """Of a round behind a task's messages."""
+        """Returns the tokens of a round that follows a task's messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounter:
-    """As a server counts that lays chats out in `variant` for a model with this tokenizer. thinking: whether requests ask
-    for it, where a task does not say."""
+    """Counter that agrees with a server of a model with this tokenizer.
+
+    Attributes:
+      tokenizer: tokenizer of the model.
+      variant: chat layout of the server.
+      thinking: whether requests enable thinking, for tasks that do not set it.
+    """
 
     tokenizer: Tokenizer
     variant: str = "glm5"
@@ -73,9 +81,9 @@ class TokenCounter:
 
     def added(self, task: Task, messages: Sequence[Message]) -> int:
         """See `Counter`."""
-        # Behind any message, of which nothing is counted.
-        behind = [{"role": "user", "content": ""}, *messages]
-        return self._count(task, behind, first=1, add_generation_prompt=False)
+        # The first message stands for any predecessor and is not counted.
+        rounds = [{"role": "user", "content": ""}, *messages]
+        return self._count(task, rounds, first=1, add_generation_prompt=False)
 
     def _count(self, task: Task, messages: Sequence[Message], **options) -> int:
         thinks = self.thinking if task.thinking is None else task.thinking
@@ -84,57 +92,60 @@ class TokenCounter:
 
 
 class Context:
-    """What an attempt at a task sends. ValueError if the task alone is too long to leave room for a round.
+    """Message history of an attempt. Raises ValueError if the task leaves no room for a round.
 
-    total: tokens of the task and of all rounds with their results, discarded ones too. restarts: numbers of the rounds before
-    which everything was discarded.
+    Attributes:
+      total: tokens of the task and of all rounds with their results, dropped ones included.
+      restarts: numbers of the rounds before which all rounds were dropped.
     """
 
     def __init__(self, config: ContextConfig, task: Task, counter: Counter):
         self._config, self._task, self._counter = config, task, counter
-        self._own = self.total = counter.prompt(task)
-        if config.most_tokens is not None and self._own > config.most_tokens:
+        self._task_tokens = self.total = counter.prompt(task)
+        if config.max_prompt_tokens is not None and self._task_tokens > config.max_prompt_tokens:
             raise ValueError(
-                f"task {task.id!r} has {self._own} tokens; with at most {config.most_tokens} in a prompt its rounds would be "
-                "discarded for ever, raise most_tokens"
+                f"task {task.id!r} has {self._task_tokens} tokens; with at most {config.max_prompt_tokens} in a prompt its rounds would be "
+                "dropped forever; raise max_prompt_tokens"
             )
         self._rounds: list[_Round] = []
         self._num_rounds = 0
         self.restarts: list[int] = []
 
     def add(self, messages: Sequence[Message]) -> None:
-        """A round: a reply that calls, and the results."""
+        """Adds a round: a reply with calls, and their results."""
         full = tuple(messages)
         folded = tuple({**m, "content": OMITTED} if m["role"] == "tool" else m for m in full)
         count = self._counter.added(self._task, full)
         shorter = self._counter.added(self._task, folded)
-        self._rounds.append(_Round(full, folded, count, shorter))
+        self._rounds.append(_Round(full=full, folded=folded, tokens=count, folded_tokens=shorter))
         self._num_rounds += 1
         self.total += count
 
     def messages(self) -> list[Message]:
-        """What the next request sends."""
-        most = self._config.most_tokens
-        if most is not None and self.num_tokens > most:
+        """Returns the messages of the next request, and drops the rounds first if they are too long."""
+        limit = self._config.max_prompt_tokens
+        if limit is not None and self.num_tokens > limit:
             self._rounds.clear()
             self.restarts.append(self._num_rounds)
-        older, recent = self._parted()
-        sent = [message for own in older for message in own.folded]
-        return [*self._task.messages, *sent, *(m for own in recent for m in own.full)]
+        older, recent = self._split()
+        folded = [message for one in older for message in one.folded]
+        return [*self._task.messages, *folded, *(m for one in recent for m in one.full)]
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt with all rounds that were not discarded."""
-        older, recent = self._parted()
-        return self._own + sum(r.folded_tokens for r in older) + sum(r.tokens for r in recent)
+        """The tokens of the prompt with all rounds that were not dropped."""
+        older, recent = self._split()
+        return (
+            self._task_tokens + sum(r.folded_tokens for r in older) + sum(r.tokens for r in recent)
+        )
 
-    def _parted(self) -> tuple[list["_Round"], list["_Round"]]:
-        keep = self._config.keep
+    def _split(self) -> tuple[list["_Round"], list["_Round"]]:
+        keep = self._config.keep_rounds
         first = 0 if keep is None else max(0, len(self._rounds) - keep)
         return self._rounds[:first], self._rounds[first:]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Round:
     full: tuple[Message, ...]
     folded: tuple[Message, ...]

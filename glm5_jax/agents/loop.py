@@ -1,15 +1,18 @@
-"""An agent: a model behind a chat API that is asked, calls tools, reads what they answer, and is asked again.
+"""Runs an agent: a model at a chat API that calls tools and receives their results until it answers.
 
     async with ChatClient("http://127.0.0.1:8000") as client:
         agent = Agent(client, Toolbox({...}), TokenCounter(tokenizer))
         trace = await agent(task)
         reward = await verifier(task, trace.attempt)
 
-A call that cannot be parsed ends the attempt by the policy's mistake, as in rollouts in the trainer's process
-(`rl.rollout`), unless `LoopConfig.ends_on_broken_call` is false. What else a model does wrong is answered in words, and
-it goes on: a tool that is none, fails or takes too long. A call that names nothing is no call but text, to a server too,
-and so the reply. What the environment does wrong raises: `ServerError` of the server, which may be that it never
-replied, `ToolError` of a tool.
+Errors:
+
+- A call that cannot be parsed ends the attempt as the policy's mistake, as in rollouts in the trainer's process
+  (`rl.rollout`), unless `LoopConfig.ends_on_broken_call` is false.
+- For other mistakes of the model the tool result is an error message, and the attempt continues: an unknown tool, or one
+  that fails or takes too long.
+- A call without a name is text, for servers too, and hence the final reply.
+- Errors of the environment raise: `ServerError` for the server, also if it never replied, and `ToolError` for a tool.
 """
 
 import asyncio
@@ -19,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5_jax.agents.client import REFUSED, Chats
+from glm5_jax.agents.client import REFUSED, ChatBackend
 from glm5_jax.agents.context import Context, ContextConfig, Counter
 from glm5_jax.data.conversation import read_json
 from glm5_jax.inference.client import ServerError
@@ -28,48 +31,55 @@ from glm5_jax.rl.types import Attempt, Message, Task
 from glm5_jax.text.messages import is_unparsed
 from glm5_jax.text.tool_calls import ToolCall
 
-# How a trace ends: with an answer, a reply that was cut off, or a limit of `LoopConfig` by its name; or with a call that
-# cannot be parsed; or the server refuses to read what has become of the conversation.
-ANSWER, CUT_OFF, TURNS, TOKENS, SECONDS = "answer", "length", "max_turns", "max_tokens", "seconds"
-BROKEN_CALL, UNREAD = "broken_call", "refused"
-SHOWN = 200  # characters of a call that cannot be read
+# Reasons why a trace ends: an answer, a reply that was cut off, a limit of `LoopConfig`, a call that cannot be parsed, or
+# a server that rejects the conversation.
+ANSWER, CUT_OFF, TURNS, TOKENS, TIMEOUT = "answer", "length", "max_turns", "max_tokens", "timeout"
+BROKEN_CALL, REJECTED = "broken_call", "refused"
+MAX_QUOTED = 200  # characters of a broken call that an error quotes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """Limits of an attempt. Construction refuses what is not positive (ValueError).
+    """Limits of an attempt. Raises ValueError if a limit is not positive.
 
     Attributes:
-      max_turns: replies.
-      max_tokens: of the task, all replies that call and all results, discarded ones too; a reply gets what is left.
-      reply_tokens: of one reply, None: what is left.
-      seconds: for all of it.
-      tool_seconds: that a tool may take.
-      ends_on_broken_call: whether a call that cannot be parsed ends the attempt, which is then worth nothing; otherwise
-        its result says what is wrong with it.
-      context: what of it each request sends.
+      max_turns: maximum number of replies.
+      max_tokens: maximum tokens of the task, all replies with calls and all results, discarded ones included; a reply
+        gets at most the rest.
+      reply_tokens: maximum tokens of one reply; None: the rest of max_tokens.
+      timeout_s: time limit of the attempt, in seconds.
+      tool_timeout_s: time limit of a tool call, in seconds.
+      ends_on_broken_call: whether a call that cannot be parsed ends the attempt, without a reward; otherwise its result
+        is an error message.
+      context: selection of the messages that each request sends.
     """
 
     max_turns: int = 100  # not disclosed
     max_tokens: int = 202_752  # GLM-5 B.2: the context of HLE with tools
     reply_tokens: int | None = None
-    seconds: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
-    tool_seconds: float = 60.0
+    timeout_s: float = 7200.0  # GLM-5 B.2: of Terminal-Bench 2.0
+    tool_timeout_s: float = 60.0
     ends_on_broken_call: bool = True  # GLM-4.5 3.2
     context: ContextConfig = ContextConfig()
 
     def __post_init__(self):
-        for name in ("max_turns", "max_tokens", "reply_tokens", "seconds", "tool_seconds"):
+        for name in ("max_turns", "max_tokens", "reply_tokens", "timeout_s", "tool_timeout_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be positive")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What became of a task. messages: behind the task's, all replies and results as they came, whatever was sent of
-    them later. ended: see `ANSWER` and what follows it; error: in words, if there is more to say. restarts: numbers of the replies that
-    began from the task alone again. failures: of tools, for no fault that they know of in the call."""
+    """Result of an attempt.
+
+    Attributes:
+      messages: all replies and results after the task's messages, also those that later requests left out.
+      ended: reason of the end, one of `ANSWER` and the constants after it.
+      error: details of the end; empty: none.
+      restarts: numbers of the replies before which the context was reset to the task.
+      failures: failures of tools that are not mistakes in the call.
+    """
 
     messages: tuple[Message, ...]
     ended: str
@@ -79,34 +89,42 @@ class Trace:
 
     @property
     def attempt(self) -> Attempt:
-        """What a verifier judges: whatever ends by itself, or by a mistake of its own, was not cut off."""
+        """The attempt for a verifier. It counts as cut off unless the policy ended it, by an answer or a broken call."""
         stopped = self.ended in (ANSWER, BROKEN_CALL)
         return Attempt(self.messages, "stop" if stopped else "length", self.error)
 
 
-@dataclasses.dataclass(frozen=True)
-class Agent:
-    """Attempts tasks, as many at once as are asked for. fields: of every request, such as the temperature."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatAgent:
+    """Agent that attempts tasks, concurrently if needed.
 
-    client: Chats
+    Attributes:
+      client: chat API of the model.
+      tools: tools that reply to calls.
+      counter: counter of the tokens of messages.
+      config: limits.
+      fields: fields of every request, such as the temperature.
+    """
+
+    client: ChatBackend
     tools: Tools
     counter: Counter
     config: LoopConfig = LoopConfig()
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     async def __call__(self, task: Task) -> Trace:
-        """An attempt. ValueError for a task that is too long; ServerError, ToolError."""
+        """Runs an attempt. Raises ValueError if the task is too long, ServerError and ToolError."""
         return await self.begin(task).run()
 
-    def begin(self, task: Task) -> "Course":
-        """An attempt that is run by itself, by whoever may end it. ValueError for a task that is too long."""
-        return Course(self, task)
+    def begin(self, task: Task) -> "ChatEpisode":
+        """Returns an attempt that the caller runs and may end. Raises ValueError if the task is too long."""
+        return ChatEpisode(self, task)
 
 
-class Course:
-    """An attempt under way."""
+class ChatEpisode:
+    """Running attempt."""
 
-    def __init__(self, agent: Agent, task: Task):
+    def __init__(self, agent: ChatAgent, task: Task):
         self._agent, self._config, self._task = agent, agent.config, task
         self._context = Context(self._config.context, task, agent.counter)
         if self._context.total >= self._config.max_tokens:
@@ -117,21 +135,23 @@ class Course:
         self._failures: list[str] = []
 
     async def run(self) -> Trace:
-        """To its end. ServerError, ToolError."""
+        """Runs the attempt to its end. Raises ServerError and ToolError."""
         try:
-            async with asyncio.timeout(self._config.seconds) as limit:
+            async with asyncio.timeout(self._config.timeout_s) as limit:
                 return await self._run()
         except TimeoutError:
             if not limit.expired():
                 raise
-            return self.late()
+            return self.end_by_timeout()
 
-    def late(self) -> Trace:
-        """What has become of the task if its time is over now. ServerError if the server has had all of it for the first
-        reply, of which nothing can be said."""
+    def end_by_timeout(self) -> Trace:
+        """Returns the trace of an attempt whose time is over.
+
+        Raises ServerError if even the first reply is missing, because then the server took all of the time.
+        """
         if not self._messages:
-            raise ServerError("no reply has come in all the time that the task has")
-        return self.trace(SECONDS)
+            raise ServerError("no reply has arrived within the time limit of the task")
+        return self.trace(TIMEOUT)
 
     async def _run(self) -> Trace:
         for turn in range(self._config.max_turns):
@@ -140,10 +160,11 @@ class Course:
             try:
                 choice = await self._ask()
             except ServerError as error:
-                # Of the task alone that is no fault of the policy's, which has added all that came after.
+                # A rejected first request is not the policy's fault. Later ones hold the policy's messages.
                 if turn and error.status in REFUSED:
-                    return self.trace(UNREAD, str(error))
+                    return self.trace(REJECTED, str(error))
                 raise
+            # A reply: the end, or calls to run.
             reply, calls = _read(choice)
             self._messages.append(reply)
             if choice["finish_reason"] == "length":
@@ -155,74 +176,84 @@ class Course:
                 return self.trace(BROKEN_CALL, problem)
             if turn == self._config.max_turns - 1:
                 break
-            results = await self._answer(calls, reply)
+            results = await self._run_calls(calls, reply)
             self._messages += results
             self._context.add([reply, *results])
         return self.trace(TURNS)
 
     async def _ask(self) -> dict:
-        left = self._config.max_tokens - self._context.total
-        fields = dict(self._agent.fields, max_tokens=min(left, self._config.reply_tokens or left))
+        remaining = self._config.max_tokens - self._context.total
+        fields = dict(
+            self._agent.fields, max_tokens=min(remaining, self._config.reply_tokens or remaining)
+        )
         if self._task.tools:
             fields["tools"] = list(self._task.tools)
         if self._task.thinking is not None:
-            own = {"enable_thinking": self._task.thinking}
-            fields["chat_template_kwargs"] = fields.get("chat_template_kwargs", {}) | own
+            option = {"enable_thinking": self._task.thinking}
+            fields["chat_template_kwargs"] = fields.get("chat_template_kwargs", {}) | option
         return await self._agent.client.chat(self._context.messages(), **fields)
 
-    async def _answer(self, calls: Sequence[ToolCall], reply: Message) -> list[Message]:
-        """The results in the order of the calls, which go side by side. ToolError of the first that has one, when all
-        have ended."""
-        answers = await asyncio.gather(*map(self._use, calls), return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
+    async def _run_calls(self, calls: Sequence[ToolCall], reply: Message) -> list[Message]:
+        """Runs the calls concurrently, and returns their results in order.
+
+        Raises the first ToolError after all calls have ended.
+        """
+        results = await asyncio.gather(*map(self._run_call, calls), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         ids = [call.get("id") for call in reply["tool_calls"]]
         return [
-            {"role": "tool", "content": answer} | ({"tool_call_id": i} if i else {})
-            for answer, i in zip(answers, ids)
+            {"role": "tool", "content": result} | ({"tool_call_id": i} if i else {})
+            for result, i in zip(results, ids)
         ]
 
-    async def _use(self, call: ToolCall) -> str:
+    async def _run_call(self, call: ToolCall) -> str:
         if call.problem:
             return f"Error: {call.problem}"
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
-            async with asyncio.timeout(self._config.tool_seconds) as limit:
+            async with asyncio.timeout(self._config.tool_timeout_s) as limit:
                 return await self._agent.tools(self._task, call)
         except ToolError:
             raise
         except Exception as error:
             if limit.expired():
-                told = f"{call.name} gave no answer within {self._config.tool_seconds:g} s"
+                reason = f"{call.name} gave no result within {self._config.tool_timeout_s:g} s"
             else:
-                told = f"{call.name} failed: {type(error).__name__}: {error}"
-        self._failures.append(f"{told} (after {time.monotonic() - begun:.1f} s)")
-        return f"Error: {told}"
+                reason = f"{call.name} failed: {type(error).__name__}: {error}"
+        self._failures.append(f"{reason} (after {time.monotonic() - start:.1f} s)")
+        return f"Error: {reason}"
 
     def trace(self, ended: str, error: str = "") -> Trace:
-        """What has become of the task up to here."""
+        """Returns the trace of the attempt so far."""
         restarts = tuple(self._context.restarts)
-        return Trace(tuple(self._messages), ended, error, restarts, tuple(self._failures))
+        return Trace(
+            messages=tuple(self._messages),
+            ended=ended,
+            error=error,
+            restarts=restarts,
+            failures=tuple(self._failures),
+        )
 
 
 def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
-    """A reply as a message that any server reads again, and its calls. ServerError for what is none."""
+    """Returns a reply as a message that every server accepts, and its calls. Raises ServerError if it is invalid."""
     if choice.get("finish_reason") not in ("stop", "tool_calls", "length"):
         raise ServerError(f"the reply ended by {choice.get('finish_reason')!r}")
-    # JSON can hold halves of characters, which no tokenizer encodes.
+    # JSON can hold unpaired surrogates, which no tokenizer encodes.
     text = json.dumps(choice["message"], ensure_ascii=False).encode("utf-8", "replace")
     message = json.loads(text)
     if message.get("reasoning"):  # as vLLM and OpenRouter call it
         message["reasoning_content"] = message.get("reasoning_content") or message["reasoning"]
-    kept = {
+    fields = {
         name: message[name]
         for name in ("content", "reasoning_content", "tool_calls")
         if message.get(name)
     }
-    reply = {"role": "assistant", "content": None, **kept}
+    reply = {"role": "assistant", "content": None, **fields}
     if "</think>" in (reply["content"] or ""):
-        reply.setdefault("reasoning_content", "")  # or content would be read as some
+        reply.setdefault("reasoning_content", "")  # otherwise content would be parsed as reasoning
     if "tool_calls" not in reply:
         return reply, []
     calls = []
@@ -233,9 +264,7 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
                 raise TypeError("it names no function")
             calls.append(_call(function["name"], function.get("arguments") or "{}"))
     except (TypeError, KeyError, AttributeError):
-        raise ServerError(
-            f"the reply has calls that are none: {reply['tool_calls']!r:.200}"
-        ) from None
+        raise ServerError(f"the reply has invalid calls: {reply['tool_calls']!r:.200}") from None
     reply["tool_calls"] = list(map(_make_sendable, reply["tool_calls"], calls))
     return reply, calls
 
@@ -243,8 +272,8 @@ def _read(choice: Mapping[str, Any]) -> tuple[Message, list[ToolCall]]:
 def _make_sendable(sent: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]:
     """Returns a call of a reply in a form that servers accept in the next request.
 
-    They refuse arguments that are no object, except the text of a call that they could not parse. The result of the call
-    quotes what was written.
+    They reject arguments that are not an object, except the text of a call that they could not parse. The result of the
+    call quotes the original text.
     """
     if call.problem is None or is_unparsed(call.text):
         return sent
@@ -254,12 +283,12 @@ def _make_sendable(sent: Mapping[str, Any], call: ToolCall) -> Mapping[str, Any]
 def _call(name: str, arguments: str | Mapping) -> ToolCall:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     if is_unparsed(text):
-        return ToolCall(name, {}, f"the call cannot be parsed: {text[:SHOWN]}", text)
+        return ToolCall(name, {}, f"the call cannot be parsed: {text[:MAX_QUOTED]}", text)
     try:
         value = read_json(text)
-        problem = None if isinstance(value, dict) else "the arguments are no object"
+        problem = None if isinstance(value, dict) else "the arguments are not an object"
     except ValueError as error:
         problem = str(error)
     if problem:
-        return ToolCall(name, {}, f"{problem}: {text[:SHOWN]}", text)
+        return ToolCall(name, {}, f"{problem}: {text[:MAX_QUOTED]}", text)
     return ToolCall(name, value, None, text)

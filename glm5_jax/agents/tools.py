@@ -1,7 +1,7 @@
-"""What answers the calls of a policy's tools (`rl.rollout.Tools`).
+"""Runs the calls of a policy's tools (`rl.rollout.Tools`).
 
-What is wrong with a call is said in the answer, in the words of the shipped conversations (data/chat_tasks.py), and
-nothing that a policy writes raises.
+A mistake in a call gives an error message as the result, with the wording of the shipped conversations
+(data/chat_tasks.py). No text that a policy writes raises an exception.
 """
 
 import ast
@@ -15,27 +15,27 @@ from glm5_jax.rl.types import Task
 from glm5_jax.text.messages import tool_function
 from glm5_jax.text.tool_calls import ToolCall
 
-# Of a task and a call's arguments; ToolError if it cannot.
+# Function of a task and a call's arguments; raises ToolError if the environment fails.
 Tool = Callable[[Task, Mapping[str, Any]], Awaitable[str]]
 
-MOST_CHARACTERS = 2048  # of an expression
-MOST_DIGITS = 2000  # of a number, above and below its line; Python spells no more than 4300
-MOST_NESTED = 200  # operations within each other, of which a sum of so many numbers consists too
-DECIMALS = 12  # of what is no whole number
-_TOO_MUCH = 10**MOST_DIGITS
+MAX_CHARACTERS = 2048  # of an expression
+MAX_DIGITS = 2000  # of a numerator or denominator; Python formats at most 4300
+MAX_NESTING = 200  # nested operations; a sum of 200 numbers nests as deeply
+DECIMALS = 12  # of numbers that are not integers
+_TOO_MUCH = 10**MAX_DIGITS
 _KNOWN = re.compile(r"[0-9.+\-*/%() ]*")
 
 
 class Toolbox:
-    """Answers a call with the tool of its name."""
+    """Runs each call with the tool of its name."""
 
     def __init__(self, tools: Mapping[str, Tool], tasks: Iterable[Task] = ()):
-        """tasks: that are going to be attempted; ValueError if one offers a tool that is not among these."""
+        """Checks the tools of the tasks that will be attempted. Raises ValueError if one is missing here."""
         self._tools = dict(tools)
         for task in tasks:
             if missing := sorted(_offered(task).keys() - self._tools.keys()):
                 raise ValueError(
-                    f"task {task.id!r} offers {missing[0]!r}, which nobody answers; the tools are "
+                    f"task {task.id!r} offers {missing[0]!r}, which is not implemented; the tools are "
                     f"{', '.join(self._tools) or 'none'}"
                 )
 
@@ -56,29 +56,31 @@ class Toolbox:
 
 
 def _offered(task: Task) -> dict[str, Mapping]:
-    """The functions that a task's policy may call, by name."""
+    """Returns the functions that a task's policy may call, by name."""
     functions = [tool_function(tool, i) for i, tool in enumerate(task.tools)]
     return {function["name"]: function for function in functions}
 
 
 async def calculate(task: Task, arguments: Mapping[str, Any]) -> str:
-    """The tool `calculate` of the shop: the value of its expression."""
+    """Runs the tool `calculate` of the shop: returns the value of its expression as text."""
     del task
     expression = arguments.get("expression")
     if not isinstance(expression, str):
         return "Error: expression is no text"
     try:
-        return spelt(value_of(expression))
+        return format_number(evaluate(expression))
     except ValueError as error:
         return f"Error: {error}"
 
 
-def value_of(expression: str) -> Fraction:
-    """The exact value of numbers under + - * / // % ** and parentheses; ValueError if it has none, or one that is too
-    large."""
+def evaluate(expression: str) -> Fraction:
+    """Returns the exact value of numbers under + - * / // % ** and parentheses.
+
+    Raises ValueError if the expression is invalid or its value is too large.
+    """
     expression = expression.strip()
-    if len(expression) > MOST_CHARACTERS:
-        raise ValueError(f"the expression is longer than {MOST_CHARACTERS} characters")
+    if len(expression) > MAX_CHARACTERS:
+        raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
     if odd := expression[_KNOWN.match(expression).end() :]:
         raise ValueError(f"{odd[0]!r} is no number, no parenthesis and none of + - * / // % **")
     try:
@@ -87,18 +89,18 @@ def value_of(expression: str) -> Fraction:
         raise ValueError("the expression is no arithmetic") from None
     except (MemoryError, RecursionError):
         raise ValueError(_TOO_NESTED) from None
-    return _value(tree.body, expression, MOST_NESTED)
+    return _value(tree.body, expression, MAX_NESTING)
 
 
-def spelt(value: Fraction) -> str:
-    """A whole number exactly, others rounded to `DECIMALS`."""
+def format_number(value: Fraction) -> str:
+    """Formats an integer exactly, and other numbers rounded to `DECIMALS`."""
     units = round(value * 10**DECIMALS)
-    whole, rest = divmod(abs(units), 10**DECIMALS)
+    integer, rest = divmod(abs(units), 10**DECIMALS)
     decimals = f".{rest:0{DECIMALS}}".rstrip("0").rstrip(".")
-    return f"{'-' if units < 0 else ''}{whole}{decimals}"
+    return f"{'-' if units < 0 else ''}{integer}{decimals}"
 
 
-_TOO_NESTED = f"more than {MOST_NESTED} operations stand within each other"
+_TOO_NESTED = f"more than {MAX_NESTING} operations stand within each other"
 _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _OPERATIONS = {
     ast.Add: operator.add,
@@ -111,12 +113,12 @@ _OPERATIONS = {
 
 
 def _value(node: ast.expr, expression: str, left: int) -> Fraction:
-    """left: how many operations may stand within this one."""
+    """Evaluates a node; left: number of operations that may be nested in it."""
     if left == 0:
         raise ValueError(_TOO_NESTED)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        # Of the text: as a float it would be rounded.
-        return _limited(Fraction(expression[node.col_offset : node.end_col_offset].rstrip(".")))
+        # From the text, because a float would be rounded.
+        return _check_size(Fraction(expression[node.col_offset : node.end_col_offset].rstrip(".")))
     if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
         return _SIGNS[type(node.op)](_value(node.operand, expression, left - 1))
     if not isinstance(node, ast.BinOp):
@@ -126,7 +128,7 @@ def _value(node: ast.expr, expression: str, left: int) -> Fraction:
         return _power(a, b)
     if b == 0 and not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
         raise ValueError("division by zero")
-    return _limited(Fraction(_OPERATIONS[type(node.op)](a, b)))
+    return _check_size(Fraction(_OPERATIONS[type(node.op)](a, b)))
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -135,19 +137,19 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base == 0 and exponent < 0:
         raise ValueError("division by zero")
     if abs(base) in (0, 1):
-        # Small for any exponent, which counts for its parity alone.
+        # The result is small for any exponent, of which only the parity matters.
         return base ** (exponent.numerator % 2 or 2 * (exponent != 0))
-    # Before anything is multiplied: what the result has at least.
+    # Lower bound of the bits of the result, checked before any multiplication.
     bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
     if bits * abs(exponent) > _TOO_MUCH.bit_length():
         raise ValueError(_TOO_LARGE)
-    return _limited(base**exponent.numerator)
+    return _check_size(base**exponent.numerator)
 
 
-_TOO_LARGE = f"a number has more than {MOST_DIGITS} digits"
+_TOO_LARGE = f"a number has more than {MAX_DIGITS} digits"
 
 
-def _limited(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator) >= _TOO_MUCH:
         raise ValueError(_TOO_LARGE)
     return value

@@ -1,8 +1,8 @@
-"""The parameter tree as a HuggingFace checkpoint that transformers and the serving engines read.
+"""Writes the parameter tree as a HuggingFace checkpoint that transformers and serving engines read.
 
-Tensor names are the released ones (one tensor per expert, MTP layer after the last decoder layer).
-Host memory peaks at one shard file; the folder appears under its name only when it is complete. On a
-pod all processes call `save_hf`, one tensor at a time is brought together, and the first one writes.
+Tensor names are the released ones (one tensor per expert, MTP layer after the last decoder layer). Host memory peaks
+at one shard file. The folder gets its name after it is complete. On a pod all processes call `save_hf`: it gathers one
+tensor at a time, and the first process writes.
 """
 
 import dataclasses
@@ -13,48 +13,59 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 from safetensors.numpy import save_file
 
-from glm5_jax.checkpoint import hf_config, hf_int4, hf_names, hf_quantised
+from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
 from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import hosts, tree
-from glm5_jax.core.sharding import on_every_host
+from glm5_jax.core import multihost, tree
+from glm5_jax.core.sharding import fetch_slice
 from glm5_jax.model import glm5
-from pallas_kernels.quantised import Int4
+from pallas_kernels.quantized_weights import Int4
 
 _log = logging.getLogger(__name__)
-_SPARE = 2**20  # bytes of disk beside the tensors: headers and json files
+_SPARE_BYTES = 2**20  # disk space in addition to the tensors: headers and json files
 
 
 def save_hf(
-    model,
-    out,
+    model: glm5.Glm5 | PyTree,
+    out: str | os.PathLike,
     *,
     cfg: ModelConfig | None = None,
-    tokenizer=None,
-    dtype=None,
+    tokenizer: Any = None,
+    dtype: DTypeLike | Mapping[str, DTypeLike] | None = None,
     max_shard_bytes: float = 5e9,
     manifest: Manifest | None = None,
+    fp8_block: tuple[int, int] | None = None,
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors files (with an index if several).
+    """Writes config.json, generation_config.json and safetensors files (with an index if there are several).
+
     All processes of a pod must call it.
 
-    model: a `Glm5`, or a parameter tree together with its cfg. tokenizer: anything with
-    `save(folder)`. dtype: of every tensor but the router bias, which is float32, or {path: that of the
-    leaf}; by default each has its leaf's, so what `load_hf` had to bring to one dtype is not written
-    bitwise as it was. The routed experts of a model with `int4_group` are written as int4 (`hf_int4`),
-    quantised as they are. A tensor larger than max_shard_bytes gets a file of its own. manifest: told of
-    every tensor and saved beside them, on a pod by the first process. What is quantised or rotated is
-    written as it is (`hf_quantised`). ValueError, before anything is written, if out is not empty, the
-    disk too small or the tree not that of cfg; OSError if writing fails, and then nothing is left
-    behind.
+    - model: a `Glm5`, or a parameter tree together with its cfg.
+    - tokenizer: object with `save(folder)`; None: no tokenizer is written.
+    - dtype: dtype of every tensor, or {path: dtype of that leaf}; None: each tensor has its leaf's dtype. So tensors
+      that `load_hf` converted to a common dtype are not written bitwise as they were. The router bias is always
+      float32.
+    - max_shard_bytes: maximum size of a file. A larger tensor gets a separate file.
+    - manifest: receives every tensor, and is saved next to the files, on a pod by the first process.
+    - fp8_block: rows and columns of a block of FP8 weights, (128, 128) in the released files (`hf_fp8`); None: no FP8.
+
+    The routed experts of a model with `int4_group` are quantised and written as int4 (`hf_int4`). Quantised and rotated
+    leaves are written as they are (`hf_quantised`).
+
+    Raises ValueError, before it writes anything, if out is not empty, the disk is too small or the tree is not that of
+    cfg. Raises OSError if writing fails; then it deletes what it wrote.
     """
+    # The config, and the layout of every tensor in files.
     if cfg is None:
         if not isinstance(model, glm5.Glm5):
             raise ValueError("save_hf of a parameter tree needs its config: pass cfg=")
@@ -69,8 +80,8 @@ def save_hf(
             cfg.index_norm_eps,
         )
     params = glm5.params_of(model) if isinstance(model, glm5.Glm5) else model
-    leaves = _checked(params, cfg)
-    pieces = hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg))
+    leaves = _check_leaves(params, cfg)
+    pieces = hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
     table = hf_names.by_name(pieces)
     packed = {n for n in table if cfg.int4_group is not None and hf_int4.is_expert(n)}
     kinds = {n: _dtype(p[0], leaves, None if n in packed else dtype) for n, p in table.items()}
@@ -78,21 +89,29 @@ def save_hf(
     if quantised is not None:
         config["quantization_config"] = quantised
     group = hf_quantised.group_of(quantised) if quantised else cfg.int4_group
+    fp8 = set()
+    if fp8_block is not None:
+        if packed or quantised is not None:
+            raise ValueError("fp8_block is for plain weights; these are int4 or int8 already")
+        fp8 = {name for name in table if hf_fp8.is_fp8_weight(name)}
+        config["quantization_config"] = hf_fp8.config_of(table, fp8_block)
     written = {}
     for name, (piece, *_) in table.items():
         leaf = Int4 if name in packed else type(leaves[piece.path])
         written[name] = hf_quantised.layout(leaf, piece, kinds[name], group)
+        if name in fp8:
+            written[name] = hf_fp8.layout(name, piece.view.shape, fp8_block)
     sizes = {
         name: sum(int(np.prod(shape)) * kind.itemsize for shape, kind in parts.values())
         for name, parts in written.items()
     }
+    # Everything goes to a partial folder first.
     out = pathlib.Path(out).absolute()
     partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-
     files = _divide(sizes, max_shard_bytes)
 
     def begin():
-        _check_target(out, sum(sizes.values()) + _SPARE)
+        _check_target(out, sum(sizes.values()) + _SPARE_BYTES)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
 
@@ -110,7 +129,8 @@ def save_hf(
             _write(partial / "model.safetensors.index.json", index)
         _write(partial / "config.json", config)
         _write(partial / "generation_config.json", _generation(cfg))
-        for file in files:  # safetensors makes its own readable to nobody else, whatever the umask
+        # safetensors makes files readable to their owner only, whatever the umask.
+        for file in files:
             shutil.copymode(partial / "config.json", partial / file)
         if tokenizer is not None:
             tokenizer.save(partial)
@@ -118,18 +138,21 @@ def save_hf(
             manifest.save(partial)
         os.rename(partial, out)
 
-    first = jax.process_index() == 0
+    is_first = jax.process_index() == 0
 
     def tensors_of(name):
         piece = table[name][0]
         if tree.is_compound(leaf := leaves[piece.path]):
             return hf_quantised.tensors(leaf, piece, _on_host, kinds[name])
         tensor = _tensor(table[name], leaves, kinds[name])
-        if not first:
+        if not is_first:
             return {}
+        if name in fp8:
+            return dict(zip(written[name], hf_fp8.quantise(tensor, fp8_block)))
         return hf_int4.pack(name, tensor, group) if name in packed else {name: tensor}
 
-    hosts.first_does(begin)
+    # One file after the other.
+    multihost.run_on_first(begin)
     try:
         for file, names in files.items():
             tensors = {}
@@ -139,28 +162,35 @@ def save_hf(
                 for name, tensor in tensors.items():
                     manifest.add(name, tensor)
             write = functools.partial(_save, tensors, partial / file)
-            hosts.first_does(write)
-            del tensors, write  # the next file's would be gathered beside them
-        hosts.first_does(finish)
+            multihost.run_on_first(write)
+            del tensors, write  # frees them before those of the next file are gathered
+        multihost.run_on_first(finish)
     except OSError as error:
         raise OSError(f"writing {out} failed ({error}); nothing was left there") from error
     finally:
-        if first:
+        if is_first:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def named_tensors(params, cfg: ModelConfig, dtype: Mapping) -> Iterator[tuple[str, np.ndarray]]:
-    """(HF name, tensor) of all plain weights, one at a time; dtype: of each leaf by its path. All processes of a pod must go
-    through them, and each has all. ValueError if the tree is not that of cfg."""
-    leaves = _checked(params, cfg)
-    table = hf_names.by_name(hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)))
+def named_tensors(
+    params: PyTree, cfg: ModelConfig, dtype: Mapping
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (HF name, tensor) of all plain weights, one at a time.
+
+    dtype: dtype of each leaf by its path. All processes of a pod must iterate over it, and each gets all tensors.
+    Raises ValueError if the tree is not that of cfg.
+    """
+    leaves = _check_leaves(params, cfg)
+    table = hf_names.by_name(
+        hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
+    )
     for name, pieces in table.items():
         yield name, _tensor(pieces, leaves, _dtype(pieces[0], leaves, dtype))
 
 
-def _checked(params, cfg: ModelConfig) -> dict[str, jax.Array]:
-    """{path: leaf}; ValueError that lists leaves which cfg does not have, or has otherwise."""
-    leaves, expected = tree.flatten(params), tree.flatten(glm5.abstract(cfg))
+def _check_leaves(params, cfg: ModelConfig) -> dict[str, jax.Array]:
+    """Returns {path: leaf}. Raises ValueError with the differences, unless the leaves are those of cfg."""
+    leaves, expected = tree.flatten(params), tree.flatten(glm5.abstract_params(cfg))
     lines = [f"missing: {p} {list(x.shape)}" for p, x in expected.items() if p not in leaves]
     lines += [f"unexpected: {p} {list(x.shape)}" for p, x in leaves.items() if p not in expected]
     for path in sorted(set(leaves) & set(expected)):
@@ -185,14 +215,14 @@ def _check_target(out: pathlib.Path, needed: int) -> None:
 
 
 def _divide(sizes: dict[str, int], limit: float) -> dict[str, list[str]]:
-    """{file name: tensor names}, in order, each file at most `limit` bytes or one tensor."""
-    groups, filled = [[]], 0
+    """Returns {file name: tensor names}, in order; a file has at most `limit` bytes or one tensor."""
+    groups, used = [[]], 0
     for name, size in sizes.items():
-        if groups[-1] and filled + size > limit:
+        if groups[-1] and used + size > limit:
             groups.append([])
-            filled = 0
+            used = 0
         groups[-1].append(name)
-        filled += size
+        used += size
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     count = len(groups)
@@ -208,7 +238,7 @@ def _dtype(piece: hf_names.Piece, leaves, dtype) -> np.dtype:
 
 
 def _tensor(pieces: list[hf_names.Piece], leaves, dtype) -> np.ndarray:
-    """One HF tensor on the host, from all leaves that have a part of it."""
+    """Assembles one HF tensor on the host from all leaves that hold a part of it."""
     tensor = np.empty(pieces[0].view.shape, dtype)
     for piece in pieces:
         piece.view.of(tensor)[...] = _on_host(leaves[piece.path], piece.at)
@@ -216,24 +246,24 @@ def _tensor(pieces: list[hf_names.Piece], leaves, dtype) -> np.ndarray:
 
 
 def _on_host(leaf, at: tuple[int, ...]) -> np.ndarray:
-    """`leaf[at]` from the shards that hold it; each is sliced where it lives."""
+    """Returns `leaf[at]` on the host; each shard is sliced on its device."""
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)[at]
     if not leaf.is_fully_addressable:
-        return on_every_host(leaf, at)
+        return fetch_slice(leaf, at)
     part = np.empty(leaf.shape[len(at) :], leaf.dtype)
     for shard in leaf.addressable_shards:
         bounds = [s.indices(n) for s, n in zip(shard.index, leaf.shape)]
         if shard.replica_id == 0 and all(b[0] <= i < b[1] for i, b in zip(at, bounds)):
             inside = tuple(i - b[0] for i, b in zip(at, bounds))
-            # On CPU the shard is host memory already, and slicing it there compiles nothing.
+            # On CPU the shard is in host memory already, and slicing it there needs no compilation.
             data = np.asarray(shard.data) if shard.device.platform == "cpu" else shard.data
             part[shard.index[len(at) :]] = data[inside]
     return part
 
 
 def _generation(cfg: ModelConfig) -> dict:
-    """Sampling defaults of the released models (their generation_config.json)."""
+    """Returns the sampling defaults of the released models (their generation_config.json)."""
     return {
         "do_sample": True,
         "temperature": 1.0,

@@ -1,8 +1,8 @@
-"""HuggingFace checkpoints into the parameter tree, streamed onto the devices that own the weights.
+"""Loads HuggingFace checkpoints into the parameter tree, streamed onto the devices that own the weights.
 
-Host memory beyond the arrays themselves peaks at one device's shard of the largest leaf plus one HF
-tensor: a shard is filled from slices of the files (only the rows and columns it holds are read),
-handed to its devices and dropped before the next one is begun.
+A shard is filled from slices of the files (only its rows and columns are read), copied to its devices and freed before
+the next one. So host memory, besides the arrays themselves, peaks at one device's shard of the largest leaf plus one HF
+tensor.
 """
 
 import collections
@@ -12,39 +12,53 @@ import gc
 import json
 import logging
 import math
+import os
 import pathlib
 import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from glm5_jax.checkpoint import hf_config, hf_int4, hf_names, hf_quantised
+from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import tree
+from glm5_jax.core.files import open_file, read_text
 from glm5_jax.model import glm5
 
 _DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 _KINDS = _DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
-_LISTED = 50  # lines per kind of problem in an error
-_COMPARED_BYTES = 2**24  # at a time, where a tensor repeats another
+_MAX_LISTED = 50  # lines per kind of problem in an error
+_COMPARED_BYTES = 2**24  # bytes that are compared in one step where a tensor repeats another
 _log = logging.getLogger(__name__)
 
 
-def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
-    """The model of a HuggingFace folder (or of one .safetensors file with its config.json beside it).
+def load_hf(
+    path: str | os.PathLike, dtype: DTypeLike | None = None, mesh: Mesh | None = None
+) -> glm5.Glm5:
+    """Loads the model of a HuggingFace folder, or of one .safetensors file next to its config.json.
 
-    Any glm_moe_dsa or glm4_moe_lite checkpoint: one file or shards with an index, experts one by one
-    or fused, MTP layer in the files, in `mtp.safetensors` beside them, or absent (then the model has
-    none). dtype: of weights and computation; by default as the files and config.json say. mesh: the
-    weights arrive sharded by core/sharding.py. ValueError that lists everything wrong with the files.
+    It loads any glm_moe_dsa or glm4_moe_lite checkpoint: one file or shards with an index, and separate or fused experts.
+    The MTP layer may be in the files, in `mtp.safetensors` next to them, or absent (then the model has none).
 
-    Routed experts that the files hold as int4 (`hf_int4`) are the float32 weights they stand for. A
-    narrower dtype rounds those: they are then no longer quantised again when the model computes.
+    - dtype: dtype of weights and computation; None: those of the files and config.json.
+    - mesh: mesh on which core/sharding.py shards the weights; None: the default device.
 
-    Layers or experts that share a leaf but are stored in several dtypes get one that holds all their
-    values exactly. A warning names the leaf, since `save_hf` writes it in that dtype.
+    Conversions:
+
+    - Routed experts in int4 (`hf_int4`) become the float32 weights that they represent. A narrower dtype rounds these,
+      and then the model no longer quantises them in its computation.
+    - FP8 weights (`hf_fp8`) are dequantised to the dtype in config.json.
+    - Layers or experts of one leaf that are stored in several dtypes get a dtype that holds all their values exactly. A
+      warning names the leaf, because `save_hf` writes it in that dtype.
+
+    Raises ValueError with everything that is wrong with the files.
     """
     cfg = read_config(path)
     if dtype is not None:
@@ -56,8 +70,8 @@ def load_hf(path, dtype=None, mesh=None) -> glm5.Glm5:
     return glm5.Glm5(cfg, params=params, mesh=mesh)
 
 
-def read_config(path) -> ModelConfig:
-    """The config of a HuggingFace folder, with as many MTP layers as its files really hold."""
+def read_config(path: str | os.PathLike) -> ModelConfig:
+    """Returns the config of a HuggingFace folder, with the number of MTP layers that its files hold."""
     file = _config_file(path)
     cfg = hf_config.from_hf(_json(file), file)
     stored = int(bool(hf_names.mtp_names(cfg, _open(path))))
@@ -66,22 +80,30 @@ def read_config(path) -> ModelConfig:
     return dataclasses.replace(cfg, num_nextn_predict_layers=stored)
 
 
-def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=()):
-    """The parameter tree of a HuggingFace checkpoint.
+def load_params(
+    path: str | os.PathLike,
+    cfg: ModelConfig,
+    *,
+    shardings: PyTree | None = None,
+    dtype: DTypeLike | None = None,
+    may_differ: Sequence[str] = (),
+) -> PyTree:
+    """Loads the parameter tree of a HuggingFace checkpoint.
 
-    shardings: tree of shardings (`glm5.param_shardings`), or None for the default device. dtype: of
-    every leaf but the router bias, which is float32; by default each leaf's in the files, or with a
-    warning the one that holds all of them. An MTP layer that cfg does not have is left unread. unshared:
-    patterns; a leaf whose path has one may be missing from the files and is then not in the tree, and
-    a tensor whose HF name has one and that cfg lacks is left unread.
-    ValueError that lists missing, unexpected, misshapen and unreadable tensors, before anything is
-    loaded.
+    - shardings: tree of shardings (`glm5.param_shardings`); None: the default device.
+    - dtype: dtype of every leaf except the router bias, which is float32. None: the dtype in the files, or, with a
+      warning, one that holds all of a leaf's dtypes.
+    - may_differ: patterns. A leaf whose path matches may be missing from the files, and is then not in the tree. A
+      tensor whose HF name matches and that cfg lacks is not read.
+
+    An MTP layer that cfg does not have is not read. Raises ValueError, before it loads anything, with all missing,
+    unexpected, misshapen and unreadable tensors.
     """
     if dtype is not None and jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
         raise ValueError(
             f"dtype {jnp.dtype(dtype).name} needs jax_enable_x64; set it or use float32"
         )
-    stored, table = _open_all(path, cfg, unshared)
+    stored, table = _open_all(path, cfg, may_differ)
     by_leaf = collections.defaultdict(list)
     for piece in table:
         by_leaf[piece.path].append(piece)
@@ -91,22 +113,29 @@ def load_params(path, cfg: ModelConfig, *, shardings=None, dtype=None, unshared=
         read = functools.partial(_read_shard, by_leaf[leaf_path], stored, dtypes[leaf_path])
         return _place(leaf.shape, read, sharding)
 
-    trees = (glm5.abstract(cfg),) if shardings is None else (glm5.abstract(cfg), shardings)
-    there = [{p: x for p, x in tree.flatten(t).items() if p in by_leaf} for t in trees]
-    return tree.map_with_path(load, *map(tree.unflatten, there))
+    trees = (glm5.abstract_params(cfg), *(() if shardings is None else (shardings,)))
+    present = [{p: x for p, x in tree.flatten(t).items() if p in by_leaf} for t in trees]
+    return tree.map_with_path(load, *map(tree.unflatten, present))
 
 
-def open_tensors(path) -> dict[str, "_Stored"]:
-    """{name: tensor} of all files of a folder, with shape and dtype, read where it is indexed with slices. ValueError that
-    lists files which cannot be read."""
+def open_tensors(path: str | os.PathLike) -> dict[str, "_Stored"]:
+    """Returns {name: tensor} of all files of a folder; a tensor has shape and dtype, and indexing with slices reads it.
+
+    Raises ValueError with the files that cannot be read.
+    """
     return _open(path)
 
 
-def from_tensors(tensors, cfg: ModelConfig, shardings=None):
-    """The parameter tree of {HF name: array, or what gives one where it is indexed with slices}, which has all that cfg
-    does, as `Lazy` leaves. A leaf has the dtype that holds all of its tensors; shardings: as for `load_params`."""
+def from_tensors(
+    tensors: Mapping[str, Any], cfg: ModelConfig, shardings: PyTree | None = None
+) -> PyTree:
+    """Returns the parameter tree of HF tensors, as `Lazy` leaves.
+
+    tensors: {HF name: array, or object that returns one when indexed with slices}, with all tensors of cfg. A leaf has
+    a dtype that holds all of its tensors. shardings: see `load_params`.
+    """
     by_leaf = collections.defaultdict(list)
-    for piece in hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg)):
+    for piece in hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg)):
         by_leaf[piece.path].append(piece)
 
     def lazy(path, leaf, *sharding):
@@ -117,120 +146,155 @@ def from_tensors(tensors, cfg: ModelConfig, shardings=None):
         return tree.Lazy(leaf.shape, dtype, functools.partial(_place, leaf.shape, read, *sharding))
 
     return tree.map_with_path(
-        lazy, glm5.abstract(cfg), *(() if shardings is None else (shardings,))
+        lazy, glm5.abstract_params(cfg), *(() if shardings is None else (shardings,))
     )
 
 
-def is_quantised(path) -> bool:
-    """Whether the folder is one that `save_hf` wrote of a quantised model."""
+def is_quantised(path: str | os.PathLike) -> bool:
+    """Returns True if `save_hf` wrote the folder from a quantised model."""
     file = _folder(path) / "config.json"
-    content = _json(file) if file.is_file() else None
+    content = _json(file) if file.exists() else None
     config = content.get("quantization_config") if isinstance(content, dict) else None
     return isinstance(config, dict) and config.get("format") == hf_quantised.FORMAT
 
 
-def load_quantised(path, mesh=None) -> glm5.Glm5:
-    """The quantised model of a folder that `save_hf` wrote of one, bitwise; mesh: as for `load_hf`.
+def load_quantised(path: str | os.PathLike, mesh: Mesh | None = None) -> glm5.Glm5:
+    """Loads a quantised model, bitwise, from a folder that `save_hf` wrote; mesh: see `load_hf`.
 
-    ValueError as `open_quantised`, or if the mesh cannot cut the weights, before anything is loaded.
+    Raises ValueError, before it loads anything, in the cases of `open_quantised`, or if the mesh cannot shard the
+    weights.
     """
     cfg, sources = open_quantised(path)
-    return glm5.Glm5(cfg, params=place(cfg, sources, mesh), mesh=mesh)
+    return glm5.Glm5(cfg, params=load_tensors(cfg, sources, mesh), mesh=mesh)
 
 
-def place(cfg: ModelConfig, sources: dict, mesh=None) -> dict:
-    """The parameters of these `Source`s, on the default device or on a mesh."""
+def load_tensors(cfg: ModelConfig, sources: dict, mesh: Mesh | None = None) -> dict:
+    """Loads the parameters of a tree of `TensorReader`s, onto the default device or a mesh."""
     where = () if mesh is None else (glm5.param_shardings(cfg, mesh, sources),)
-    return jax.tree.map(lambda own, *at: _place(own.shape, own.read, *at), sources, *where)
+    return jax.tree.map(lambda x, *at: _place(x.shape, x.read, *at), sources, *where)
 
 
-def open_quantised(path) -> tuple[ModelConfig, dict]:
-    """(config, parameter tree with a `hf_quantised.Source` for each array) of a folder that `save_hf` wrote of a
-    quantised model. ValueError that lists everything wrong with the files.
+def open_quantised(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
+    """Opens a folder that `save_hf` wrote from a quantised model.
+
+    Returns its config, and a parameter tree with a `hf_quantised.TensorReader` in place of each array. Raises ValueError
+    with everything that is wrong with the files.
     """
+    # The config, and the tensors that it implies.
     content = _json(_config_file(path))
     if not isinstance(content, dict) or "quantization_config" not in content:
         raise ValueError(f"{path} holds no quantised model; use load_hf")
     group = hf_quantised.group_of(content.pop("quantization_config"))
     stored = _open(path)
     cfg = hf_config.from_hf(content, _config_file(path))
-    table = hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg))
-    kinds, by_leaf = hf_quantised.kinds_of(table, stored), collections.defaultdict(list)
+    _check_size(path, cfg, stored)
+    table = hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg))
+    kinds, by_leaf = hf_quantised.leaf_kinds(table, stored), collections.defaultdict(list)
     expected = {}
     for piece in table:
         by_leaf[piece.path].append(piece)
-        there = stored[piece.name].kind if piece.name in stored else "F32"
-        plain = jnp.dtype(_DTYPES.get(there, jnp.float32))
+        kind = stored[piece.name].kind if piece.name in stored else "F32"
+        plain = jnp.dtype(_DTYPES.get(kind, jnp.float32))
         expected |= hf_quantised.layout(kinds[piece.path], piece, plain, group)
-    found = {n: (t.shape, np.dtype(_KINDS.get(t.kind, object))) for n, t in stored.items()}
-    _refuse(
+    formats = {n: (t.shape, np.dtype(_KINDS.get(t.kind, object))) for n, t in stored.items()}
+    _raise_problems(
         path,
-        [f"missing: {n} {list(shape)}" for n, (shape, _) in expected.items() if n not in found],
+        [f"missing: {n} {list(shape)}" for n, (shape, _) in expected.items() if n not in formats],
         [f"unexpected: {n} {list(t.shape)}" for n, t in stored.items() if n not in expected],
         [
-            f"wrong: {n} is {stored[n].kind}{list(found[n][0])}, expected {kind.name} {list(shape)}"
+            f"wrong: {n} is {stored[n].kind}{list(formats[n][0])}, expected {kind.name} {list(shape)}"
             for n, (shape, kind) in expected.items()
-            if n in found and found[n] != (shape, kind)
+            if n in formats and formats[n] != (shape, kind)
         ],
     )
-    plain = {p: own for p, own in by_leaf.items() if kinds[p] is None}
+    plain = {p: pieces for p, pieces in by_leaf.items() if kinds[p] is None}
     dtypes = _dtypes(path, plain, stored, None)
 
-    def source(leaf_path, leaf):
+    def reader(leaf_path, leaf):
         pieces, kind = by_leaf[leaf_path], kinds[leaf_path]
         if kind is not None:
-            return hf_quantised.sources(kind, pieces, stored, leaf.shape, group)
+            return hf_quantised.tensor_readers(kind, pieces, stored, leaf.shape, group)
         read = functools.partial(_read_shard, pieces, stored, dtypes[leaf_path])
-        return hf_quantised.Source(leaf.shape, read)
+        return hf_quantised.TensorReader(leaf.shape, read)
 
-    return cfg, tree.map_with_path(source, glm5.abstract(cfg))
-
-
-def check_params(path, cfg: ModelConfig, unshared=()) -> None:
-    """ValueError as `load_params`, from the files' headers alone."""
-    _open_all(path, cfg, unshared)
+    return cfg, tree.map_with_path(reader, glm5.abstract_params(cfg))
 
 
-def _open_all(path, cfg: ModelConfig, unshared=()):
-    """The stored tensors that cfg has, by name, and the table of pieces that they come from."""
-    stored, problems = hf_int4.unpacked(_open(path))
-    _refuse(path, problems)
+def check_params(path: str | os.PathLike, cfg: ModelConfig, may_differ: Sequence[str] = ()) -> None:
+    """Raises the ValueError of `load_params`, from the headers of the files only."""
+    _open_all(path, cfg, may_differ)
+
+
+def _open_all(path, cfg: ModelConfig, may_differ=()):
+    """Returns the stored tensors of cfg by name, and the table of pieces that they come from."""
+    stored, problems = hf_int4.join_packed(_open(path))
+    _raise_problems(path, problems)
+    if any(tensor.kind == hf_fp8.KIND for tensor in stored.values()):
+        stored, problems = hf_fp8.join_scales(stored, _fp8_block(path), cfg.dtype)
+        _raise_problems(path, problems)
+    _check_size(path, cfg, stored)
     unread = set() if cfg.num_nextn_predict_layers else set(hf_names.mtp_names(cfg, stored))
     if unread:
         _log.info("%s holds an MTP layer; the config has none, so it is not loaded", path)
         stored = {name: tensor for name, tensor in stored.items() if name not in unread}
-    letters, shapes = glm5.letters(cfg), glm5.abstract(cfg)
+    letters, shapes = glm5.axis_letters(cfg), glm5.abstract_params(cfg)
     fused = hf_names.fused_layers(stored)
-    table = hf_names.pieces(cfg, letters, shapes, fused, unshared)
+    table = hf_names.pieces(cfg, letters, shapes, fused, may_differ)
     held = {piece.path for piece in table if piece.name in stored}
-    table = [p for p in table if p.path in held or not tree.found(unshared, p.path)]
+    table = [p for p in table if p.path in held or not tree.matches_any(may_differ, p.path)]
     names = {*hf_names.copies(cfg), *(piece.name for piece in table)}
-    stored = {n: t for n, t in stored.items() if n in names or not tree.found(unshared, n)}
+    stored = {n: t for n, t in stored.items() if n in names or not tree.matches_any(may_differ, n)}
     _check(path, cfg, stored, table)
     return stored, table
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """A tensor in a file; indexing it with slices reads those of its numbers."""
+    """Tensor in a file; indexing with slices reads that part."""
 
     file: pathlib.Path
     handle: safetensors.safe_open
     name: str
     shape: tuple[int, ...]
     kind: str  # safetensors' name of the dtype
+    first_byte: int | None = None  # offset in the file; known for FP8 only
 
     @property
     def dtype(self) -> np.dtype:
         return jnp.dtype(_DTYPES[self.kind])
 
     def __getitem__(self, index) -> np.ndarray:
-        return self.handle.get_slice(self.name)[index]
+        if self.kind != hf_fp8.KIND:
+            return self.handle.get_slice(self.name)[index]
+        # safetensors returns NumPy dtypes, and NumPy has no 8-bit float.
+        numbers = np.memmap(self.file, np.uint8, "r", self.first_byte, self.shape)
+        return np.array(numbers[index]).view(hf_fp8.DTYPE)
+
+
+def _first_bytes(file: pathlib.Path) -> dict[str, int]:
+    """Returns {tensor name: position of its first byte} of a .safetensors file."""
+    with open(file, "rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def _fp8_block(path) -> tuple[int, int]:
+    """Returns the block of FP8 files. Raises ValueError if config.json does not give it."""
+    file = _config_file(path)
+    config = _json(file).get("quantization_config")
+    if not hf_fp8.is_fp8(config):
+        raise ValueError(
+            f"{path} cannot be loaded: its files hold FP8 weights and {file.name} has no quantization_config "
+            "with quant_method fp8; fetch it again"
+        )
+    return tuple(config["weight_block_size"])
 
 
 def _config_file(path) -> pathlib.Path:
     file = _folder(path) / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{file} does not exist; give the folder of a HuggingFace checkpoint")
     return file
 
@@ -241,14 +305,14 @@ def _folder(path) -> pathlib.Path:
 
 
 def _files(path) -> tuple[list[pathlib.Path], set[str]]:
-    """The files of a checkpoint, and the tensor names that its index promises."""
+    """Returns the files of a checkpoint, and the tensor names in its index."""
     path, folder = pathlib.Path(path), _folder(path)
     if path.suffix == ".safetensors":
         return [path], set()
     index, promised = folder / "model.safetensors.index.json", {}
     files = [folder / "model.safetensors"]
     if not files[0].exists():
-        if not index.is_file():
+        if not index.exists():
             raise ValueError(
                 f"{path} holds neither model.safetensors nor model.safetensors.index.json; "
                 "give the folder of a HuggingFace checkpoint"
@@ -260,15 +324,15 @@ def _files(path) -> tuple[list[pathlib.Path], set[str]]:
 
 
 def _json(file: pathlib.Path):
-    """What a json file holds. ValueError that names the file if it is not JSON in UTF-8."""
+    """Returns the value of a JSON file. Raises ValueError with the file's name if it is not JSON in UTF-8."""
     try:
-        return json.loads(file.read_text("utf-8"))
+        return json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); fetch it again") from None
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """{tensor name: file name} of an index. ValueError unless the files are in the index's folder."""
+    """Returns {tensor name: file name} of an index. Raises ValueError unless the files are in the index's folder."""
     content = _json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names:
@@ -276,14 +340,14 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
             f"{index} is not a safetensors index: it holds {reprlib.repr(content)}, "
             "without a weight_map from tensors to files; fetch it again"
         )
-    wrong = {f"{name!r:.200}" for name in names.values() if not _inside(name)}
+    wrong = {f"{name!r:.200}" for name in names.values() if not _is_inside(name)}
     fix = "is no .safetensors file in this folder; fetch the index again"
-    _refuse(index, [f"weight_map: {name} {fix}" for name in sorted(wrong)])
+    _raise_problems(index, [f"weight_map: {name} {fix}" for name in sorted(wrong)])
     return names
 
 
-def _inside(name) -> bool:
-    """Whether an index may name this file: in its folder, by name (a hub's cache links elsewhere)."""
+def _is_inside(name) -> bool:
+    """Returns True if an index may name this file: one in its folder, by name (the hub's cache has links)."""
     if not isinstance(name, str) or not name.endswith(".safetensors"):
         return False
     path = pathlib.PurePath(name)
@@ -291,24 +355,48 @@ def _inside(name) -> bool:
 
 
 def _open(path) -> dict[str, _Stored]:
-    """{name: tensor} over all files. ValueError that lists unreadable files and double names."""
+    """Returns {name: tensor} of all files. Raises ValueError with unreadable files and duplicate names."""
     files, promised = _files(path)
     stored, problems = {}, []
     for file in files:
         try:
+            open_file(file).close()  # rejects pipes, at which safetensors would block forever
             handle = safetensors.safe_open(file, framework="numpy")
-        except (OSError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
             problems.append(f"{file.name} cannot be read ({error}); fetch it again")
             continue
+        first_bytes = None
         for name in handle.keys():
             if name in stored:
                 problems.append(f"{name} is both in {stored[name].file.name} and in {file.name}")
             one = handle.get_slice(name)
-            stored[name] = _Stored(file, handle, name, tuple(one.get_shape()), one.get_dtype())
+            shape, kind = tuple(one.get_shape()), one.get_dtype()
+            if kind == hf_fp8.KIND and first_bytes is None:
+                first_bytes = _first_bytes(file)
+            first_byte = first_bytes[name] if kind == hf_fp8.KIND else None
+            stored[name] = _Stored(
+                file=file, handle=handle, name=name, shape=shape, kind=kind, first_byte=first_byte
+            )
     if not problems:
         problems = [f"{n} is in the index but in no file" for n in sorted(promised - set(stored))]
-    _refuse(path, problems)
+    _raise_problems(path, problems)
     return stored
+
+
+def _check_size(path, cfg: ModelConfig, stored: dict[str, _Stored]) -> None:
+    """Raises ValueError if a config describes more layers or experts than the files have tensors.
+
+    Call it before the table of a model's tensors is built, because the table grows with layers and experts.
+    """
+    sizes = {"num_hidden_layers": cfg.num_hidden_layers}
+    if cfg.num_moe_layers and not hf_names.fused_layers(stored):
+        sizes["n_routed_experts"] = cfg.n_routed_experts
+    for name, size in sizes.items():
+        if size > len(stored):
+            raise ValueError(
+                f"{path} cannot be loaded: config.json says {name} {size}, and the files hold {len(stored)} tensors; "
+                "give the config of these files"
+            )
 
 
 def _check(path, cfg: ModelConfig, stored: dict[str, _Stored], table) -> None:
@@ -333,24 +421,24 @@ def _check(path, cfg: ModelConfig, stored: dict[str, _Stored], table) -> None:
     differing = [
         f"{n} should repeat {original} and does not"
         for n, original in copies.items()
-        if original in stored and not _same(stored[n], stored[original])
+        if original in stored and not _is_same(stored[n], stored[original])
     ]
-    _refuse(path, missing, unexpected, misshapen, unreadable, differing)
+    _raise_problems(path, missing, unexpected, misshapen, unreadable, differing)
 
 
-def _refuse(path, *kinds: list[str]) -> None:
-    """ValueError with the lines of all kinds of problems, if there are any."""
+def _raise_problems(path, *kinds: list[str]) -> None:
+    """Raises ValueError with the lines of all kinds of problems, if there are any."""
     lines = []
     for kind in kinds:
-        lines += kind[:_LISTED]
-        if len(kind) > _LISTED:
-            lines.append(f"... and {len(kind) - _LISTED} more of these")
+        lines += kind[:_MAX_LISTED]
+        if len(kind) > _MAX_LISTED:
+            lines.append(f"... and {len(kind) - _MAX_LISTED} more of these")
     if lines:
         raise ValueError(f"{path} cannot be loaded:\n  " + "\n  ".join(lines))
 
 
-def _same(a: _Stored, b: _Stored) -> bool:
-    """Whether two stored tensors are bitwise equal, read in blocks of rows."""
+def _is_same(a: _Stored, b: _Stored) -> bool:
+    """Returns True if two stored tensors are bitwise equal; it reads them in blocks of rows."""
     if (a.shape, a.kind) != (b.shape, b.kind):
         return False
     step = max(1, _COMPARED_BYTES // (4 * math.prod(a.shape[1:])))
@@ -359,18 +447,18 @@ def _same(a: _Stored, b: _Stored) -> bool:
 
 
 def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dtype]:
-    """{leaf: dtype that it is loaded as}; without a requested one, warns of leaves it widens."""
+    """Returns {leaf: dtype that it is loaded as}. Logs a warning for leaves it widens, if no dtype is requested."""
     chosen, promoted = {}, []
     for leaf, pieces in by_leaf.items():
-        found = collections.Counter(stored[p.name].dtype for p in pieces)
+        kinds = collections.Counter(stored[p.name].dtype for p in pieces)
         if leaf.endswith(hf_names.FLOAT32):
             chosen[leaf] = jnp.dtype(jnp.float32)
         elif dtype is not None:
             chosen[leaf] = jnp.dtype(dtype)
         else:
-            chosen[leaf] = functools.reduce(jnp.promote_types, found)
-        if dtype is None and set(found) != {chosen[leaf]}:
-            counts = ", ".join(f"{n} {kind.name}" for kind, n in found.most_common())
+            chosen[leaf] = functools.reduce(jnp.promote_types, kinds)
+        if dtype is None and set(kinds) != {chosen[leaf]}:
+            counts = ", ".join(f"{n} {kind.name}" for kind, n in kinds.most_common())
             promoted.append(f"{leaf}: {chosen[leaf].name} from {counts}")
     if promoted:
         _log.warning(
@@ -383,14 +471,14 @@ def _dtypes(path, by_leaf, stored: dict[str, _Stored], dtype) -> dict[str, np.dt
 
 
 def _read_shard(pieces, stored, dtype, ranges) -> np.ndarray:
-    """The part of a plain leaf within the ranges."""
+    """Reads the part of a plain leaf within the ranges."""
     return hf_names.fill(
-        pieces, ranges, dtype, lambda piece, own: piece.view.of(stored[piece.name], own)
+        pieces, ranges, dtype, lambda piece, part: piece.view.of(stored[piece.name], part)
     )
 
 
 def _place(shape, read, sharding=None) -> jax.Array:
-    """A jax.Array from its shards, read once per distinct shard and put on every device that has it."""
+    """Creates a jax.Array from its shards; each distinct shard is read once and copied to all its devices."""
     if sharding is None:
         return jax.device_put(read([slice(0, n) for n in shape]))
     owners = collections.defaultdict(list)
@@ -400,8 +488,8 @@ def _place(shape, read, sharding=None) -> jax.Array:
     for bounds, devices in owners.items():
         shard = read([slice(*b) for b in bounds])
         placed = [jax.device_put(shard, device) for device in devices]
-        # The shard must be gone before the next is read: not in transfer, not under this name, not
-        # in jax's list of host buffers to release, which Python's garbage collector empties.
+        # Free the shard before the next one is read. Three things may hold it: the transfer, this name, and jax's list
+        # of host buffers to release, which Python's garbage collector empties.
         jax.block_until_ready(placed)
         del shard
         gc.collect(0)

@@ -1,20 +1,21 @@
-"""Routed experts as int4 in files: "pack-quantized" of compressed-tensors, which the engines read.
+"""Reads and writes routed experts as int4 in files: "pack-quantized" of compressed-tensors, which engines read.
 
 Instead of an expert's `weight` [out in] a file has, under the same name (github.com/vllm-project/
 compressed-tensors, compressors/pack_quantized):
 
     weight_packed  int32[out, ceil(in / 8)]: integer 8 i + j of a row, plus 8, in bits 4 j .. 4 j + 3 of
-                   entry i; what fills up the last entry is 0
+                   entry i; the last entry is padded with 0
     weight_scale   [out, in / group], float32 here: a weight is its integer times its group's scale
     weight_shape   int64[2]: out, in
 
-and config.json a `quantization_config` that names the layers without it. Engines that keep scales in
+config.json has a `quantization_config` that names the layers that are not quantised. Engines that store scales in
 their compute dtype round them.
 """
 
 import dataclasses
 import re
 import reprlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ _EXPERT = re.compile(
 _PER_ENTRY, _OFFSET = 8, 8
 _KINDS = {"_packed": ("I32",), "_scale": ("BF16", "F16", "F32"), "_shape": ("I32", "I64")}
 
-# Everything but the routed experts, as engines call it, two projections that they join included.
+# All modules except the routed experts, by the engines' names, including two projections that engines fuse.
 _IGNORE = [
     "lm_head",
     "re:.*self_attn.*",
@@ -36,8 +37,8 @@ _IGNORE = [
     r"re:.*mlp\.gate$",
     "re:.*eh_proj.*",
 ]
-# The fields of quantization_config with the values that can be read, first the one that is written;
-# (): any, as it does not say how the files are. Other fields must be empty.
+# Fields of quantization_config with the values that can be read, the written one first. (): any value, because the field
+# does not affect the format. Other fields must be empty.
 _FIELDS = {
     "": {
         "quant_method": ("compressed-tensors",),
@@ -77,7 +78,7 @@ _FIX = (
 
 
 def config_of(group: int) -> dict:
-    """`quantization_config` of files whose routed experts are int4 with `group` inputs to a scale."""
+    """Returns the `quantization_config` of files whose routed experts are int4 with a scale per `group` inputs."""
 
     def written(part):
         return {name: values[0] for name, values in _FIELDS[part].items() if values}
@@ -87,9 +88,11 @@ def config_of(group: int) -> dict:
     return written("") | {"config_groups": groups, "ignore": list(_IGNORE)}
 
 
-def problem_of(config) -> str | None:
-    """Why files with this `quantization_config` cannot be read, or None; which layers are packed they
-    say themselves."""
+def problem_of(config: Any) -> str | None:
+    """Returns why files with this `quantization_config` cannot be read, or None.
+
+    The names of the tensors show which layers are packed, so `ignore` is not checked.
+    """
     groups = config.get("config_groups") if isinstance(config, dict) else None
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
@@ -97,9 +100,9 @@ def problem_of(config) -> str | None:
     if not isinstance(weights, dict) or len(groups) != 1:
         wrong = [f"quantization_config is {reprlib.repr(config)}"]
     else:
-        for (part, known), given in zip(_FIELDS.items(), (config, first, weights)):
-            for name in sorted({*known, *given}):
-                value, values = given.get(name), known.get(name, (None, {}))
+        for (part, known), fields in zip(_FIELDS.items(), (config, first, weights)):
+            for name in sorted({*known, *fields}):
+                value, values = fields.get(name), known.get(name, (None, {}))
                 if values and value not in values:
                     wrong.append(f"quantization_config.{part}{name} is {reprlib.repr(value)}")
         size = weights.get("group_size")
@@ -109,13 +112,13 @@ def problem_of(config) -> str | None:
 
 
 def is_expert(name: str) -> bool:
-    """Whether this HF tensor is what is packed: a matrix of a routed expert."""
+    """Returns True if an HF tensor is a matrix of a routed expert, which is packed."""
     match = _EXPERT.fullmatch(name)
     return bool(match) and match[2] is None
 
 
 def layout(shape: tuple[int, int], group: int) -> list[tuple]:
-    """(shape, dtype) of the three tensors of a weight [out in]."""
+    """Returns (shape, dtype) of the three tensors of a weight [out in]."""
     out, inputs = shape
     return [
         ((out, -(-inputs // _PER_ENTRY)), np.dtype(np.int32)),
@@ -125,7 +128,7 @@ def layout(shape: tuple[int, int], group: int) -> list[tuple]:
 
 
 def names_of(name: str) -> list[str]:
-    """The tensors that stand for a packed weight."""
+    """Returns the names of the three tensors of a packed weight."""
     return [name + suffix for suffix in _KINDS]
 
 
@@ -133,65 +136,73 @@ _round = jax.jit(round_w4, static_argnames="group")
 
 
 def pack(name: str, weight: np.ndarray, group: int) -> dict[str, np.ndarray]:
-    """The three tensors of a weight [out in], quantised on the default device, as training does there."""
-    return packed(name, *(np.asarray(x).T for x in _round(weight.T, group=group)))
+    """Quantises a weight [out in] on the default device, as training does, and returns its three tensors."""
+    return pack_integers(name, *(np.asarray(x).T for x in _round(weight.T, group=group)))
 
 
-def packed(name: str, q: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarray]:
-    """The three tensors of integers q [out in] from -8 to 7 and their scale [out, in / group]."""
+def pack_integers(name: str, q: np.ndarray, scale: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the three tensors of integers q [out in] from -8 to 7 and their scale [out, in / group]."""
     inputs = q.shape[1]
-    filled = np.zeros((len(q), -(-inputs // _PER_ENTRY) * _PER_ENTRY), np.uint8)
-    filled[:, :inputs] = q + _OFFSET
-    entries = (filled[:, ::2] | filled[:, 1::2] << 4).view("<i4")
+    padded = np.zeros((len(q), -(-inputs // _PER_ENTRY) * _PER_ENTRY), np.uint8)
+    padded[:, :inputs] = q + _OFFSET
+    entries = (padded[:, ::2] | padded[:, 1::2] << 4).view("<i4")
     parts = entries, np.ascontiguousarray(scale), np.array(q.shape, np.int64)
     return dict(zip(names_of(name), parts))
 
 
-def integers(entries: np.ndarray) -> np.ndarray:
-    """int8[out, 8 n] of packed int32[out n]: the numbers that fill up the last entry are -8."""
+def unpack_integers(entries: np.ndarray) -> np.ndarray:
+    """Returns int8[out, 8 n] of packed int32[out n]; the padding of the last entry becomes -8."""
     pairs = np.ascontiguousarray(entries).view(np.uint8)
     q = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(entries), -1)
     return q.astype(np.int8) - _OFFSET
 
 
-def read_integers(packed, rows: slice, columns: slice) -> np.ndarray:
-    """int8 of these rows and columns of a weight [out in], of packed [out n] that is indexed with slices."""
-    entries, inside = _around(packed, rows, columns, _PER_ENTRY)
-    return integers(entries)[:, inside]
+def read_integers(entries_of_rows: Any, rows: slice, columns: slice) -> np.ndarray:
+    """Returns int8 for these rows and columns of a packed weight [out in].
+
+    entries_of_rows: packed int32[out n], indexed with slices.
+    """
+    entries, inside = _read_entries(entries_of_rows, rows, columns, _PER_ENTRY)
+    return unpack_integers(entries)[:, inside]
 
 
-def _around(stored, rows: slice, columns: slice, per: int) -> tuple[np.ndarray, slice]:
-    """What stands for these columns, `per` of them in each entry of a row, and where they are among its own."""
+def _read_entries(stored, rows: slice, columns: slice, per: int) -> tuple[np.ndarray, slice]:
+    """Returns the entries of these columns, `per` columns an entry, and the slice of the columns within them."""
     first, last = columns.start // per, -(-columns.stop // per)
     inside = slice(columns.start - first * per, columns.stop - first * per)
     return np.ascontiguousarray(stored[rows, first:last]), inside
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """A weight [out in] in files; indexing it with slices reads those of its numbers, in float32.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """Packed weight [out in] in files; indexing with slices reads that part in float32.
 
-    packed, scale: things with `.shape` that give arrays when they are indexed with slices.
+    Attributes:
+      packed, scale: tensors with `.shape`, which return arrays when indexed with slices.
+      shape: shape of the weight, (out, in).
+      kind: safetensors' name of the dtype that it is read as.
+      dtype: the same as NumPy dtype.
     """
 
     packed: object
     scale: object
     shape: tuple[int, int]
-    kind: str = "F32"  # what it is read as, by safetensors' name
+    kind: str = "F32"
     dtype: np.dtype = np.dtype(np.float32)
 
     def __getitem__(self, index) -> np.ndarray:
         rows, columns = index
         group = self.shape[1] // self.scale.shape[1]
         q = read_integers(self.packed, rows, columns).astype(np.float32)
-        scale, inside = _around(self.scale, rows, columns, group)
+        scale, inside = _read_entries(self.scale, rows, columns, group)
         return q * np.repeat(scale.astype(np.float32), group, axis=1)[:, inside]
 
 
-def unpacked(stored: dict) -> tuple[dict, list[str]]:
-    """(stored tensors, a `Packed` for each routed expert's three under the name of its weight, problems).
+def join_packed(stored: dict) -> tuple[dict, list[str]]:
+    """Replaces the three tensors of each routed expert by a `PackedWeight` under the name of the weight.
 
-    stored: {name: tensor with `.shape` and `.kind`, indexed with slices}.
+    stored: {name: tensor with `.shape` and `.kind`, indexed with slices}. Returns the new dict and the problems, one text
+    each.
     """
     out, problems = dict(stored), []
     for name in stored:
@@ -208,14 +219,14 @@ def unpacked(stored: dict) -> tuple[dict, list[str]]:
         kinds = [p.kind in _KINDS[suffix] for suffix, p in zip(_KINDS, parts)]
         size = tuple(shape[:].tolist()) if kinds[2] and shape.shape == (2,) else (0, 0)
         if not all(kinds) or not _fit(packed.shape, scale.shape, size):
-            found = ", ".join(f"{n} {p.kind}{list(p.shape)}" for n, p in zip(names, parts))
-            problems.append(f"{found} are no weight of {list(size)}; fetch the checkpoint again")
-        out[weight] = Packed(packed, scale, size)
+            shapes = ", ".join(f"{n} {p.kind}{list(p.shape)}" for n, p in zip(names, parts))
+            problems.append(f"{shapes} are no weight of {list(size)}; fetch the checkpoint again")
+        out[weight] = PackedWeight(packed=packed, scale=scale, shape=size)
     return out, problems
 
 
 def _fit(packed: tuple, scale: tuple, size: tuple[int, int]) -> bool:
-    """Whether tensors of these shapes make a weight of that size."""
+    """Returns True if tensors of these shapes form a weight of that size."""
     out, inputs = size
     groups = scale[1] if len(scale) == 2 and scale[0] == out else 0
     return packed == (out, -(-inputs // _PER_ENTRY)) and groups > 0 and inputs % groups == 0

@@ -1,11 +1,11 @@
-"""The one table between HuggingFace tensor names and the leaves of the parameter tree.
+"""Maps HuggingFace tensor names to leaves of the parameter tree and back, by one table.
 
-A row is (path of the leaf, HF name, axis letters of the HF tensor, one token per dimension). The leaf's
-own letters come from the model, so a row says the whole transformation, both ways:
+A row is (path of the leaf, HF name, axis letters of the HF tensor, one token per dimension). The letters of the
+leaf come from the model, so a row defines the full transformation in both directions:
 
     n*hr      one dimension that joins two, outer first
     n*[h]u    the leaf is the bracketed part of a concatenation (h, then u)
-    {e}       one tensor per expert; otherwise the letters say where the experts are
+    {e}       one tensor per expert; otherwise the letter e marks the dimension of the experts
 
 Names are those of the released checkpoints and of transformers 5.23; no RoPE dimension is permuted.
 """
@@ -14,9 +14,12 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core import axes, tree
@@ -58,14 +61,14 @@ _LAYER = (
     ("shared/up", "mlp.shared_experts.up_proj.weight", "f d"),
     ("shared/down", "mlp.shared_experts.down_proj.weight", "d f"),
 )
-# The MTP layer has, beside one whole MoE layer, these.
+# Leaves that the MTP layer has in addition to a full MoE layer.
 _MTP = (
     ("enorm", "enorm.weight", "d"),
     ("hnorm", "hnorm.weight", "d"),
     ("eh_proj", "eh_proj.weight", "d dd"),
     ("norm", "shared_head.norm.weight", "d"),
 )
-# How transformers holds a layer's experts in memory; files may have it too.
+# Layout of a layer's experts in transformers' memory; files may have it, too.
 _FUSED = (
     ("experts/gate", "mlp.experts.gate_up_proj", "e [f]f d"),
     ("experts/up", "mlp.experts.gate_up_proj", "e f[f] d"),
@@ -74,9 +77,9 @@ _FUSED = (
 FLOAT32 = "router/bias"  # the leaf that is float32 in every checkpoint
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Factor:
-    """A leaf's letter inside an HF dimension: `size` entries from `offset` on, of `total`."""
+    """Part of an HF dimension that belongs to a letter of a leaf: `size` entries from `offset` on, of `total`."""
 
     letter: str
     size: int
@@ -84,16 +87,18 @@ class Factor:
     total: int
 
     def bounds(self, wanted: dict[str, slice]) -> tuple[int, int]:
-        """Start and stop in the HF dimension of the wanted part of the letter, by default all."""
+        """Returns (start, stop) in the HF dimension for the wanted slice of the letter; without one, for all of it."""
         part = wanted.get(self.letter, slice(0, self.size))
         return self.offset + part.start, self.offset + part.stop
 
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Where a leaf's (or one layer's, one expert's) numbers stand in an HF tensor.
+    """Position of a leaf's numbers (or those of one layer or expert) in an HF tensor.
 
-    dims: the factors of each HF dimension, outer first. letters: the order of the leaf's dimensions.
+    Attributes:
+      dims: factors of each HF dimension, outer first.
+      letters: letters of the leaf's dimensions, in its order.
     """
 
     dims: tuple[tuple[Factor, ...], ...]
@@ -101,15 +106,15 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the HF tensor."""
+        """The shape of the HF tensor."""
         return tuple(math.prod(f.total for f in factors) for factors in self.dims)
 
-    def of(self, tensor, ranges=None):
-        """The numbers in the leaf's layout: a NumPy view if `tensor` is a contiguous array.
+    def of(self, tensor: Any, ranges: Sequence[slice] | None = None) -> np.ndarray:
+        """Returns the numbers in the leaf's layout, as a NumPy view if `tensor` is a contiguous array.
 
-        tensor: array, or anything that gives one when it is indexed with slices (one safetensors
-        slice; only the rows and columns in need are read). ranges: slice(start, stop) of each of the
-        leaf's dimensions, all of it by default.
+        - tensor: array, or an object that returns one when indexed with slices, such as a safetensors slice. Only the
+          needed rows and columns are read.
+        - ranges: slice(start, stop) of each of the leaf's dimensions; None: the full leaf.
         """
         wanted = dict(zip(self.letters, ranges)) if ranges else {}
         cut, shape, parts, order = [], [], [], []
@@ -124,20 +129,29 @@ class View:
         return block.transpose([order.index(letter) for letter in self.letters])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Piece:
-    """One HF tensor's share of one leaf: `leaf[at] = view.of(tensor)`."""
+    """Part of a leaf that comes from one HF tensor: `leaf[at] = view.of(tensor)`.
+
+    Attributes:
+      path: path of the leaf.
+      at: index in the layer stack and of the expert, if the tensor is one of many.
+      name: name of the HF tensor.
+      view: position of the part in the HF tensor.
+    """
 
     path: str
-    at: tuple[int, ...]  # position in the stack and expert, as far as the tensor is one of many
+    at: tuple[int, ...]
     name: str
     view: View
 
 
-def fill(pieces: list[Piece], ranges: Sequence[slice], dtype, read: Callable) -> np.ndarray:
-    """The part of an array within the ranges, one slice(start, stop) per dimension, of a leaf with these pieces.
+def fill(
+    pieces: list[Piece], ranges: Sequence[slice], dtype: DTypeLike, read: Callable
+) -> np.ndarray:
+    """Assembles a slice of a leaf from its pieces.
 
-    read(piece, ranges): the part within them of what the piece has of it.
+    ranges: slice(start, stop) of each dimension of the leaf. read(piece, ranges): returns the slice of one piece.
     """
     part = np.empty([r.stop - r.start for r in ranges], dtype)
     for piece in pieces:
@@ -149,14 +163,20 @@ def fill(pieces: list[Piece], ranges: Sequence[slice], dtype, read: Callable) ->
 
 
 def pieces(
-    cfg: ModelConfig, letters, shapes, fused: frozenset[int] = frozenset(), unshared=()
+    cfg: ModelConfig,
+    letters: PyTree,
+    shapes: PyTree,
+    fused: frozenset[int] = frozenset(),
+    may_differ: Sequence[str] = (),
 ) -> list[Piece]:
-    """Every (leaf, HF tensor) pair of a model, leaf by leaf.
+    """Returns all (leaf, HF tensor) pairs of a model, leaf by leaf.
 
-    letters, shapes: trees of the model's axis letters and of things with `.shape`. fused: layers whose
-    experts stand in fused tensors. Each number of each leaf is in exactly one piece, and each number
-    of each HF tensor too. ValueError for a leaf that the table does not know, unless a pattern of
-    unshared is found in its path.
+    - letters, shapes: trees of the model's axis letters and of objects with `.shape`.
+    - fused: layers whose experts are stored in fused tensors.
+    - may_differ: patterns of paths that the table may lack.
+
+    Each number of each leaf is in exactly one piece, and so is each number of each HF tensor. Raises ValueError for
+    a leaf that the table lacks.
     """
     out = []
     shapes = tree.flatten(shapes)
@@ -172,46 +192,48 @@ def pieces(
                 view = View(tuple(_factors(dim, sizes) for dim in hf.split()), tuple(inner))
                 for expert in range(sizes["e"]) if per_expert else [None]:
                     at = tuple(i for i in (position, expert) if i is not None)
-                    out.append(Piece(path, at, prefix + name.format(e=expert), view))
+                    out.append(
+                        Piece(path=path, at=at, name=prefix + name.format(e=expert), view=view)
+                    )
     unknown = sorted(set(shapes) - {p.path for p in out})
-    unknown = [path for path in unknown if not tree.found(unshared, path)]
+    unknown = [path for path in unknown if not tree.matches_any(may_differ, path)]
     if unknown:
         raise ValueError(
-            f"no HF name for the leaves {', '.join(unknown)}; begin them anew (unshared), or use a "
+            f"no HF name for the leaves {', '.join(unknown)}; initialise them (may_differ), or use a "
             "training checkpoint"
         )
     return out
 
 
 def by_name(table: list[Piece]) -> dict[str, list[Piece]]:
-    """{HF name: its pieces}, embedding first, then layer by layer, then final norm and head."""
+    """Returns {HF name: its pieces}, embedding first, then layer by layer, then final norm and head."""
     named = collections.defaultdict(list)
     for piece in table:
         named[piece.name].append(piece)
 
     def rank(name):
         numbers = [int(n) for n in re.findall(r"\d+", name)]
-        place = 0 if "embed_tokens" in name else 1 if name.startswith("model.layers.") else 2
-        return place, numbers[:1], len(numbers), numbers, name
+        section = 0 if "embed_tokens" in name else 1 if name.startswith("model.layers.") else 2
+        return section, numbers[:1], len(numbers), numbers, name
 
     return {name: named[name] for name in sorted(named, key=rank)}
 
 
-def fused_layers(names) -> frozenset[int]:
-    """Layers whose experts are fused in a file with these tensor names."""
+def fused_layers(names: Iterable[str]) -> frozenset[int]:
+    """Returns the layers whose experts are fused in a file with these tensor names."""
     pattern = r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)"
-    found = (re.fullmatch(pattern, name) for name in names)
-    return frozenset(int(m[1]) for m in found if m)
+    matches = (re.fullmatch(pattern, name) for name in names)
+    return frozenset(int(m[1]) for m in matches if m)
 
 
-def mtp_names(cfg: ModelConfig, names) -> list[str]:
-    """Those of the names that belong to the MTP layer, numbered after the last decoder layer."""
+def mtp_names(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Returns the names that belong to the MTP layer, which is numbered after the last decoder layer."""
     prefix = f"model.layers.{cfg.num_hidden_layers}."
     return [name for name in names if name.startswith(prefix)]
 
 
 def copies(cfg: ModelConfig) -> dict[str, str]:
-    """{tensor that a file may repeat: its original}: embedding and head, in the MTP layer or tied."""
+    """Returns {tensor that a file may repeat: its original}: embedding and head, in the MTP layer or tied."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     mtp = f"model.layers.{cfg.num_hidden_layers}"
     tied = {head: embed} if cfg.tie_word_embeddings else {}
@@ -223,7 +245,7 @@ def copies(cfg: ModelConfig) -> dict[str, str]:
 
 
 def _layers(cfg: ModelConfig, path: str):
-    """(position in the stack, HF layer number, path in the rows, rows) of every layer of a leaf."""
+    """Returns (index in the stack, HF layer number, path in the rows, rows) of every layer of a leaf."""
     first, last = cfg.first_k_dense_replace, cfg.num_hidden_layers
     stack, _, rest = path.partition("/")
     if stack == "mtp":
@@ -238,13 +260,17 @@ def _layers(cfg: ModelConfig, path: str):
 
 
 def _factors(dim: str, sizes: dict[str, int]) -> tuple[Factor, ...]:
-    """Factors of one HF dimension as a row writes it, e.g. "n*[h]u"."""
+    """Parses one HF dimension of a row, e.g. "n*[h]u", into its factors."""
     out = []
     for part in dim.split("*"):
         if "[" not in part:
-            out.append(Factor(part, sizes[part], 0, sizes[part]))
+            out.append(Factor(letter=part, size=sizes[part], offset=0, total=sizes[part]))
             continue
         before, letter, after = re.fullmatch(r"(\w*)\[(\w)\](\w*)", part).groups()
         total = sum(sizes[x] for x in before + letter + after)
-        out.append(Factor(letter, sizes[letter], sum(sizes[x] for x in before), total))
+        out.append(
+            Factor(
+                letter=letter, size=sizes[letter], offset=sum(sizes[x] for x in before), total=total
+            )
+        )
     return tuple(out)

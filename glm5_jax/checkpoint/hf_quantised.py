@@ -1,26 +1,28 @@
-"""Quantised and rotated weights in files, as compressed-tensors has them where it does ("mixed-precision").
+"""Stores quantised and rotated weights in files, in the formats of compressed-tensors where it has one.
 
-Under a weight's name NAME [out in], in one format for each kind of leaf:
+The format is "mixed-precision". Each kind of leaf has one format, under a weight's name NAME [out in]:
 
-    Int8    int-quantized     NAME int8, NAME_scale float32[out, 1]
-    Int4    pack-quantized    NAME_packed, NAME_scale, NAME_shape (`hf_int4`)
-    Turned  (ours alone)      NAME, and its `.weight` replaced by `.rotation` [d d], which turns the stream back
+    Int8         int-quantized     NAME int8, NAME_scale float32[out, 1]
+    Int4         pack-quantized    NAME_packed, NAME_scale, NAME_shape (`hf_int4`)
+    RotatedNorm  (ours only)       NAME, and with `.weight` replaced by `.rotation` [d d], which rotates the stream back
 
-config.json names the layers of both formats, whose inputs become int8 per token as they come. Engines read such
-files, but none turns a stream back: those of a rotated model are for `hf_import.load_quantised`.
+config.json names the layers of the first two formats, whose inputs are quantised to int8 per token. Engines read such
+files, but none rotates a stream back: only `hf_import.load_quantised` reads those of a rotated model.
 """
 
 import dataclasses
 import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from glm5_jax.checkpoint import hf_int4, hf_names
-from glm5_jax.model.turned import Turned
-from pallas_kernels.quantised import Compound, Int4, Int8
+from glm5_jax.model.rotated_norm import RotatedNorm
+from pallas_kernels.quantized_weights import CompositeWeight, Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import pack_int4, unpack_int4
 
 FORMAT = "mixed-precision"
@@ -30,7 +32,10 @@ _COMMON = {"type": "int", "symmetric": True, "dynamic": False}
 
 
 def config_of(leaves: dict, table: list[hf_names.Piece]) -> dict | None:
-    """`quantization_config` of files with these {path: leaf}, or None if nothing in them is quantised."""
+    """Returns the `quantization_config` of files with these {path: leaf}; None if no leaf is quantised.
+
+    Raises ValueError if experts have different group sizes.
+    """
     targets = {Int8: set(), Int4: set()}
     groups = {leaf.group for leaf in leaves.values() if isinstance(leaf, Int4)}
     if len(groups) > 1:
@@ -39,8 +44,8 @@ def config_of(leaves: dict, table: list[hf_names.Piece]) -> dict | None:
         if (kind := type(leaves[piece.path])) in targets:
             module = re.escape(piece.name.removesuffix(_WEIGHT))
             targets[kind].add("re:" + re.sub(r"\d+", r"\\d+", module) + "$")
-    made = _config(sorted(targets[Int8]), sorted(targets[Int4]), max(groups, default=None))
-    return made if made["config_groups"] else None
+    config = _config(sorted(targets[Int8]), sorted(targets[Int4]), max(groups, default=None))
+    return config if config["config_groups"] else None
 
 
 def _config(int8: list[str], int4: list[str], group: int | None) -> dict:
@@ -63,9 +68,11 @@ def _config(int8: list[str], int4: list[str], group: int | None) -> dict:
     }
 
 
-def group_of(config) -> int | None:
-    """The group of int4 weights (None: there are none) of a `quantization_config` that `config_of` gave.
-    ValueError for another one."""
+def group_of(config: Any) -> int | None:
+    """Returns the group size of int4 weights in a `quantization_config` of `config_of`; None: it has no int4 weights.
+
+    Raises ValueError for any other config.
+    """
     try:
         targets, group = {8: [], 4: []}, None
         for part in config["config_groups"].values():
@@ -76,21 +83,27 @@ def group_of(config) -> int | None:
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError(
-        f"quantization_config is {reprlib.repr(config)}, not what save_hf writes of a quantised model; "
-        "load_hf reads plain weights and experts in int4"
+        f"quantization_config is {reprlib.repr(config)}, but save_hf writes another one for quantised models; "
+        "use load_hf for plain weights and experts in int4"
     )
 
 
-def layout(kind: type, piece: hf_names.Piece, dtype, group: int | None) -> dict[str, tuple]:
-    """{tensor: (shape, dtype)} of what stands in files for a piece of a leaf of this class (any other than those
-    of the module: a plain one). dtype: of what is not quantised; group: of int4."""
+def layout(
+    kind: type, piece: hf_names.Piece, dtype: DTypeLike, group: int | None
+) -> dict[str, tuple]:
+    """Returns {tensor: (shape, dtype)} in files for a piece of a leaf.
+
+    - kind: class of the leaf; any class besides those of the module's table is a plain leaf.
+    - dtype: dtype of tensors that are not quantised.
+    - group: group size of int4.
+    """
     name, shape = piece.name, piece.view.shape
     if kind is Int8:
         scale = (shape[0], 1), np.dtype(np.float32)
         return {name: (shape, np.dtype(np.int8)), name + _SCALE: scale}
     if kind is Int4:
         return dict(zip(hf_int4.names_of(name), hf_int4.layout(shape, group)))
-    if kind is Turned:
+    if kind is RotatedNorm:
         return {name: (shape, dtype), _rotation(name): (2 * shape, dtype)}
     return {name: (shape, dtype)}
 
@@ -99,9 +112,13 @@ def _rotation(name: str) -> str:
     return name.removesuffix(_WEIGHT) + _ROTATION
 
 
-def tensors(leaf: Compound, piece: hf_names.Piece, on_host, dtype) -> dict[str, np.ndarray]:
-    """The tensors of one of a leaf's pieces. on_host(array, at): that part of an array; dtype: of what is not
-    quantised."""
+def tensors(
+    leaf: CompositeWeight, piece: hf_names.Piece, on_host: Callable, dtype: DTypeLike
+) -> dict[str, np.ndarray]:
+    """Returns the tensors of one piece of a leaf.
+
+    on_host(array, at): returns array[at] on the host. dtype: dtype of tensors that are not quantised.
+    """
     name, view = piece.name, piece.view
     if isinstance(leaf, Int8):
         q = np.empty(view.shape, np.int8)
@@ -109,20 +126,20 @@ def tensors(leaf: Compound, piece: hf_names.Piece, on_host, dtype) -> dict[str, 
         return {name: q, name + _SCALE: on_host(leaf.scale, piece.at).reshape(-1, 1)}
     if isinstance(leaf, Int4):
         q = np.asarray(_unpack(on_host(leaf.packed, piece.at), group=leaf.group)).T
-        return hf_int4.packed(name, q, on_host(leaf.scale, piece.at).T)
+        return hf_int4.pack_integers(name, q, on_host(leaf.scale, piece.at).T)
     weight, back = on_host(leaf.weight, piece.at), on_host(leaf.back, piece.at)
     return {name: weight.astype(dtype), _rotation(name): back.astype(dtype)}
 
 
-def kinds_of(table: list[hf_names.Piece], stored) -> dict[str, type | None]:
-    """{path: class of the leaf, None for a plain one}, as names and dtypes of the stored tensors tell."""
+def leaf_kinds(table: list[hf_names.Piece], stored: Mapping[str, Any]) -> dict[str, type | None]:
+    """Returns {path: class of the leaf, None for a plain one}, from names and dtypes of the stored tensors."""
     kinds = {}
     for piece in table:
         kind, name = None, piece.name
         if hf_int4.names_of(name)[0] in stored:
             kind = Int4
         elif _rotation(name) in stored:
-            kind = Turned
+            kind = RotatedNorm
         elif name in stored and stored[name].kind == "I8":
             kind = Int8
         kinds[piece.path] = kinds.get(piece.path) or kind
@@ -130,24 +147,40 @@ def kinds_of(table: list[hf_names.Piece], stored) -> dict[str, type | None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """An array in files. read(ranges): the part of it within one slice(start, stop) per dimension."""
+class TensorReader:
+    """Array in files.
+
+    Attributes:
+      shape: shape of the array.
+      read: function that reads the part within the ranges, a slice(start, stop) per dimension.
+    """
 
     shape: tuple[int, ...]
     read: Callable[[Sequence[slice]], np.ndarray]
 
 
-def sources(kind: type, pieces: list[hf_names.Piece], stored, shape, group) -> Compound:
-    """The leaf of this class and shape, of its pieces in the stored tensors, with a `Source` for each array. Those
-    of int4 are read in whole groups of rows."""
+def tensor_readers(
+    kind: type,
+    pieces: list[hf_names.Piece],
+    stored: Mapping[str, Any],
+    shape: tuple[int, ...],
+    group: int | None,
+) -> CompositeWeight:
+    """Returns a leaf of this class and shape with a `TensorReader` in place of each array.
 
-    def source(shape, dtype, read):
-        return Source(shape, lambda ranges: hf_names.fill(pieces, ranges, dtype, read))
+    pieces, stored: its pieces, and the stored tensors that hold them. Readers of int4 read full groups of rows.
+    """
 
-    if kind is Turned:
+    def reader(shape, dtype, read):
+        return TensorReader(shape, lambda ranges: hf_names.fill(pieces, ranges, dtype, read))
+
+    if kind is RotatedNorm:
         [name] = {piece.name for piece in pieces}
-        own = (stored[n] for n in (name, _rotation(name)))
-        return Turned(*(Source(x.shape, lambda ranges, x=x: x[tuple(ranges)]) for x in own))
+        arrays = (stored[n] for n in (name, _rotation(name)))
+        return RotatedNorm(
+            *(TensorReader(x.shape, lambda ranges, x=x: x[tuple(ranges)]) for x in arrays)
+        )
+    # Int8: scales have the shape of the output channels.
     if kind is Int8:
         lead, outputs = shape[: len(pieces[0].at)], pieces[0].view.dims[0]
 
@@ -157,9 +190,10 @@ def sources(kind: type, pieces: list[hf_names.Piece], stored, shape, group) -> C
 
         scales = (*lead, *(f.size for f in outputs))
         return Int8(
-            source(shape, np.int8, lambda piece, own: piece.view.of(stored[piece.name], own)),
-            source(scales, np.float32, channels),
+            reader(shape, np.int8, lambda piece, ranges: piece.view.of(stored[piece.name], ranges)),
+            reader(scales, np.float32, channels),
         )
+    # Int4: the leaf is transposed, [inputs, outputs], with two inputs per byte.
     *lead, inputs, n = shape
 
     def integers(piece, ranges):
@@ -172,8 +206,8 @@ def sources(kind: type, pieces: list[hf_names.Piece], stored, shape, group) -> C
         return stored[hf_int4.names_of(piece.name)[1]][tuple(reversed(ranges))].T
 
     return Int4(
-        source((*lead, inputs // 2, n), np.int8, integers),
-        source((*lead, inputs // group, n), np.float32, factors),
+        reader((*lead, inputs // 2, n), np.int8, integers),
+        reader((*lead, inputs // group, n), np.float32, factors),
     )
 
 

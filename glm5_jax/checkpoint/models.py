@@ -1,29 +1,32 @@
-"""Models by where they are: a run's workdir, one of its checkpoints, or a HuggingFace folder."""
+"""Loads models by path: a run's workdir, one of its checkpoints, or a HuggingFace folder."""
 
 import functools
 import json
+import os
 import pathlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.config import ModelConfig, RopeParameters
 from glm5_jax.core import tree
+from glm5_jax.core.files import read_text
 from glm5_jax.model import glm5
-from glm5_jax.model.turned import Turned
+from glm5_jax.model.rotated_norm import RotatedNorm
 from glm5_jax.text.tokenizer import Tokenizer
-from pallas_kernels.quantised import Int4, Int8
+from pallas_kernels.quantized_weights import Int4, Int8
 
-# That one stage of training has otherwise than the one before: dense, then sparse with fewer and fewer keys, then
-# with experts as int4.
-CHANGED = ("attention", "index_topk", "int4_group")
+# Fields that a training stage may change relative to the previous one: attention becomes sparse, with fewer and fewer
+# keys, and experts become int4.
+CHANGED_BY_STAGES = ("attention", "index_topk", "int4_group")
 
 
-def load_model(path, mesh=None) -> glm5.Glm5:
-    """The model at a path, on its mesh; ValueError that says what is wrong there."""
-    path = _there(path)
+def load_model(path: str | os.PathLike, mesh: Mesh | None = None) -> glm5.Glm5:
+    """Loads the model at a path onto a mesh. Raises ValueError if there is none or it is broken."""
+    path = _check_path(path)
     if not _is_run(path):
         load = hf_import.load_quantised if hf_import.is_quantised(path) else hf_import.load_hf
         return load(path, mesh=mesh)
@@ -31,99 +34,111 @@ def load_model(path, mesh=None) -> glm5.Glm5:
     return glm5.Glm5(cfg, params=open_weights(path, cfg, mesh=mesh)(), mesh=mesh)
 
 
-def load_tokenizer(path) -> Tokenizer:
-    """The tokenizer of the model at a path; ValueError if there is none."""
-    path = _there(path)
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """Loads the tokenizer of the model at a path. Raises ValueError if there is none."""
+    path = _check_path(path)
     return Tokenizer.load(_workdir(path) / "tokenizer" if _is_run(path) else path)
 
 
 def open_weights(
-    path, cfg: ModelConfig, *, mesh=None, unshared: Sequence[str] = ()
+    path: str | os.PathLike,
+    cfg: ModelConfig,
+    *,
+    mesh: Mesh | None = None,
+    may_differ: Sequence[str] = (),
 ) -> Callable[[], dict]:
-    """What loads the float32 weights at a path, which is checked before anything is read.
+    """Checks the weights at a path, and returns a function that loads them in float32.
 
-    unshared: patterns of weights that only one of both need have (`store.check_params`), and of fields that may be
-    others (`check_arithmetic`). ValueError if they are not there, broken, or of another model.
+    may_differ: patterns of weights that one side may lack (`store.check_params`), and of config fields that may differ
+    (`check_arithmetic`). Raises ValueError if the weights are missing, broken, or of another model.
     """
-    path = _there(path)
+    path = _check_path(path)
     if not _is_run(path) and hf_import.is_quantised(path):
         raise ValueError(
-            f"{path} holds a quantised model, which is served and not trained; give the one it was made of"
+            f"{path} holds a quantised model, which cannot be trained; give the model that it was quantised from"
         )
     shardings = mesh and glm5.param_shardings(cfg, mesh)
     if not _is_run(path):
-        hf_import.check_params(path, cfg, unshared)
-        check_arithmetic(f"checkpoint {path}", hf_import.read_config(path), cfg, unshared)
+        hf_import.check_params(path, cfg, may_differ)
+        check_arithmetic(f"checkpoint {path}", hf_import.read_config(path), cfg, may_differ)
         load = functools.partial(hf_import.load_params, path, cfg, dtype="float32")
-        return functools.partial(load, shardings=shardings, unshared=unshared)
-    abstract = glm5.abstract(cfg)
+        return functools.partial(load, shardings=shardings, may_differ=may_differ)
+    abstract = glm5.abstract_params(cfg)
     if shardings is not None:
         abstract = jax.tree.map(
             lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
             abstract,
             shardings,
         )
-    store.check_params(path, abstract, unshared)
-    check_arithmetic(f"checkpoint {path}", run_config(path), cfg, unshared)
-    return functools.partial(store.load_params, path, abstract, unshared)
+    store.check_params(path, abstract, may_differ)
+    check_arithmetic(f"checkpoint {path}", run_config(path), cfg, may_differ)
+    return functools.partial(store.load_params, path, abstract, may_differ)
 
 
 def check_arithmetic(
-    name: str, found: ModelConfig, cfg: ModelConfig, unshared: Sequence[str] = ()
+    name: str, checkpoint_cfg: ModelConfig, cfg: ModelConfig, may_differ: Sequence[str] = ()
 ) -> None:
-    """ValueError, in which what was found has that name, if its weights compute otherwise in a model of cfg, but for
-    what stages change (`CHANGED`) and fields of the model in which a pattern of unshared is found."""
-    odd = {
+    """Raises ValueError if weights of checkpoint_cfg compute something else in a model of cfg.
+
+    name: name of the checkpoint in the error. Two kinds of fields may differ: those that stages change
+    (`CHANGED_BY_STAGES`), and those that a pattern of may_differ matches (as "model.FIELD").
+    """
+    diff = {
         field: values
-        for field, values in differences(found.arithmetic, cfg.arithmetic).items()
-        if field not in CHANGED and not tree.found(unshared, f"model.{field}")
+        for field, values in config_diff(checkpoint_cfg.arithmetic, cfg.arithmetic).items()
+        if field not in CHANGED_BY_STAGES and not tree.matches_any(may_differ, f"model.{field}")
     }
-    if odd:
+    if diff:
         flags = " ".join(
-            f"--experiment.model.{field}={theirs}" for field, (theirs, _) in odd.items()
+            f"--experiment.model.{field}={theirs}" for field, (theirs, _) in diff.items()
         )
         raise ValueError(
-            f"{name} is of a model with {told(odd)}; set {flags}, or, if that is meant to change, "
-            f'--experiment.unshared="{tuple(odd)}"'
+            f"{name} is of a model with {format_diff(diff)}; set {flags}, or, if that is meant to change, "
+            f'--experiment.may_differ="{tuple(diff)}"'
         )
 
 
-def differences(theirs: Mapping, ours: Mapping) -> dict[str, tuple]:
-    """{field: (of the one that was found, of the one here)} of arithmetic that counts in both and differs."""
+def config_diff(theirs: Mapping, ours: Mapping) -> dict[str, tuple]:
+    """Returns {field: (theirs, ours)} for the arithmetic fields that both have and that differ."""
     both = sorted(theirs.keys() & ours.keys())
     return {field: (theirs[field], ours[field]) for field in both if theirs[field] != ours[field]}
 
 
-def told(odd: Mapping[str, tuple]) -> str:
-    """`differences` in words."""
-    return ", ".join(f"{field} {theirs} (here {ours})" for field, (theirs, ours) in odd.items())
+def format_diff(diff: Mapping[str, tuple]) -> str:
+    """Formats the result of `config_diff` for an error message."""
+    return ", ".join(f"{field} {theirs} (here {ours})" for field, (theirs, ours) in diff.items())
 
 
-def loader_like(model: glm5.Glm5) -> Callable[[str], dict]:
-    """What loads the weights of a path in the place of a model's, to which it does not hold on. They must be of the
-    same model, and quantised as its are or not at all; ValueError before anything is loaded."""
+def make_weight_loader(model: glm5.Glm5) -> Callable[[str], dict]:
+    """Returns a function that loads the weights at a path as a replacement for a model's weights.
+
+    The function holds no reference to the model. It raises ValueError, before it loads anything, unless the weights are
+    of the same model and quantised in the same way.
+    """
     cfg, mesh, kind = model.cfg, model.mesh, _kind_of(glm5.params_of(model))
 
     def load(path) -> dict:
-        path = _there(path)
+        path = _check_path(path)
         quantised = not _is_run(path) and hf_import.is_quantised(path)
         if quantised:
-            found, held = hf_import.open_quantised(path)
+            path_cfg, held = hf_import.open_quantised(path)
         else:
-            found = run_config(path) if _is_run(path) else hf_import.read_config(path)
-            held = glm5.abstract(found)
+            path_cfg = run_config(path) if _is_run(path) else hf_import.read_config(path)
+            held = glm5.abstract_params(path_cfg)
         if (theirs := _kind_of(held)) != kind:
             raise ValueError(
-                f"{path} holds {theirs}, what is served is {kind}; give a folder of that kind, or serve this one anew"
+                f"{path} holds {theirs}, the served model has {kind}; give a folder of that kind, or restart the server "
+                "with this one"
             )
-        wanted, given = ({"model": glm5.abstract(one)} for one in (cfg, found))
-        store.check_shapes(wanted, given, str(path))
-        if odd := differences(found.arithmetic, cfg.arithmetic):
+        expected, stored = ({"model": glm5.abstract_params(one)} for one in (cfg, path_cfg))
+        store.check_shapes(expected, stored, str(path))
+        if diff := config_diff(path_cfg.arithmetic, cfg.arithmetic):
             raise ValueError(
-                f"{path} is of a model with {told(odd)}; give one of the model that is served, or serve it anew"
+                f"{path} is of a model with {format_diff(diff)}; give weights of the served model, or restart the "
+                "server with this one"
             )
         return (
-            hf_import.place(found, held, mesh)
+            hf_import.load_tensors(path_cfg, held, mesh)
             if quantised
             else open_weights(path, cfg, mesh=mesh)()
         )
@@ -132,37 +147,38 @@ def loader_like(model: glm5.Glm5) -> Callable[[str], dict]:
 
 
 def _kind_of(params) -> str:
-    """How a tree of parameters is quantised, in words."""
+    """Describes how a tree of parameters is quantised."""
     leaves = tree.flatten(params).values()
     groups = sorted({leaf.group for leaf in leaves if isinstance(leaf, Int4)})
     kinds = ["weights in 8 bits"] * any(isinstance(leaf, Int8) for leaf in leaves)
     kinds += [f"experts as int4 in groups of {group}" for group in groups]
-    kinds += ["rotated ones"] * any(isinstance(leaf, Turned) for leaf in leaves)
+    kinds += ["rotated ones"] * any(isinstance(leaf, RotatedNorm) for leaf in leaves)
     return ", ".join(kinds) or "plain weights"
 
 
-def is_checkpoint(path) -> bool:
-    """Returns whether there is a checkpoint at a path that this process may read."""
+def is_checkpoint(path: str | os.PathLike) -> bool:
+    """Returns True if there is a checkpoint at a path that this process may read."""
     try:
-        _there(path)
+        _check_path(path)
     except (ValueError, OSError):
         return False
     return True
 
 
-def _there(path) -> pathlib.Path:
+def _check_path(path) -> pathlib.Path:
+    """Returns the path of a checkpoint. Raises ValueError if there is none."""
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist")
     if path.is_dir() and not _is_run(path) and not (path / "config.json").exists():
-        stages = sorted(own.name for own in path.iterdir() if (own / "checkpoints").is_dir())
+        stages = sorted(p.name for p in path.iterdir() if (p / "checkpoints").is_dir())
         if stages:
             raise ValueError(
                 f"{path} holds the stages {', '.join(stages)}; give one of them, as in {path / stages[-1]}"
             )
     if not _is_run(path) and path.suffix != ".safetensors" and not (path / "config.json").exists():
         raise ValueError(
-            f"{path} is no checkpoint; give a run's workdir, one of its checkpoints/STEP, or an HF folder"
+            f"{path} is not a checkpoint; give a run's workdir, one of its checkpoints/STEP, or an HF folder"
         )
     return path
 
@@ -172,28 +188,31 @@ def _is_run(path: pathlib.Path) -> bool:
 
 
 def _workdir(path: pathlib.Path) -> pathlib.Path:
-    """Of a run's workdir, or of its checkpoints/STEP."""
+    """Returns the workdir of a path that is a run's workdir or one of its checkpoints/STEP."""
     return path if (path / "checkpoints").is_dir() else path.absolute().parents[1]
 
 
-def read_config(path) -> tuple[ModelConfig, bool]:
-    """The config of the model at a path, and whether its weights are quantised; ValueError that says what is wrong there."""
-    path = _there(path)
+def read_config(path: str | os.PathLike) -> tuple[ModelConfig, bool]:
+    """Returns the config of the model at a path, and whether its weights are quantised.
+
+    Raises ValueError if there is no model or it is broken.
+    """
+    path = _check_path(path)
     if _is_run(path):
         return run_config(path), False
     return hf_import.read_config(path), hf_import.is_quantised(path)
 
 
 def run_config(path: pathlib.Path) -> ModelConfig:
-    """The model's config as the run wrote it."""
+    """Returns the model's config that the run wrote. Raises ValueError if it cannot be read."""
     file = _workdir(path) / "config.json"
     try:
-        fields = json.loads(file.read_text("utf-8"))["model"]
+        fields = json.loads(read_text(file))["model"]
         rope = RopeParameters(**fields.pop("rope_parameters"))
         hints = typing.get_type_hints(ModelConfig)
         known = {name: _tuples(fields[name]) for name in hints if name in fields}
         return ModelConfig(rope_parameters=rope, **known)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} holds no config of a run: {error}") from error
 
 

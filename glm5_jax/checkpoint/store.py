@@ -1,44 +1,49 @@
-"""Checkpoints of a run: model, optimiser, data position and random key, saved and restored together.
+"""Saves and restores the checkpoints of a run: model, optimiser, data position and random key.
 
-Layout of a workdir: `checkpoints/STEP/{model,optimizer,data,rng,meta}`. A step's folder gets its name
-only when all of it is on disk, so a process killed in the middle of a save loses that save and
-nothing else. This is the only module that knows Orbax.
+Layout of a workdir: `checkpoints/STEP/{model,optimizer,data,rng,meta}`. A step's folder gets its name after all of it is
+on disk, so a process killed during a save loses only that save. This is the only module that uses Orbax.
 """
 
 import contextlib
 import errno
 import json
 import logging
+import os
 import pathlib
+import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from glm5_jax.core import tree
-from glm5_jax.core.hosts import everyones
+from glm5_jax.core.files import read_text
+from glm5_jax.core.multihost import all_gather_objects
 
 _FOLDER = "checkpoints"
-_PATIENCE = 10.0  # seconds for each thread that a failed save has left
-_OVERHEAD = 2**20  # bytes per checkpoint beside the arrays: metadata, data position
+_STEP_NAME = re.compile(r"0|[1-9][0-9]*")
+_JOIN_TIMEOUT_S = 10.0  # for each thread that a failed save has left
+_MAX_REASON = 300  # characters
+_OVERHEAD_BYTES = 2**20  # per checkpoint in addition to the arrays: metadata, data position
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; the message names the last good one."""
+    """Raised if a checkpoint could not be written; the message names the last good one."""
 
 
 class Store:
-    """The checkpoints of one workdir, of which the newest `keep` stay.
+    """Checkpoints of one workdir; it deletes all but the newest `keep`.
 
-    A context manager: leaving it waits for the save under way. (An exception that leaves a process
-    with an unfinished save can hang it at exit, so `close` belongs into a `finally`.)
+    A context manager: its exit waits for the running save. Without it, call `close` in a `finally`, because a process
+    that ends with an unfinished save can hang at exit.
     """
 
-    def __init__(self, workdir, keep: int = 2):
+    def __init__(self, workdir: str | os.PathLike, keep: int = 2):
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
         self.folder = pathlib.Path(workdir).absolute() / _FOLDER
@@ -65,28 +70,31 @@ class Store:
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """The steps of the complete checkpoints, oldest first."""
         return [c.step for c in self._orbax.checkpoints]
 
     @property
     def latest(self) -> int | None:
+        """The step of the newest complete checkpoint; None: there is none."""
         return max(self.steps, default=None)
 
     @property
     def last_good(self) -> str:
-        """Words that name the newest complete checkpoint."""
+        """Text that names the newest complete checkpoint."""
         step = latest_step(self.folder.parent)
         if step is None:
             return "no checkpoint is complete yet"
         return f"the last good checkpoint is {self.folder / str(step)}"
 
     def save(self, state: dict, data: dict, meta: dict) -> None:
-        """Starts to write `state` under its own step and returns once its arrays are copied.
+        """Starts to write `state` under its step, and returns after its arrays are copied.
 
-        state: {"params", "optimizer", "step", ...}, of which the rest (random key, counters) becomes
-        `rng`; the arrays may be donated to the next step at once. data, of which every process has its
-        own part, and meta: dicts that JSON can hold. A failure of this save is raised by the next `save`,
-        `wait` or `close`. SaveError.
+        - state: {"params", "optimizer", "step", ...}; the other entries (random key, counters) become `rng`. The
+          arrays may be donated to the next step after the return.
+        - data: JSON-serialisable dict with this process's part of the data position.
+        - meta: JSON-serialisable dict.
+
+        Raises SaveError if the previous save failed. The next `save`, `wait` or `close` raises it if this one fails.
         """
         self.wait()
         step = int(state["step"])
@@ -94,7 +102,7 @@ class Store:
             return
         parts = {
             **_parts(state),
-            "data": everyones(data),
+            "data": all_gather_objects(data),
             "meta": {**meta, "step": step},
         }
         try:
@@ -104,7 +112,7 @@ class Store:
         self._saving = (step, saved)
 
     def wait(self) -> None:
-        """Returns when the save under way is on disk. SaveError if it failed."""
+        """Blocks until the running save is on disk. Raises SaveError if it failed."""
         if self._saving is None:
             return
         (step, saved), self._saving = self._saving, None
@@ -114,120 +122,164 @@ class Store:
             raise self._failed(step, error) from error
 
     def restore(self, abstract: dict, step: int | None = None) -> tuple[dict, dict, dict]:
-        """(state, data, meta) of a step, the newest by default; data: those of all processes, joined (`load_data`).
+        """Restores (state, data, meta) of a step.
 
-        abstract: a state of `jax.ShapeDtypeStruct` with the shardings wanted now (default: the first
-        device), which may be those of another mesh than the one that saved. ValueError if there is no such step, or if its
-        arrays have other shapes.
+        - abstract: state of `jax.ShapeDtypeStruct` with the shardings to restore to; None: the first device. They may
+          belong to another mesh than that of the save.
+        - step: step to restore; None: the newest.
+
+        `data` joins the parts of all processes (`load_data`). Raises ValueError if there is no such step, it is damaged,
+        or its arrays have other shapes.
         """
         step = self.latest if step is None else step
         if step not in self.steps:
             raise ValueError(f"no checkpoint {step} in {self.folder}; there are {self.steps}")
-        abstract = _placed(abstract)
+        abstract = _with_shardings(abstract)
         wanted = {**_parts(abstract), "data": None, "meta": None}
-        found = self._orbax.checkpointables_metadata(step).metadata
-        check_shapes(wanted, found, f"checkpoint {step}")
-        got = self._orbax.load_checkpointables(step, wanted)
-        moments = tree.flatten(got["optimizer"])
+        with self._reading(step):
+            stored = dict(self._orbax.checkpointables_metadata(step).metadata)
+            missing = wanted.keys() - stored.keys()
+            missing |= {part for part in ("model", "optimizer") if not stored.get(part)}
+            if missing:
+                raise FileNotFoundError(f"it has no {', '.join(sorted(missing))}")
+        check_shapes(wanted, stored, f"checkpoint {step}")
+        with self._reading(step):
+            loaded = self._orbax.load_checkpointables(step, wanted)
+        moments = tree.flatten(loaded["optimizer"])
         state = {
-            "params": got["model"],
+            "params": loaded["model"],
             "optimizer": tree.map_with_path(lambda p, _: moments[p], abstract["optimizer"]),
             "step": jax.device_put(np.asarray(step, np.int32), abstract["step"].sharding),
-            **got["rng"],
+            **loaded["rng"],
         }
-        return state, _joined(got["data"]), got["meta"]
+        return state, _join(loaded["data"]), loaded["meta"]
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Turns errors of reading a checkpoint into a ValueError with the fix."""
+        try:
+            yield
+        except Exception as error:  # Orbax raises its own kinds, KeyErrors and JSON's
+            why = " ".join(str(error).split())[:_MAX_REASON]
+            before = max((other for other in self.steps if other < step), default=None)
+            then = "starts from scratch" if before is None else f"resumes from step {before}"
+            raise ValueError(
+                f"checkpoint {self.folder / str(step)} is damaged ({type(error).__name__}: {why}); move it to another "
+                f"folder, and the same command {then}"
+            ) from error
 
     def close(self) -> None:
-        """Waits for the save under way. SaveError if it failed."""
+        """Waits for the running save. Raises SaveError if it failed."""
         try:
             self.wait()
         finally:
             try:
                 self._orbax.close()
             except (OSError, ValueError):
-                pass  # the failure that `wait` has just raised, once more
+                pass  # the same failure that `wait` has just raised
             _join_threads()
             logging.getLogger("absl").removeFilter(_not_orbax)
 
     def _failed(self, step: int, error: Exception) -> SaveError:
         self._clear_partial()
-        reason = "the disk is full" if disk_full(error) else str(error).splitlines()[0]
+        reason = "the disk is full" if is_disk_full(error) else str(error).splitlines()[0]
         return SaveError(
             f"the checkpoint of step {step} could not be written ({reason}); {self.last_good}; "
-            "free some space and run the same command to go on"
+            "free some space and run the same command to resume"
         )
 
     def _clear_partial(self) -> None:
-        """Frees what an interrupted save has left."""
+        """Deletes the partial files of an interrupted save."""
         if jax.process_index() == 0:
             for partial in self.folder.glob("*.orbax-checkpoint-tmp"):
                 shutil.rmtree(partial, ignore_errors=True)
 
 
 def _join_threads() -> None:
-    """Waits for what Orbax leaves running of a save that failed: at the interpreter's exit it would complain."""
+    """Joins the threads that Orbax leaves running after a failed save, which would log errors at exit."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            # Each raises what went wrong in its own part of the save, of which `wait` has raised one.
+            # Each raises the error of its part of the save. `wait` has already raised one of them.
             with contextlib.suppress(OSError, ValueError):
-                thread.join(_PATIENCE)
+                thread.join(_JOIN_TIMEOUT_S)
 
 
-def latest_step(workdir) -> int | None:
-    """Newest complete checkpoint of a workdir, without opening it."""
+def latest_step(workdir: str | os.PathLike) -> int | None:
+    """Returns the step of the newest complete checkpoint of a workdir, without opening it; None: there is none."""
     folder = pathlib.Path(workdir) / _FOLDER
-    steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+    steps = [int(p.name) for p in folder.glob("*") if _is_step(p)]
     return max(steps, default=None)
 
 
-def load_data(workdir, step: int) -> dict:
-    """The data position of a step: what the processes passed to `Store.save`, as one dict. What several have is the first's;
-    if it is a dict, all of theirs."""
-    [file] = (pathlib.Path(workdir) / _FOLDER / str(step) / "data").glob("*.json")
-    return _joined(json.loads(file.read_text()))
+def _is_step(path: pathlib.Path) -> bool:
+    """Returns True if Orbax treats a path as a complete checkpoint: a folder whose name is a number."""
+    return bool(_STEP_NAME.fullmatch(path.name)) and path.is_dir()
 
 
-def check_params(path, abstract, unshared: Sequence[str] = ()) -> pathlib.Path:
-    """The folder of one step that the path means: a workdir's newest, or itself. ValueError unless it
-    holds parameters of these shapes, but for paths that only one side has and a pattern of `unshared`
-    is found in."""
+def load_data(workdir: str | os.PathLike, step: int) -> dict:
+    """Loads the data position of a step: the dicts that the processes passed to `Store.save`, joined.
+
+    An entry of several processes is that of the first one; dicts are joined recursively. Raises ValueError if it
+    cannot be read.
+    """
+    folder = pathlib.Path(workdir) / _FOLDER / str(step)
+    try:
+        [file] = (folder / "data").glob("*.json")
+        return _join(json.loads(read_text(file)))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"checkpoint {folder} is damaged (its data position: {error}); move it to another folder, and the same "
+            "command resumes from the previous one"
+        ) from error
+
+
+def check_params(
+    path: str | os.PathLike, abstract: PyTree, may_differ: Sequence[str] = ()
+) -> pathlib.Path:
+    """Checks the parameters of a checkpoint, and returns the folder of its step.
+
+    path: a workdir, whose newest step is used, or the folder of a step. Raises ValueError unless it holds parameters
+    of these shapes. Paths that match a pattern of may_differ may be on one side only.
+    """
     path = pathlib.Path(path).absolute()
     if (step := latest_step(path)) is not None:
         path = path / _FOLDER / str(step)
     if not (path / "model").is_dir():
         raise ValueError(f"{path} holds no checkpoint; give a workdir or its checkpoints/STEP")
-    check_shapes({"model": abstract}, _metadata(path), f"checkpoint {path}", unshared)
+    check_shapes({"model": abstract}, _metadata(path), f"checkpoint {path}", may_differ)
     return path
 
 
-def load_params(path, abstract, unshared: Sequence[str] = ()):
-    """Parameters alone, from a workdir (its newest step) or from one step's folder: those of the abstract
-    tree that it holds.
+def load_params(
+    path: str | os.PathLike, abstract: PyTree, may_differ: Sequence[str] = ()
+) -> PyTree:
+    """Loads the parameters of a checkpoint, without the rest of its state.
 
-    abstract: tree of ShapeDtypeStruct with the shardings wanted. unshared, ValueError: as `check_params`.
+    path: see `check_params`. abstract: tree of ShapeDtypeStruct with the shardings to load to; leaves that the
+    checkpoint lacks are left out. may_differ and errors: see `check_params`.
     """
-    path = check_params(path, abstract, unshared)
+    path = check_params(path, abstract, may_differ)
     held = tree.flatten(_metadata(path)["model"])
-    wanted = {p: x for p, x in tree.flatten(_placed(abstract)).items() if p in held}
+    wanted = {p: x for p, x in tree.flatten(_with_shardings(abstract)).items() if p in held}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
         return ocp.load_checkpointables(path, {"model": tree.unflatten(wanted)})["model"]
 
 
-def check_space(workdir, abstract: dict, keep: int) -> None:
-    """ValueError unless the disk of the workdir can hold keep + 1 checkpoints of this state.
+def check_space(workdir: str | os.PathLike, abstract: dict, keep: int) -> None:
+    """Raises ValueError unless the disk of the workdir can hold keep + 1 checkpoints of this state.
 
-    One more than are kept: the oldest is deleted only after the newest is complete. Counts what the
-    workdir's checkpoints occupy already as free, and every array in full (they compress little).
+    The extra one is needed because the oldest is deleted after the newest is complete. The space of the workdir's
+    checkpoints counts as free. Every array counts in full, because arrays compress little.
     """
     folder = pathlib.Path(workdir).absolute()
     while not folder.is_dir():
         folder = folder.parent
     leaves = jax.tree.leaves({k: v for k, v in abstract.items() if k != "step"})
-    each = sum(np.dtype(x.dtype).itemsize * int(np.prod(x.shape)) for x in leaves) + _OVERHEAD
-    own = (pathlib.Path(workdir) / _FOLDER).rglob("*")
-    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in own if f.is_file())
+    each = sum(np.dtype(x.dtype).itemsize * int(np.prod(x.shape)) for x in leaves) + _OVERHEAD_BYTES
+    files = (pathlib.Path(workdir) / _FOLDER).rglob("*")
+    free = shutil.disk_usage(folder).free + sum(f.stat().st_size for f in files if f.is_file())
     needed = (keep + 1) * each
     if needed > free:
         raise ValueError(
@@ -237,63 +289,67 @@ def check_space(workdir, abstract: dict, keep: int) -> None:
 
 
 def _parts(state: dict) -> dict:
-    """The folders of a checkpoint. All are nested dicts, so what lies on disk knows nothing of optax."""
+    """Returns the contents of a checkpoint's folders as nested dicts, so that the files do not depend on optax."""
     rest = {k: v for k, v in state.items() if k not in ("params", "optimizer", "step")}
     optimizer = tree.unflatten(tree.flatten(state["optimizer"]))
     return {"model": state["params"], "optimizer": optimizer, "rng": rest}
 
 
-def _placed(abstract):
-    """The same tree with the first device where no sharding is given."""
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+def _with_shardings(abstract):
+    """Returns the tree with the first device as the sharding of leaves that have none."""
+    first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here), abstract
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or first), abstract
     )
 
 
 def _metadata(folder: pathlib.Path) -> dict:
-    """Shapes of the arrays in a step's folder, by part."""
+    """Returns the shapes of the arrays in a step's folder, by part."""
     return ocp.checkpointables_metadata(folder).metadata
 
 
-def check_shapes(wanted: dict, found: dict, name: str, unshared: Sequence[str] = ()) -> None:
-    """ValueError, in which what was found has that name, unless the parts that are wanted ("model",
-    "optimizer", "rng": trees of whatever has a shape) are found alike. unshared: as `check_params`."""
+def check_shapes(wanted: dict, stored: dict, name: str, may_differ: Sequence[str] = ()) -> None:
+    """Raises ValueError unless the wanted parts are stored with the same paths and shapes.
+
+    wanted, stored: {"model", "optimizer", "rng": tree of objects with `.shape`}. name: name of the checkpoint in the
+    error. may_differ: see `check_params`.
+    """
     for part in ("model", "optimizer", "rng"):
         if part not in wanted:
             continue
-        want, have = tree.flatten(wanted[part]), tree.flatten(found[part])
-        wrong = sorted(p for p in set(want) ^ set(have) if not tree.found(unshared, p))
+        want, have = tree.flatten(wanted[part]), tree.flatten(stored[part])
+        wrong = sorted(p for p in set(want) ^ set(have) if not tree.matches_any(may_differ, p))
         wrong += [p for p in want if p in have and tuple(want[p].shape) != tuple(have[p].shape)]
         if wrong:
-            there, here = (
-                own[wrong[0]].shape if wrong[0] in own else "missing" for own in (have, want)
+            theirs, ours = (
+                leaves[wrong[0]].shape if wrong[0] in leaves else "missing"
+                for leaves in (have, want)
             )
-            whose = "model and optimiser" if "optimizer" in wanted else "model"
+            parts = "model and optimiser" if "optimizer" in wanted else "model"
             raise ValueError(
-                f"{name} does not fit this {whose}: {len(wrong)} arrays differ, among them {part}/{wrong[0]}, "
-                f"{there} there and {here} here"
+                f"{name} does not fit this {parts}: {len(wrong)} arrays differ, among them {part}/{wrong[0]}, "
+                f"{theirs} there and {ours} here"
             )
 
 
-def _joined(parts: Sequence[dict]) -> dict:
-    whole: dict = {}
+def _join(parts: Sequence[dict]) -> dict:
+    joined: dict = {}
     for part in parts:
         for name, value in part.items():
             if isinstance(value, dict):
-                whole[name] = _joined([whole.get(name, {}), value])
+                joined[name] = _join([joined.get(name, {}), value])
             else:
-                whole.setdefault(name, value)
-    return whole
+                joined.setdefault(name, value)
+    return joined
 
 
-def disk_full(error: BaseException) -> bool:
-    """Whether an error of writing says that there is no room: disk, quota or file size limit."""
+def is_disk_full(error: BaseException) -> bool:
+    """Returns True if a write failed for lack of space: disk, quota or file size limit."""
     numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    told = [f"os_error_code='{n}'" for n in numbers]  # so TensorStore says it
-    return getattr(error, "errno", None) in numbers or any(t in str(error) for t in told)
+    codes = [f"os_error_code='{n}'" for n in numbers]  # the wording of TensorStore
+    return getattr(error, "errno", None) in numbers or any(code in str(error) for code in codes)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log of errors which `wait` raises anyway."""
+    """Drops the tracebacks of Orbax's threads from the log, because `wait` raises their errors anyway."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname

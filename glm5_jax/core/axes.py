@@ -1,7 +1,6 @@
-"""The one legend of axis letters, and the sizes that a config gives them.
+"""Defines the axis letters and their sizes for a config.
 
-The same letters stand in einsum strings, in weight declarations and in docstrings (`t` and `s` may
-coincide):
+The same letters are used in einsum strings, weight declarations and docstrings (`t` and `s` may coincide):
 
     b batch               t query positions      s key positions       d model width
     n heads               h nope head dim        r rope head dim       u value head dim
@@ -14,11 +13,13 @@ A weight whose dimension joins two of them is declared with both letters: `hr` i
 c + r, `dd` is 2 d. `f` is the width of the module that declares it (dense, routed or shared).
 """
 
+from glm5_jax.config import ModelConfig
+
 LETTERS = "btsdnhruqcijkeafmvlpzgyw"
 
 
-def sizes(cfg) -> dict[str, int]:
-    """Size of every weight axis of a `ModelConfig`; `f` is left to the module that declares it."""
+def sizes(cfg: ModelConfig) -> dict[str, int]:
+    """Returns the size of every weight axis of a `ModelConfig`, except `f`, which each declaring module sets."""
     return {
         "d": cfg.hidden_size,
         "dd": 2 * cfg.hidden_size,

@@ -1,6 +1,6 @@
-"""Charts as inline SVG whose colours are the page's CSS variables, so that they follow its theme.
+"""Draws charts as inline SVG whose colours are CSS variables of the page, so that they follow its theme.
 
-A page that shows them defines `--ink, --muted, --line, --paper` and `--series-1` to `--series-6`.
+A page that shows them defines `--ink, --muted, --line, --paper` and `--series-1` to `--series-10` (`NUM_COLOURS`).
 """
 
 import io
@@ -12,10 +12,11 @@ from matplotlib import rc_context
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import ArrayLike
 
-NUM_COLOURS = 10  # of lines; further ones begin again
+NUM_COLOURS = 10  # of lines; further lines repeat them
 
-# Matplotlib needs colours; each stands for the variable that replaces it in the SVG.
+# Placeholder colours for Matplotlib; `_svg` replaces each by its variable.
 _VARIABLES = {
     "#010101": "--ink",
     "#020202": "--muted",
@@ -25,7 +26,7 @@ _VARIABLES = {
 }
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 _HEAT = LinearSegmentedColormap.from_list("heat", ["#e8ecf7", "#7f94e3", "#3b4cc0", "#7d1d6f"])
-_POINTS = 600  # of a line; more would only make the page heavy
+_MAX_POINTS = 600  # of a line, to bound the size of the page
 
 Series = tuple[str, list, list]  # label, x, y
 
@@ -41,14 +42,18 @@ def line_chart(
     bands: tuple[tuple[list, list], ...] = (),
     size: tuple[float, float] = (5.6, 3.0),
 ) -> str:
-    """Lines over a shared x axis, labelled at their ends.
+    """Draws lines over a shared x axis, labelled at their ends, and returns the SVG.
 
-    A line without points keeps its colour from the others. smooth draws a running mean over a faint line of the values themselves; levels are dashed
-    horizontal lines (label, y), for what the lines are to be compared with; bands are the (lowest,
-    highest) values around each of the first lines, drawn as its shadow.
+    - series: (label, x, y) of each line. A line without points still uses up its colour.
+    - log: logarithmic y axis, if all values are positive.
+    - smooth: draw a running mean over a faint line of the values.
+    - levels: (label, y) of dashed horizontal lines, as references.
+    - bands: (lowest, highest) values around each of the first lines, drawn as shaded areas.
+    - size: width and height, in inches.
     """
     with rc_context(_style()):
         figure, axes = _axes(size)
+        # Lines with their bands, then levels.
         ends = []
         for i, (label, x, y) in enumerate(series):
             colour = _COLOUR[f"--series-{i % NUM_COLOURS + 1}"]
@@ -66,6 +71,7 @@ def line_chart(
         for label, y in levels:
             axes.axhline(y, color=_COLOUR["--muted"], linewidth=1.1, linestyle=(0, (4, 3)))
             ends.append((y, label, _COLOUR["--muted"]))
+        # Axes and labels.
         if log and all(y > 0 for _, _, ys in series for y in ys):
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -91,7 +97,7 @@ def heat_map(
     high: float,
     size: tuple[float, float] = (5.6, 3.0),
 ) -> str:
-    """values [rows, columns] as colours from low to high; x are the positions of the columns."""
+    """Draws values [rows, columns] as colours from low to high; x holds the positions of the columns."""
     with rc_context(_style()):
         figure, axes = _axes(size)
         edges = np.concatenate([[x[0] - (x[1] - x[0] if len(x) > 1 else 1)], x])
@@ -118,7 +124,7 @@ def span_chart(
     y_label: str = "",
     size: tuple[float, float] = (5.6, 2.0),
 ) -> str:
-    """What each row does when: bars from start to end, in two shades by turns; the first row on top."""
+    """Draws the (start, end) spans of each row as bars in two alternating shades, the first row on top."""
     with rc_context(_style()):
         figure, axes = _axes(size)
         for i, spans in enumerate(rows.values()):
@@ -170,12 +176,12 @@ def _axes(size):
 
 
 def _label_ends(figure, axes, ends) -> None:
-    """Writes each line's name where it ends, pushed apart so that no two overlap."""
+    """Writes each line's label at its end, with labels moved apart so that none overlap."""
     figure.draw_without_rendering()
     height = axes.bbox.height
     ends = sorted(ends, key=lambda end: end[0])
     wanted = [axes.transData.transform((0, y))[1] - axes.bbox.y0 for y, *_ in ends]
-    for at, (_, label, colour) in zip(apart(wanted, 13.0, height * 1.1), ends):
+    for at, (_, label, colour) in zip(spread_positions(wanted, 13.0, height * 1.1), ends):
         axes.annotate(
             label,
             (1.0, at / height),
@@ -189,26 +195,25 @@ def _label_ends(figure, axes, ends) -> None:
         )
 
 
-def apart(wanted: list[float], gap: float, top: float) -> list[float]:
-    """Ascending places, each at least a gap above the one before and none above the top, near those
-    that are wanted (ascending too)."""
-    places, least = [], -math.inf
-    for place in wanted:
-        places.append(max(place, least))
-        least = places[-1] + gap
-    for i in reversed(range(len(places))):
-        places[i] = min(places[i], top)
-        top = places[i] - gap
-    return places
+def spread_positions(wanted: list[float], gap: float, top: float) -> list[float]:
+    """Returns ascending positions near the wanted ones (ascending), at least a gap apart and at most `top`."""
+    positions, lowest = [], -math.inf
+    for position in wanted:
+        positions.append(max(position, lowest))
+        lowest = positions[-1] + gap
+    for i in reversed(range(len(positions))):
+        positions[i] = min(positions[i], top)
+        top = positions[i] - gap
+    return positions
 
 
 def _thin(x, y):
-    step = max(1, math.ceil(len(x) / _POINTS))
+    step = max(1, math.ceil(len(x) / _MAX_POINTS))
     return np.asarray(x[::step], float), np.asarray(y[::step], float)
 
 
-def running_mean(y, width: int):
-    """Mean over the nearest `width` values on either side, over fewer at both ends."""
+def running_mean(y: ArrayLike, width: int) -> np.ndarray:
+    """Returns the mean over `width` values on either side, over fewer of them at both ends."""
     total = np.cumsum(np.concatenate([[0.0], y]))
     at = np.arange(len(y))
     reach = np.minimum(width, np.minimum(at, len(y) - 1 - at))
@@ -216,7 +221,7 @@ def running_mean(y, width: int):
 
 
 def short_number(value: float, _=None) -> str:
-    """12000 -> 12K, 0.00025 -> 2.5e-4."""
+    """Formats a number briefly: 12000 -> 12K, 0.00025 -> 2.5e-4."""
     size = abs(value)
     for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "K")):
         if size >= limit:
@@ -229,16 +234,15 @@ def short_number(value: float, _=None) -> str:
 
 def _svg(figure, salt: str) -> str:
     out = io.StringIO()
-    with rc_context(
-        {"svg.hashsalt": salt}
-    ):  # ids are then the same every time, and other per chart
+    # The salt makes ids reproducible, and different in each chart.
+    with rc_context({"svg.hashsalt": salt}):
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r'\1 width="100%"', svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would reach the whole page
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in every chart, and nothing refers to them
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would affect the full page
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # ids that every chart repeats and nothing uses
     svg = re.sub(r"font-family: [^;]*;", "font-family: inherit;", svg)
     for colour, name in _VARIABLES.items():
         svg = svg.replace(colour, f"var({name})")

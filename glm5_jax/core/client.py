@@ -1,16 +1,16 @@
-"""Whether a server answers."""
+"""Health checks of servers."""
 
 import http.client
 import urllib.request
 
-# What is asked is in this cluster; a proxy that the environment names is for what is not.
+# The servers are in this cluster, but a proxy named by the environment is for hosts outside of it.
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def answers(url: str, seconds: float) -> bool:
-    """Whether GET url is answered with 200 or another 2xx, no part of the answer taking longer than so many seconds."""
+def is_healthy(url: str, timeout_s: float) -> bool:
+    """Returns True if GET url replies with a 2xx status and no read blocks longer than `timeout_s` seconds."""
     try:
-        with _direct.open(url, timeout=seconds):
+        with _direct.open(url, timeout=timeout_s):
             return True
     except (OSError, http.client.HTTPException):  # HTTP's errors are OSErrors too
         return False

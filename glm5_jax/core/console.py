@@ -1,13 +1,14 @@
-"""How far a run is: a progress bar on a terminal, plain lines everywhere else."""
+"""Shows the progress of a run: as a bar on a terminal, as plain lines elsewhere."""
 
 import contextlib
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Self
+from typing import IO, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,21 +20,25 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from glm5_jax.core.terminal import make_printable
+
 LINE_INTERVAL_S = 15.0  # between two plain lines of progress
-WAIT_INTERVAL_S = 60.0  # between two plain lines about something that does not say how far it is
+WAIT_INTERVAL_S = 60.0  # between two plain lines of a spinner
 
 
 class ProgressBar:
     """Counts steps up to `total`, starting at `done`; use as a context manager.
 
-    It shows on standard error, so that what is printed can be piped; stream: where both go instead.
+    The bar is drawn on standard error, so that printed lines can be piped. stream: target of both instead.
     """
 
-    def __init__(self, total: int, done: int = 0, unit: str = "step", stream=None):
+    def __init__(
+        self, total: int, done: int = 0, unit: str = "step", stream: IO[str] | None = None
+    ):
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._out = Console(file=stream or sys.stdout, highlight=False)
         self._total, self._done, self._unit = total, done, unit
-        self._first = None  # (step, its time): what comes before it is compilation
+        self._first = None  # (step, its time); the time before it is compilation
         self._printed = float("-inf")
         self._bar = None
         if self._console.is_terminal:
@@ -60,34 +65,34 @@ class ProgressBar:
             self._bar.stop()
 
     def update(self, done: int, text: str) -> None:
-        """`done` steps are complete; text is what to say about the last of them."""
+        """Sets the number of complete steps. text: note about the last of them."""
         self._done = done
         if self._bar:
-            self._bar.update(self._task, completed=done, text=text)
+            self._bar.update(self._task, completed=done, text=escape(make_printable(text)))
             return
         now = time.monotonic()
         if done == self._total or now - self._printed > LINE_INTERVAL_S:
             self._printed = now
             step, began = self._first or (done, now)
             eta = (now - began) / max(1, done - step) * (self._total - done)
-            note = f"  eta {_clock(eta)}" if done > step else ""
-            line = f"{self._unit} {done}/{self._total}  {text}{note}"
+            note = f"  eta {_format_time(eta)}" if done > step else ""
+            line = f"{self._unit} {done}/{self._total}  {make_printable(text)}{note}"
             self._console.print(Text(line), soft_wrap=True)
         self._first = self._first or (done, now)
 
     def print(self, text: str) -> None:
-        """A line of output without any markup, above the bar if that is on the same terminal."""
+        """Prints a line without markup, above the bar if that is on the same terminal."""
         above = self._bar and self._out.is_terminal
-        (self._console if above else self._out).print(Text(text), soft_wrap=True)
+        (self._console if above else self._out).print(Text(make_printable(text)), soft_wrap=True)
 
 
 @contextlib.contextmanager
-def waiting(text: str, stream=None) -> Iterator[None]:
-    """Says on standard error (stream: there) how long it takes, while within it is what cannot say how far it is.
+def spinner(text: str, stream: IO[str] | None = None) -> Iterator[None]:
+    """Shows the elapsed time while entered, for work of unknown length; on standard error unless a stream is passed.
 
-    What is over within a minute goes without a plain line.
+    Without a terminal it prints a line per `WAIT_INTERVAL_S`, hence none for work of less than a minute.
     """
-    console = Console(file=stream or sys.stderr, highlight=False)
+    console, text = Console(file=stream or sys.stderr, highlight=False), make_printable(text)
     if console.is_terminal:
         columns = SpinnerColumn(), TextColumn("{task.description}", markup=False)
         with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
@@ -96,12 +101,12 @@ def waiting(text: str, stream=None) -> Iterator[None]:
         return
     ended, began = threading.Event(), time.monotonic()
 
-    def tell():
+    def print_elapsed():
         while not ended.wait(WAIT_INTERVAL_S):
-            line = f"{text}  {_clock(time.monotonic() - began)}"
+            line = f"{text}  {_format_time(time.monotonic() - began)}"
             console.print(Text(line), soft_wrap=True)
 
-    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    thread = threading.Thread(target=print_elapsed, name="spinner", daemon=True)
     thread.start()
     try:
         yield
@@ -110,7 +115,7 @@ def waiting(text: str, stream=None) -> Iterator[None]:
         thread.join()
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -1,4 +1,4 @@
-"""Coroutines from code that is none."""
+"""Runs coroutines from synchronous code."""
 
 import asyncio
 import concurrent.futures
@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def wait_for(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, also where an event loop runs already, as in a notebook: in another thread, and waited for."""
+def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine to its end and returns its result, like `asyncio.run`.
+
+    If an event loop runs already, as in a notebook, it runs in another thread, and this call blocks.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,9 +1,9 @@
-"""The five mesh axes, and the collectives of the manual regions that run on them.
+"""Defines the five mesh axes, and the collectives of the manual regions that run on them.
 
 Every mesh has all five axes; an axis of size 1 costs nothing. The batch is sharded over
 `data, fsdp, expert` and the sequence over `context, tensor`. Inside a manual region
-(`jax.shard_map` over all axes) the functions below take a tuple of axis names and leave out the axes
-of size 1, so the same code runs on one device without any region at all.
+(`jax.shard_map` over all axes) the collectives of `Region` take a tuple of axis names and leave out the axes
+of size 1. So the same code runs on one device without a manual region.
 """
 
 import collections
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,28 +32,38 @@ BATCH_AXES = ("data", "fsdp", "expert")
 SEQUENCE_AXES = ("context", "tensor")
 
 
-def make_mesh(shape=None, *, devices=None, expert_slices: int = 1, **axes: int) -> Mesh:
-    """A mesh with the axes `data, fsdp, expert, context, tensor`.
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    *,
+    devices: Sequence | None = None,
+    expert_slices: int = 1,
+    **axes: int,
+) -> Mesh:
+    """Returns a mesh with the axes `data, fsdp, expert, context, tensor`.
 
-    `make_mesh(fsdp=2, expert=4)`, or the same as a dict; axes not named have size 1, one axis may be
-    -1 for "what is left". expert_slices: see `placed`. ValueError if the axes do not multiply to the number
-    of devices.
+    `make_mesh(fsdp=2, expert=4)`, or the same as a dict (shape). Axes not named have size 1. One axis may be -1 and
+    then takes the remaining devices. devices: those of the mesh; None: all. expert_slices: see `device_grid`.
+
+    Raises ValueError if the product of the axes is not the number of devices.
     """
     axes = {**(shape or {}), **axes}
     devices = jax.devices() if devices is None else devices
     sizes = resolve(axes, len(devices))
     return Mesh(
-        placed(devices, sizes, expert_slices), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        device_grid(devices, sizes, expert_slices), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
 
 
-def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarray:
-    """The devices as an array of these sizes of all five axes, neighbours on an axis near each other.
+def device_grid(devices: Sequence, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarray:
+    """Arranges devices in an array of these axis sizes, with neighbours on an axis close in the network.
 
-    Later axes have the nearest neighbours, the GPUs of a host for example. Axes of TPUs follow the dimensions of their torus, of which
-    an axis may take a part; of several slices `data` has as many as divide it, and `fsdp` the rest. expert_slices: so many
-    parts of `expert` are farthest apart instead, in slices or hosts of their own: of hosts, `context` is then across them too.
-    ValueError names the axis that does not fit.
+    - Later axes have the closest neighbours, for example the GPUs of a host.
+    - On TPUs the axes follow the dimensions of the torus; an axis may take part of a dimension.
+    - With several TPU slices, `data` spans as many slices as divide it, and `fsdp` the rest.
+    - expert_slices: number of parts of `expert` that are placed farthest apart, each in its own slice or host. In
+      the case of hosts, `context` then spans hosts, too.
+
+    Raises ValueError with the axis that does not fit.
     """
     expert = sizes[AXES.index("expert")]
     if expert_slices < 1 or expert % expert_slices:
@@ -62,14 +72,17 @@ def placed(devices, sizes: tuple[int, ...], expert_slices: int = 1) -> np.ndarra
         )
     if getattr(devices[0], "platform", "") == "tpu":
         return _on_tori(devices, sizes, expert_slices)
-    names, parts = zip(*nesting(sizes, expert_slices))
+    names, parts = zip(*axis_order(sizes, expert_slices))
     order = sorted(range(len(names)), key=lambda n: AXES.index(names[n]))
     return np.asarray(devices).reshape(parts).transpose(order).reshape(sizes)
 
 
-def nesting(sizes: Sequence[int], expert_slices: int = 1) -> tuple[tuple[str, int], ...]:
-    """(axis, size) of GPUs as they are numbered, the nearest last. The devices of a slice of `expert` then come before
-    those of `context`: rows are dealt out among them."""
+def axis_order(sizes: Sequence[int], expert_slices: int = 1) -> tuple[tuple[str, int], ...]:
+    """Returns (axis, size) in the order in which GPUs are numbered, the axis of the closest GPUs last.
+
+    With several expert slices, the devices of a slice of `expert` are closer than those of `context`, because they
+    exchange rows.
+    """
     if expert_slices == 1:
         return tuple(zip(AXES, sizes))
     data, fsdp, expert, context, tensor = sizes
@@ -96,7 +109,7 @@ def _on_tori(devices, sizes: tuple[int, ...], expert_slices: int) -> np.ndarray:
 
 
 def _slices_along(count: int, sizes: tuple[int, ...], expert_slices: int) -> tuple[int, ...]:
-    """How many slices each axis has."""
+    """Returns the number of TPU slices along each axis."""
     data, fsdp, *_ = sizes
     along_data = math.gcd(data, count // expert_slices)
     along_fsdp = count // (expert_slices * along_data)
@@ -110,8 +123,11 @@ def _slices_along(count: int, sizes: tuple[int, ...], expert_slices: int) -> tup
 
 
 def abstract_mesh(axes: dict[str, int], device_kind: str = "TPU v5p") -> AbstractMesh:
-    """A mesh of chips that are not there, as their runtime names them ("TPU v5p", "NVIDIA H200"), to trace programs
-    for. ValueError if an axis is left open (-1)."""
+    """Returns a mesh without devices, to trace programs for other chips.
+
+    device_kind: name of the chip as its runtime reports it ("TPU v5p", "NVIDIA H200"). Raises ValueError if an axis is
+    -1.
+    """
     if -1 in axes.values():
         [name, *_] = [name for name, size in axes.items() if size == -1]
         raise ValueError(
@@ -127,7 +143,7 @@ def abstract_mesh(axes: dict[str, int], device_kind: str = "TPU v5p") -> Abstrac
 
 
 def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
-    """Sizes of all five axes, with one -1 filled in; ValueError unless they use every device."""
+    """Returns the sizes of all five axes, with -1 resolved. Raises ValueError unless they use every device."""
     if unknown := sorted(set(axes) - set(AXES)):
         raise ValueError(f"unknown mesh axis {unknown}; the axes are {', '.join(AXES)}")
     sizes = [int(axes.get(name, 1)) for name in AXES]
@@ -148,38 +164,41 @@ def resolve(axes: dict[str, int], num_devices: int) -> tuple[int, ...]:
 
 
 def row_group(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): which of `count` equal parts of a batch's rows this process holds.
+    """Returns (index, count): this process holds part `index` of `count` equal parts of a batch's rows.
 
-    Processes that share a row (`context` or `tensor` spans them) have the same part. ValueError if
-    the processes' rows overlap otherwise.
+    Processes that share a row (`context` or `tensor` spans them) have the same part. Raises ValueError if
+    the rows of processes overlap otherwise.
     """
     shards = math.prod(mesh.shape[a] for a in BATCH_AXES)
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES)).devices_indices_map((shards,))
-    held = collections.defaultdict(set)
-    for device, (part,) in rows.items():
-        held[device.process_index].add(part.start or 0)
-    parts = disjoint_parts(held.values(), shards)
+    starts_by_process = collections.defaultdict(set)
+    for device, (rows_of_device,) in rows.items():
+        starts_by_process[device.process_index].add(rows_of_device.start or 0)
+    parts = disjoint_parts(starts_by_process.values(), shards)
     if parts is None:
         raise ValueError(
             f"mesh {dict(mesh.shape)}: some processes share a part of their rows; let context * tensor "
             "be a multiple or a divisor of the devices of a process"
         )
-    return parts.index(sorted(held[jax.process_index()])), len(parts)
+    return parts.index(sorted(starts_by_process[jax.process_index()])), len(parts)
 
 
 def disjoint_parts(held: Iterable[set[int]], count: int) -> list[list[int]] | None:
-    """The different sets among `held`, each sorted; None unless they cut range(count) into equal parts."""
+    """Returns the distinct sets of `held`, each sorted; None unless they divide range(count) into equal parts."""
     parts = [list(part) for part in sorted({tuple(sorted(part)) for part in held})]
     equal = len({len(part) for part in parts}) == 1
     return parts if equal and sorted(sum(parts, [])) == list(range(count)) else None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
-    """What a function inside a manual region knows of its mesh; `Region()` is one device.
+    """Mesh as seen by a function inside a manual region; `Region()` is one device.
 
-    shard_sequence is false where the sequence is too short to split (decoding): the tokens are then
-    the same on every device of `context` and `tensor`. far: axes along which devices are in several slices of TPUs.
+    Attributes:
+      data, fsdp, expert, context, tensor: sizes of the mesh axes.
+      shard_sequence: whether the sequence is sharded. False where it is too short (decoding): every device of
+        `context` and `tensor` then has the same tokens.
+      dcn_axes: axes that span several TPU slices, which the data-center network connects.
     """
 
     data: int = 1
@@ -188,66 +207,71 @@ class Region:
     context: int = 1
     tensor: int = 1
     shard_sequence: bool = True
-    far: tuple[str, ...] = ()
+    dcn_axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, mesh, shard_sequence: bool = True) -> "Region":
+    def of(cls, mesh: Mesh | AbstractMesh, shard_sequence: bool = True) -> "Region":
+        """Returns the region of a mesh."""
         sizes = {a: mesh.shape[a] for a in AXES}
-        return cls(**sizes, shard_sequence=shard_sequence, far=_across_slices(mesh))
+        return cls(**sizes, shard_sequence=shard_sequence, dcn_axes=_across_slices(mesh))
 
-    def live(self, axes) -> tuple[str, ...]:
-        """Those of the axes that have more than one device."""
+    def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Returns the axes that have more than one device."""
         return tuple(a for a in axes if getattr(self, a) > 1)
 
-    def size(self, axes) -> int:
+    def size(self, axes: Iterable[str]) -> int:
+        """Returns the number of devices along the axes."""
         return math.prod(getattr(self, a) for a in axes)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
-        return self.live(SEQUENCE_AXES) if self.shard_sequence else ()
+        """The axes over which the sequence is sharded."""
+        return self.nontrivial_axes(SEQUENCE_AXES) if self.shard_sequence else ()
 
     @property
     def token_axes(self) -> tuple[str, ...]:
         """The axes over which tokens differ."""
-        return self.live(BATCH_AXES) + self.sequence_axes
+        return self.nontrivial_axes(BATCH_AXES) + self.sequence_axes
 
-    def all_gather(self, x, axes, dim: int):
-        live = self.live(axes)
-        return lax.all_gather(x, live, axis=dim, tiled=True) if live else x
+    def all_gather(self, x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+        nontrivial = self.nontrivial_axes(axes)
+        return lax.all_gather(x, nontrivial, axis=dim, tiled=True) if nontrivial else x
 
-    def whole_sequence(self, x):
-        """[b t ...] of all tokens, of x [b t ...] of this device's. The gradient is scattered.
+    def gather_sequence(self, x: jax.Array) -> jax.Array:
+        """Gathers x [b t ...] over the sequence axes into [b t ...] of all tokens; its gradient is scattered.
 
-        Gathered as a matrix of t rows: the gradient of a gather along a second dimension XLA:TPU sums in
-        full on every device, if what takes it looks at parts of it, as norm and rotation do.
+        It gathers a matrix of t rows. If it gathered along the second dimension, XLA:TPU would sum the gradient in
+        full on every device where the consumer reads parts of it, as norm and rotation do.
         """
         if not self.sequence_axes:
             return x
         rows = jnp.moveaxis(x, 1, 0)
-        whole = self.all_gather(rows.reshape(len(rows), -1), self.sequence_axes, 0)
-        return jnp.moveaxis(whole.reshape(-1, *rows.shape[1:]), 0, 1)
+        gathered = self.all_gather(rows.reshape(len(rows), -1), self.sequence_axes, 0)
+        return jnp.moveaxis(gathered.reshape(-1, *rows.shape[1:]), 0, 1)
 
-    def psum_scatter(self, x, axes, dim: int):
-        live = self.live(axes)
-        return lax.psum_scatter(x, live, scatter_dimension=dim, tiled=True) if live else x
+    def psum_scatter(self, x: jax.Array, axes: Iterable[str], dim: int) -> jax.Array:
+        nontrivial = self.nontrivial_axes(axes)
+        return (
+            lax.psum_scatter(x, nontrivial, scatter_dimension=dim, tiled=True) if nontrivial else x
+        )
 
-    def all_to_all(self, x, axes, split: int, join: int):
-        """x cut along one dimension over the devices of the axes, which get all parts along another."""
-        live = self.live(axes)
-        return lax.all_to_all(x, live, split, join, tiled=True) if live else x
+    def all_to_all(self, x: jax.Array, axes: Iterable[str], split: int, join: int) -> jax.Array:
+        """Splits x along one dimension over the devices of the axes, and concatenates their parts along another."""
+        nontrivial = self.nontrivial_axes(axes)
+        return lax.all_to_all(x, nontrivial, split, join, tiled=True) if nontrivial else x
 
-    def psum(self, x, axes):
-        live = self.live(axes)
-        return lax.psum(x, live) if live else x
+    def psum(self, x: jax.Array, axes: Iterable[str]) -> jax.Array:
+        nontrivial = self.nontrivial_axes(axes)
+        return lax.psum(x, nontrivial) if nontrivial else x
 
-    def pmax(self, x, axes):
-        live = self.live(axes)
-        return lax.pmax(x, live) if live else x
+    def pmax(self, x: jax.Array, axes: Iterable[str]) -> jax.Array:
+        nontrivial = self.nontrivial_axes(axes)
+        return lax.pmax(x, nontrivial) if nontrivial else x
 
-    def index(self, axes):
-        """Position of this device along the axes, the first axis slowest."""
-        live = self.live(axes)
-        return lax.axis_index(live) if live else 0
+    def index(self, axes: Iterable[str]) -> jax.Array | int:
+        """Returns the position of this device along the axes; the first axis varies slowest."""
+        nontrivial = self.nontrivial_axes(axes)
+        return lax.axis_index(nontrivial) if nontrivial else 0
 
 
 @functools.cache
@@ -259,7 +283,7 @@ def _across_slices(mesh) -> tuple[str, ...]:
 
 
 def check_batch(b: int, t: int, region: Region) -> None:
-    """ValueError if a batch [b t] cannot be split over the devices of a region."""
+    """Raises ValueError if a batch [b t] cannot be split over the devices of a region."""
     for name, size, axes_ in (("batch size", b, BATCH_AXES), ("sequence length", t, SEQUENCE_AXES)):
         if axes_ is SEQUENCE_AXES and not region.shard_sequence:
             continue

@@ -1,8 +1,8 @@
-"""The numbers of a run on disk: `metrics.jsonl` and TensorBoard events, of one workdir.
+"""Writes and reads the metrics of a run: `metrics.jsonl` and TensorBoard events of one workdir.
 
-A row is a flat dict with a "step" and numbers, lists of numbers (one per layer) or, not for TensorBoard, text; there may
-be several rows of one step. Resuming from a checkpoint drops the rows after its step, so that no step
-ever stands in the file twice.
+A row is a flat dict with a "step". Its other values are numbers, lists of numbers (one per layer) or text, which is not
+written to TensorBoard. A step may have several rows. Resuming from a checkpoint drops the rows after its step, so
+that no step is in the file twice.
 """
 
 import contextlib
@@ -22,21 +22,22 @@ _FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows, as a context manager; `after` is the step of the checkpoint that the run goes on from.
+    """Appends rows of metrics; a context manager.
 
-    0 begins anew: the rows of a run that saved nothing are dropped, its step 0 too.
+    after: step of the checkpoint that the run resumes from. 0: the run starts from scratch, and all rows of an earlier run
+    that saved nothing are dropped, its step 0 included.
     """
 
-    def __init__(self, workdir, after: int = 0):
+    def __init__(self, workdir: str | os.PathLike, after: int = 0):
         workdir = pathlib.Path(workdir)
         (workdir / "tensorboard").mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read(workdir) if after and row["step"] <= after]
-        whole = workdir / f"{_FILE}.new"
-        whole.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(whole, workdir / _FILE)
+        rows = [row for row in read(workdir) if after and row["step"] <= after]
+        rewritten = workdir / f"{_FILE}.new"
+        rewritten.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(rewritten, workdir / _FILE)
         self._file = (workdir / _FILE).open("ab", buffering=0)
-        # The library's SummaryWriter writes from a thread, which a full disk kills and `close` then
-        # waits for without end; this writer has no thread.
+        # The library's SummaryWriter has a thread. A full disk kills it, and `close` then blocks forever.
+        # This writer has no thread.
         self._events = EventsWriter(str(workdir / "tensorboard" / "events"), f".{after:09d}")
         restart = Event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
         self._events.write_event(restart)  # TensorBoard hides older events from this step on
@@ -48,7 +49,7 @@ class MetricsLog:
         self.close()
 
     def write(self, row: dict) -> None:
-        """Appends one row; a number that is not finite becomes null. OSError if the disk is full."""
+        """Appends one row; numbers that are not finite become null. Raises OSError if the disk is full."""
         line = json.dumps({k: _jsonable(v) for k, v in row.items()}) + "\n"
         if self._file.write(line.encode()) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), _FILE)
@@ -59,27 +60,30 @@ class MetricsLog:
                 self._events.write_event(event)
 
     def flush(self) -> None:
-        """Returns when every row is on disk, which a checkpoint of their step relies on."""
+        """Blocks until every row is on disk; call it before the checkpoint of their step."""
         os.fsync(self._file.fileno())
         self._events.flush()
 
     def close(self) -> None:
+        """Closes both files."""
         self._file.close()
-        with contextlib.suppress(OSError):  # the rows are safe; TensorBoard's copy may lack an end
+        with contextlib.suppress(
+            OSError
+        ):  # the rows are on disk; only TensorBoard's copy may be incomplete
             self._events.close()
 
 
-def read(workdir) -> list[dict]:
-    """All rows of a workdir, in the order of writing; a line cut off by a kill is left out."""
+def read(workdir: str | os.PathLike) -> list[dict]:
+    """Returns all rows of a workdir in the order of writing, without a last line that a kill cut off."""
     file = pathlib.Path(workdir) / _FILE
     if not file.exists():
         return []
     lines = file.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline is cut off
+    return [json.loads(line) for line in lines[:-1]]  # text after the last newline is incomplete
 
 
 def column(rows: list[dict], name: str) -> tuple[list[int], list]:
-    """(steps, values) of the rows that hold a value of that name."""
+    """Returns (steps, values) of the rows that have a value of that name."""
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [s for s, _ in pairs], [v for _, v in pairs]
 

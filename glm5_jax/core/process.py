@@ -1,8 +1,11 @@
-"""Child processes; only sandboxes and launch scripts start others.
+"""Starts child processes; only sandboxes and launch scripts start others.
 
-A `Worker` is a process that answers calls over its pipes, one JSON line each way; `serve` is its end of
-them. A call has a time limit, a reply a size limit, and whatever the worker started dies with it. A `Program` runs by
-itself and writes a log. On Linux both die with whoever started them, however that ends and whatever they are computing.
+A `PipeWorker` is a process that replies to calls over its pipes, one JSON line each way; `serve` runs in the child. A call
+has a time limit and a reply a size limit. Killing the worker kills all processes that it started.
+
+A `ChildProcess` is a command that runs independently and writes a log.
+
+On Linux the kernel kills both when their parent ends, however it ends and whatever they are computing.
 """
 
 import fcntl
@@ -18,7 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-_STDERR_KEPT = 4000  # bytes, for the message of a worker that died
+_STDERR_BYTES = 4000  # end of standard error that the message of a dead worker quotes
 _CHUNK = 65536
 
 
@@ -26,13 +29,20 @@ class WorkerError(RuntimeError):
     """The called function raised; the worker is ready for the next call."""
 
 
-class Worker:
-    """A running `command` that calls `serve`; a context manager that kills its process group.
+class PipeWorker:
+    """Runs `command`, which calls `serve`; a context manager that kills its process group on exit.
 
-    cwd: its folder. reply_limit: bytes of a reply. Its standard error is read and only the end kept.
+    cwd: working directory; None: this process's. max_reply_bytes: largest reply. Only the end of its standard error is
+    stored.
     """
 
-    def __init__(self, command: Sequence[str], *, cwd=None, reply_limit: int = 2**20):
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: str | os.PathLike | None = None,
+        max_reply_bytes: int = 2**20,
+    ):
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command,
@@ -46,7 +56,7 @@ class Worker:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             os.set_blocking(stream.fileno(), False)
         self._name = " ".join(command)
-        self._reply_limit = reply_limit
+        self._max_reply_bytes = max_reply_bytes
         self._stderr = b""
 
     def __enter__(self) -> Self:
@@ -55,18 +65,19 @@ class Worker:
     def __exit__(self, kind, error, trace) -> None:
         self.close()
 
-    def call(self, function: str, seconds: float, /, **arguments) -> Any:
-        """What `function` returns for the arguments (all of it JSON).
+    def call(self, function: str, timeout_s: float, /, **arguments) -> Any:
+        """Calls a function of the worker and returns its result; arguments and result are JSON.
 
-        WorkerError if it raises. After any other error the worker is gone: TimeoutError if there is
-        no answer within `seconds`, ChildProcessError if the process ends, is closed already or sends
-        more than the reply limit.
+        Raises WorkerError if the function raises. All other errors close the worker:
+
+        - TimeoutError if there is no reply within `timeout_s` seconds.
+        - ChildProcessError if the process ends, was closed before, or sends more than `max_reply_bytes`.
         """
         if self._process.stdin.closed:
             raise ChildProcessError(f"{self._name} was closed; start a new Worker")
         request = json.dumps({"function": function, "arguments": arguments}).encode() + b"\n"
         try:
-            reply = json.loads(self._exchange(request, seconds))
+            reply = json.loads(self._exchange(request, timeout_s))
         except BaseException:
             self.close()
             raise
@@ -75,7 +86,7 @@ class Worker:
         return reply["result"]
 
     def close(self) -> None:
-        """Kills the worker and all that it started."""
+        """Kills the worker and all processes that it started."""
         process = self._process
         if process.stdin.closed:
             return
@@ -85,20 +96,21 @@ class Worker:
         for stream in (process.stdin, process.stdout, process.stderr):
             stream.close()
 
-    def _exchange(self, request: bytes, seconds: float) -> bytearray:
-        """Sends the line and returns the answering one, reading standard error meanwhile."""
+    def _exchange(self, request: bytes, timeout_s: float) -> bytearray:
+        """Sends a line and returns the reply line; reads standard error meanwhile."""
         stdin, stdout, stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + timeout_s
         reply = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(stdin, selectors.EVENT_WRITE)
             selector.register(stdout, selectors.EVENT_READ)
             selector.register(stderr, selectors.EVENT_READ)
             while not reply.endswith(b"\n"):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"{self._name} did not answer within {seconds} s")
-                for stream in (key.fileobj for key, _ in selector.select(left)):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise TimeoutError(f"{self._name} did not answer within {timeout_s} s")
+                for stream in (key.fileobj for key, _ in selector.select(remaining)):
+                    # Send the rest of the request, or read what has arrived.
                     if stream is stdin:
                         request = request[self._send(request) :]
                         if not request:
@@ -106,17 +118,17 @@ class Worker:
                         continue
                     data = stream.read(_CHUNK)
                     if stream is stderr:
-                        self._stderr = (self._stderr + data)[-_STDERR_KEPT:]
+                        self._stderr = (self._stderr + data)[-_STDERR_BYTES:]
                         if not data:
                             selector.unregister(stderr)
                     elif not data:
-                        raise self._ended()
+                        raise self._death_error()
                     else:
                         reply += data
-                if len(reply) > self._reply_limit:
+                if len(reply) > self._max_reply_bytes:
                     raise ChildProcessError(
-                        f"{self._name} sent more than {self._reply_limit} bytes; "
-                        "let it write files, or raise reply_limit"
+                        f"{self._name} sent more than {self._max_reply_bytes} bytes; "
+                        "let it write files, or raise max_reply_bytes"
                     )
         return reply
 
@@ -124,22 +136,28 @@ class Worker:
         try:
             return os.write(self._process.stdin.fileno(), data)
         except BrokenPipeError:
-            raise self._ended() from None
+            raise self._death_error() from None
 
-    def _ended(self) -> ChildProcessError:
-        last = self._process.stderr.read(2**20) or b""  # None: something it started holds the pipe
-        text = (self._stderr + last)[-_STDERR_KEPT:].decode(errors="replace").strip()
+    def _death_error(self) -> ChildProcessError:
+        last = (
+            self._process.stderr.read(2**20) or b""
+        )  # None: a process that it started still holds the pipe
+        text = (self._stderr + last)[-_STDERR_BYTES:].decode(errors="replace").strip()
         return ChildProcessError(f"{self._name} ended without an answer; it wrote:\n{text}")
 
 
-class Program:
-    """A command that runs by itself, in a process group of its own, until it ends or is killed.
+class ChildProcess:
+    """Runs a command in its own process group, until it ends or is killed.
 
-    log: file that its output and errors are added to. env: its environment (None: this process's). cores: of those that this
-    process may use, the ones that it may (none: all). A command that there is not ends with code 127 and says so in the log. OSError.
+    - log: file that its standard output and error are appended to.
+    - env: its environment; None: this process's.
+    - cwd: its working directory; None: this process's.
+    - cores: CPU cores that it may use, out of those of this process; empty: all of them.
+
+    A command that does not exist ends with code 127 and a line in the log. Raises OSError if no process can be started.
 
     Attributes:
-      pid: of the command itself.
+      pid: process id of the command.
     """
 
     def __init__(
@@ -148,13 +166,13 @@ class Program:
         *,
         log: str | os.PathLike,
         env: Mapping[str, str] | None = None,
-        cwd=None,
+        cwd: str | os.PathLike | None = None,
         cores: Sequence[int] = (),
     ):
-        # Nothing is written to it. That it closes is how the kernel knows that this process is gone, with all that it
-        # forked and that did not become another program.
+        # Nothing is written to this pipe. Its closing tells the kernel that this process is gone, with all its forks
+        # that did not exec another program.
         stdin, self._alive = os.pipe()
-        # This file, run as a script, arms that and turns into the command.
+        # This file, run as a script, arms the kill and then execs the command.
         shim = [sys.executable, "-I", "-S", __file__, ",".join(map(str, cores)), *argv]
         try:
             with open(log, "ab") as output:
@@ -175,7 +193,7 @@ class Program:
         self.pid = self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal that killed it. What it left in its group is killed."""
+        """Returns the exit code: None while it runs, -N after signal N. Kills what is left of its process group."""
         if self._process.returncode is None:
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
@@ -183,12 +201,12 @@ class Program:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Asks it to end, by SIGTERM to itself alone: what it started is its own to end."""
+        """Sends SIGTERM to the command itself, which has to end its own children."""
         if self.exit_code() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills it and all of its group."""
+        """Kills the command and its process group."""
         if self._process.returncode is None:
             # Before it is waited for: until then its number cannot belong to another group.
             os.killpg(self.pid, signal.SIGKILL)
@@ -197,9 +215,9 @@ class Program:
 
 
 def serve(*functions: Callable[..., Any]) -> None:
-    """Answers the calls that come in on standard input, by function name, until it closes.
+    """Replies to calls from standard input, by function name, until it closes.
 
-    What the functions print goes to standard error, also what their libraries print.
+    Output that the functions or their libraries print goes to standard error.
     """
     table = {function.__name__: function for function in functions}
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -220,36 +238,42 @@ def serve(*functions: Callable[..., Any]) -> None:
 
 
 def _die_with_caller(armed: bool) -> None:
-    """While armed, the kernel kills this process, with its group if it leads one, once nobody holds the other end of
-    standard input: what computes without giving up the interpreter's lock runs neither a thread nor a handler of
-    signals. What comes in kills, too: only between a call and its reply."""
-    if not hasattr(
-        fcntl, "F_SETSIG"
-    ):  # Linux's alone; elsewhere the end of the input is seen between calls
+    """Arms or disarms the kill of this process when the other end of standard input closes.
+
+    The kernel sends the kill, to the process group if this process leads one, because code that holds the
+    interpreter's lock runs neither threads nor signal handlers. Arriving input kills, too, so arm it only between a
+    call and its reply.
+    """
+    # F_SETSIG exists on Linux only. Elsewhere the end of the input is noticed between calls.
+    if not hasattr(fcntl, "F_SETSIG"):
         return
     calls = sys.stdin.fileno()
     flags = fcntl.fcntl(calls, fcntl.F_GETFL) & ~os.O_ASYNC
-    own = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
+    target = -os.getpid() if os.getpgrp() == os.getpid() else os.getpid()
     if armed:
-        fcntl.fcntl(calls, fcntl.F_SETOWN, own)
+        fcntl.fcntl(calls, fcntl.F_SETOWN, target)
         fcntl.fcntl(calls, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(calls, fcntl.F_SETFL, flags | os.O_ASYNC if armed else flags)
-    if armed and _nobody_writes_to(calls):  # before it was armed
-        os.kill(own, signal.SIGKILL)
+    if armed and _is_closed(calls):  # it closed before this was armed
+        os.kill(target, signal.SIGKILL)
 
 
-def _nobody_writes_to(stream: int) -> bool:
+def _is_closed(stream: int) -> bool:
+    """Returns True if no process holds the writing end of a pipe."""
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & select.POLLHUP for _, event in poll.poll(0))
 
 
 def _become(cores: str, argv: list[str]) -> None:
-    """Turns this process, whose standard input is a `Program`'s, into its command."""
+    """Execs the command of a `ChildProcess` in this process, whose standard input is that pipe."""
     _die_with_caller(True)
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and a command inherits
+    for number in (
+        signal.SIGPIPE,
+        signal.SIGXFSZ,
+    ):  # Python ignores these, and a command would inherit that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(argv[0], argv)

@@ -1,25 +1,28 @@
-"""Checks bodies of requests against a JSON schema, for every program that answers HTTP.
+"""Validates bodies of requests against a JSON schema, for every HTTP server.
 
-`checked` walks a body next to its schema before the validator sees it:
+`validate` walks a body together with its schema before the validator runs:
 
-- fields that are null are left out, as they say nothing;
-- unknown fields and lists that are too long are refused before anything else reads them;
-- numbers become what the schema says. 2.0 is an integer of JSON schema, so it becomes 2, and every integer has a range
-  (64 bits with a sign, unless the schema is narrower), so that no handler meets a float or a number that overflows.
+- It leaves out null fields, because they mean the default.
+- It rejects unknown fields and lists that are too long before any other code reads them.
+- It converts numbers to the type in the schema. 2.0 is an integer of JSON schema, so it becomes 2. Every integer has a
+  range (64 bits with a sign, unless the schema is narrower), so that no handler gets a float or a number that overflows.
 
-What does not fit raises an `ApiError` that names the field and the value.
+An invalid body raises an `ApiError` that names the field and the value.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jsonschema
 
 from glm5_jax.core.json_body import NumberList
-from glm5_jax.core.server import ApiError, shortened
+from glm5_jax.core.server import ApiError, truncate_text
 
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**63 - 1
 _MAX_NAME, _MAX_VALUE, _MAX_MESSAGE = 100, 60, 300
+_MAX_ERRORS = 50  # of which the best one is reported; a long list can have one for each item
 _Draft = jsonschema.Draft202012Validator
 _Validator = jsonschema.validators.extend(
     _Draft,
@@ -29,7 +32,7 @@ _Validator = jsonschema.validators.extend(
 )
 
 
-def of_fields(required: tuple[str, ...] = (), **properties) -> dict:
+def object_schema(required: tuple[str, ...] = (), **properties) -> dict:
     """Returns the schema of an object with these fields and no others."""
     return {
         "type": "object",
@@ -39,28 +42,33 @@ def of_fields(required: tuple[str, ...] = (), **properties) -> dict:
     }
 
 
-def checked(body, schema: Mapping):
-    """Returns the body as the schema describes it: without nulls, integers as int. Raises ApiError if it does not fit."""
-    body = _normalised(body, schema, "")
-    error = jsonschema.exceptions.best_match(_Validator(schema).iter_errors(body))
+def validate(body: Any, schema: Mapping) -> Any:
+    """Returns the body without nulls and with integers as int. Raises ApiError if it does not fit the schema."""
+    body = _normalise(body, schema, "")
+    errors = itertools.islice(_Validator(schema).iter_errors(body), _MAX_ERRORS)
+    error = jsonschema.exceptions.best_match(errors)
     if error is None:
         return body
     path = ".".join(map(str, error.absolute_path))
-    raise _refusal(path, shortened(error.message, _MAX_MESSAGE))
+    # A message begins with the value and ends with what is wrong with it.
+    message = truncate_text(error.message, _MAX_MESSAGE)
+    if message != error.message:
+        message = f"{message[: _MAX_MESSAGE // 2]}...{error.message[-_MAX_MESSAGE // 2 :]}"
+    raise _api_error(path, message)
 
 
-def _normalised(value, schema: Mapping, path: str):
-    """Returns a value with nulls left out and numbers converted, and refuses what is too large to validate."""
+def _normalise(value, schema: Mapping, path: str):
+    """Returns a value without nulls and with numbers converted. Raises ApiError if it is too large to validate."""
     if isinstance(value, dict):
-        return _normalised_fields(value, schema, path)
+        return _normalise_fields(value, schema, path)
     if isinstance(value, list | NumberList):
-        return _normalised_items(value, schema, path)
+        return _normalise_items(value, schema, path)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return _number(value, schema, path)
+        return _convert_number(value, schema, path)
     return value
 
 
-def _normalised_fields(value: dict, schema: Mapping, path: str) -> dict:
+def _normalise_fields(value: dict, schema: Mapping, path: str) -> dict:
     _check_count(value, schema.get("maxProperties"), "fields", path)
     known = schema.get("properties")
     if known is None:
@@ -68,53 +76,53 @@ def _normalised_fields(value: dict, schema: Mapping, path: str) -> dict:
     if schema.get("additionalProperties") is False:
         for name in value:
             if name not in known:
-                raise _refusal(_joined(path, name), "no such field is known")
+                raise _api_error(_join(path, name), "no such field is known")
     return {
-        name: _normalised(own, known.get(name, {}), _joined(path, name))
-        for name, own in value.items()
-        if own is not None
+        name: _normalise(item, known.get(name, {}), _join(path, name))
+        for name, item in value.items()
+        if item is not None
     }
 
 
-def _normalised_items(value, schema: Mapping, path: str):
+def _normalise_items(value, schema: Mapping, path: str):
     _check_count(value, schema.get("maxItems"), "items", path)
     if (items := schema.get("items")) is None:
         return value
     try:
-        return [_normalised(own, items, f"{path}.{i}") for i, own in enumerate(value)]
-    except ValueError as error:  # of numbers that have not been read before
-        raise _refusal(path, str(error)) from None
+        return [_normalise(item, items, f"{path}.{i}") for i, item in enumerate(value)]
+    except ValueError as error:  # from a NumberList, whose text is parsed only now
+        raise _api_error(path, str(error)) from None
 
 
-def _number(value: int | float, schema: Mapping, path: str) -> int | float:
+def _convert_number(value: int | float, schema: Mapping, path: str) -> int | float:
     kind = schema.get("type")
     if kind == "integer" and isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int):
-        # Narrower bounds are the validator's; beyond these a number overflows where it becomes an array or a float.
+        # The validator checks narrower bounds. Beyond these, conversion to an array or a float overflows.
         if kind in ("integer", "number") and not MIN_INTEGER <= value <= MAX_INTEGER:
             limits = f"from {MIN_INTEGER} to {MAX_INTEGER}"
-            raise _refusal(path, f"{_shown(value)} is out of range; give a number {limits}")
+            raise _api_error(path, f"{_shorten(value)} is out of range; give a number {limits}")
     elif kind in ("integer", "number") and not math.isfinite(value):
-        raise _refusal(path, f"{value} is no number of JSON; give a finite one")
+        raise _api_error(path, f"{value} is not a JSON number; give a finite one")
     return value
 
 
-def _check_count(value, most: int | None, what: str, path: str) -> None:
-    if most is not None and len(value) > most:
-        raise _refusal(path, f"{len(value)} {what} are too many; give at most {most}")
+def _check_count(value, max_count: int | None, noun: str, path: str) -> None:
+    if max_count is not None and len(value) > max_count:
+        raise _api_error(path, f"{len(value)} {noun} are too many; give at most {max_count}")
 
 
-def _refusal(path: str, message: str) -> ApiError:
+def _api_error(path: str, message: str) -> ApiError:
     return ApiError(f"{path}: {message}" if path else message, param=path or None)
 
 
-def _joined(path: str, name: str) -> str:
-    name = shortened(name, _MAX_NAME)
+def _join(path: str, name: str) -> str:
+    name = truncate_text(name, _MAX_NAME)
     return f"{path}.{name}" if path else name
 
 
-def _shown(value: int) -> str:
-    """Returns an integer as text; a very long one by its number of bits, as its digits take quadratic time."""
+def _shorten(value: int) -> str:
+    """Returns an integer as text; a very long one by its number of bits, because its digits take quadratic time."""
     bits = value.bit_length()
     return str(value) if bits <= 3 * _MAX_VALUE else f"an integer of {bits} bits"

@@ -1,53 +1,59 @@
-"""Paths of a nested dict ("moe_layers/attn/q_b") and first-match pattern tables over them.
+"""Handles paths of nested dicts ("moe_layers/attn/q_b") and first-match pattern tables over them.
 
-A `Compound` (a quantised weight) is one leaf here, where `jax.tree` sees its arrays.
+A `CompositeWeight` (a quantised weight) is one leaf in this module, but `jax.tree` sees its arrays.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
-from pallas_kernels.quantised import Compound
+from pallas_kernels.quantized_weights import CompositeWeight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-    """A leaf that is made when it is needed, so that a tree of them takes no memory: make() gives the array, of this
-    shape and dtype."""
+    """Leaf whose array is created on demand, so that a tree of them takes no memory.
+
+    Attributes:
+      shape, dtype: shape and dtype of the array.
+      make: function that returns the array.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     make: Callable[[], jax.Array]
 
 
-def made(leaf):
-    """The array of a leaf that may be `Lazy`."""
+def materialize(leaf: Any) -> Any:
+    """Returns the array of a leaf that may be `Lazy`."""
     return leaf.make() if isinstance(leaf, Lazy) else leaf
 
 
-def path_of(key_path) -> str:
-    """ "a/b/c" from the key path of `jax.tree_util`."""
+def path_of(key_path: Iterable[Any]) -> str:
+    """Returns "a/b/c" for a key path of `jax.tree_util`."""
     return "/".join(
         str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in key_path
     )
 
 
-def is_compound(x) -> bool:
-    """Whether x is a leaf made of several arrays."""
-    return isinstance(x, Compound)
+def is_compound(x: Any) -> bool:
+    """Returns True if x is a leaf that consists of several arrays."""
+    return isinstance(x, CompositeWeight)
 
 
-def flatten(tree) -> dict[str, object]:
-    """{path: leaf}, in the order of `jax.tree.leaves`."""
+def flatten(tree: PyTree) -> dict[str, object]:
+    """Returns {path: leaf}, in the order of `jax.tree.leaves`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_compound)
     return {path_of(p): leaf for p, leaf in leaves}
 
 
 def unflatten(flat: dict[str, object]) -> dict:
-    """Nested dicts from {path: leaf}."""
+    """Returns the nested dicts of {path: leaf}."""
     tree: dict = {}
     for path, leaf in flat.items():
         *parents, last = path.split("/")
@@ -58,42 +64,45 @@ def unflatten(flat: dict[str, object]) -> dict:
     return tree
 
 
-def map_with_path(function, tree, *rest):
-    """`jax.tree.map` whose function receives the path first."""
+def map_with_path(function: Callable, tree: PyTree, *rest) -> PyTree:
+    """Maps a function over trees like `jax.tree.map`; its first argument is the path."""
     return jax.tree_util.tree_map_with_path(
         lambda p, *x: function(path_of(p), *x), tree, *rest, is_leaf=is_compound
     )
 
 
-def found(patterns, path: str) -> bool:
-    """Whether any of the regular expressions is found in a path (`re.search`); ValueError for one that is
-    none."""
+def matches_any(patterns: Iterable[str], path: str) -> bool:
+    """Returns True if any regular expression matches within a path (`re.search`).
+
+    Raises ValueError for a pattern that is not a regular expression.
+    """
     for pattern in patterns:
         try:
             if re.search(pattern, path):
                 return True
         except re.error as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
     return False
 
 
-def match(table, tree):
-    """Tree of the values that a first-match table [(regex, value), ...] gives to every leaf's path.
+def first_match(table: Sequence[tuple[str, Any]], tree: PyTree) -> PyTree:
+    """Returns the tree of the values that a first-match table assigns to the paths of the leaves.
 
-    The regex is searched for (`re.search`). ValueError names each path that no pattern covers.
+    table: [(regex, value), ...]; a regex matches anywhere in the path (`re.search`). Raises ValueError with the paths
+    that no pattern covers.
     """
-    missed = []
+    uncovered = []
 
     def value(path, _):
-        for pattern, val in table:
+        for pattern, entry in table:
             if re.search(pattern, path):
-                return val
-        missed.append(path)
+                return entry
+        uncovered.append(path)
         return None
 
     out = map_with_path(value, tree)
-    if missed:
+    if uncovered:
         raise ValueError(
-            f"no pattern covers {', '.join(missed)}; patterns: {[p for p, _ in table]}"
+            f"no pattern covers {', '.join(uncovered)}; patterns: {[p for p, _ in table]}"
         )
     return out

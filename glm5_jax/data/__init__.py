@@ -1,1 +1,1 @@
-"""From documents on disk to batches of packed token records."""
+"""Converts documents on disk to batches of packed token records."""

@@ -1,7 +1,7 @@
-"""Conversations as a source of a mixture: files of jsonl, or generated ones, a record for every sample.
+"""Reads conversations as a source of a mixture: jsonl files or generated ones, a record for every sample.
 
-What is wrong with a line is said before training begins, and nothing is left out: `select` (the command
-experiments/check_chats.py) is what filters, and says what it drops.
+Opening a source raises an error for an invalid line, so that training neither fails later nor drops lines. `filter_lines`
+(the command experiments/check_chats.py) filters a file, and reports what it drops.
 """
 
 import collections
@@ -21,42 +21,42 @@ from typing import NamedTuple
 import numpy as np
 
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.data.chat_tasks import ChatTaskConfig, lines
+from glm5_jax.core.files import read_line, read_lines
+from glm5_jax.data.chat_tasks import ChatTaskConfig, make_lines
 from glm5_jax.data.conversation import (
     Conversation,
-    parse,
-    record,
-    records,
-    trained,
-    unlearnt,
+    make_record,
+    parse_line,
+    trained_samples,
+    untrainable_reason,
 )
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.data.sources import held_out
+from glm5_jax.data.sources import is_held_out
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.messages import ChatError
 from glm5_jax.text.thinking import MODES, Sample, SampleRenderer
 from glm5_jax.text.tokenizer import Tokenizer
 
-LONGEST = 202_752  # tokens of SFT's longest samples (GLM-5 3.1)
+MAX_TOKENS = 202_752  # of the longest samples of SFT (GLM-5 3.1)
 CATEGORIES = ("general", "reasoning", "coding", "agent")  # of SFT's data (GLM-5 3.1)
-QUIET_BYTES = 2**25  # a second or so of checking, before there is a progress bar
-BYTES_PER_TOKEN = 4  # a guess, for how many conversations are read ahead
-_AROUND_TOOLS = 1000  # bytes
+QUIET_BYTES = 2**25  # about a second of checking, before a progress bar appears
+BYTES_PER_TOKEN = 4  # an estimate, for the number of prefetched conversations
+_TOOLS_PROMPT_BYTES = 1000  # upper bound of the text around tools
 _COMMAND = "python -m experiments.check_chats"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatSourceConfig:
-    """Conversations of one category as a source of a mixture.
+    """Conversations of one category as a source of a mixture. Raises ValueError if a value is out of range.
 
     Attributes:
-      chats: a jsonl file or a glob (conversation.py says what a line is), or what to generate.
-      category: one of `CATEGORIES`; a name for metrics and messages.
-      mode: of thinking, for lines that name none.
-      weight: the source's share of the rows, relative to the other sources; the paper prints none.
-      max_tokens: that a sample may have; rows must hold it whole. None: a row's.
-      variant: of the layout (text/chat.py).
-      mask_errors: whether the assistant's mistakes are left out of the loss.
+      chats: jsonl file or glob (see conversation.py for lines), or options of generated conversations.
+      category: one of `CATEGORIES`, for the names of metrics and errors.
+      mode: mode of thinking for lines without one.
+      weight: share of the rows, relative to the other sources; the paper prints none.
+      max_tokens: maximum tokens of a sample, which a row must hold; None: the length of a row.
+      variant: name of the layout (text/chat.py).
+      mask_errors: whether the assistant's mistakes are masked in the loss.
     """
 
     chats: str | ChatTaskConfig
@@ -78,33 +78,43 @@ class ChatSourceConfig:
             raise ValueError(
                 f"the weight of source {self.name!r} is {self.weight}; make it positive"
             )
-        if self.mode == "preserved" and not VARIANTS[self.variant].keeps:
+        if self.mode == "preserved" and not VARIANTS[self.variant].keeps_reasoning:
             raise ValueError(f"mode is 'preserved'; {self.variant} cannot keep earlier reasoning")
         if self.max_tokens is not None and self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2, or None")
 
     @property
     def name(self) -> str:
-        """How messages and metrics call the source."""
+        """The name of the source in errors and metrics."""
         what = self.chats if isinstance(self.chats, str) else self.chats.name
         return f"{self.category}:{what}:{self.mode}"
 
     @property
     def length(self) -> int:
-        """Tokens that a row must have."""
+        """The minimum tokens of a row; 0: no minimum."""
         return self.max_tokens or 0
 
     def open(
-        self, tokenizer: Tokenizer, fraction: float, *, training: bool, row: int = LONGEST
-    ) -> "Chats":
-        """The samples of one side, for rows of so many tokens; ValueError names the first line that is wrong,
-        or says that there is none."""
-        most = self.max_tokens or row
-        return Chats(self, tokenizer, fraction, most, training=training)
+        self, tokenizer: Tokenizer, fraction: float, *, training: bool, row: int = MAX_TOKENS
+    ) -> "ChatSource":
+        """Opens the samples of one side of the held-out split.
+
+        fraction: share of held-out conversations. row: length of a row, in tokens. Raises ValueError with the first
+        invalid line, or if the side has no conversation.
+        """
+        max_tokens = self.max_tokens or row
+        return ChatSource(self, tokenizer, fraction, max_tokens, training=training)
 
 
-class _Place(NamedTuple):
-    """Where a sample stands: number of its file, line, first byte, bytes, number in the conversation."""
+class _Location(NamedTuple):
+    """Location of a sample.
+
+    Attributes:
+      file: index of its file.
+      line: line number, from 1.
+      offset, size: offset and size of the line, in bytes; of generated lines, offset is the index.
+      sample: index of the sample in the conversation.
+    """
 
     file: int
     line: int
@@ -113,9 +123,11 @@ class _Place(NamedTuple):
     sample: int
 
 
-class Chats:
-    """A random-access sequence of the records of one side of a source's split. Opening parses every line, and
-    lays out those that may be too long."""
+class ChatSource:
+    """Random-access sequence of the records of one side of a source's split.
+
+    Opening parses every line, and renders those that may be too long.
+    """
 
     def __init__(
         self,
@@ -129,25 +141,29 @@ class Chats:
         self._config, self._tokenizer = config, tokenizer
         self._lines, self._paths = None, []
         if isinstance(config.chats, ChatTaskConfig):
-            self._lines = lines(config.chats, config.mode)
+            self._lines = make_lines(config.chats, config.mode)
         else:
             self._paths = _files(config)
+        # Parse every line, and collect the locations of the samples of this side.
         places, wrong, num_bytes, seen = [], [], 0, 0
-        for place, line in self._everything():
+        for place, line in self._all_lines():
             try:
                 seen += 1
-                conversation = parse(line)
-                samples = trained(conversation, config.mode, config.mask_errors, config.variant)
+                conversation = parse_line(line)
+                samples = trained_samples(
+                    conversation, config.mode, config.mask_errors, config.variant
+                )
                 if not samples:
-                    raise ChatError(unlearnt(conversation))
-                if _bytes_at_most(line, conversation) > max_tokens:
+                    raise ChatError(untrainable_reason(conversation))
+                if _max_bytes(line, conversation) > max_tokens:
                     check_length(max(map(self._tokens(conversation), samples)), max_tokens)
             except ValueError as error:
-                wrong.append(f"{self._where(place)}: {error}")
+                wrong.append(f"{self._describe(place)}: {error}")
                 continue
-            if held_out(asked(conversation), fraction) != training:
+            if is_held_out(first_user_text(conversation), fraction) != training:
                 num_bytes += len(line)
                 places += [place._replace(sample=i) for i in range(len(samples))]
+        # Errors.
         if wrong:
             more = f" (and {len(wrong) - 1} lines more)" if len(wrong) > 1 else ""
             raise ValueError(
@@ -160,49 +176,49 @@ class Chats:
                 f"source {config.name!r} has no {split} conversation among {seen}, held_out_fraction "
                 f"{fraction}; add conversations or change the fraction"
             )
-        self._places = np.array(places, np.int64)
+        self._locations = np.array(places, np.int64)
         self.mean_tokens = max(1, num_bytes // BYTES_PER_TOKEN // len(places))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def __getitem__(self, index: int) -> TokenRecord:
-        config, place = self._config, _Place(*self._places[index].tolist())
-        conversation = parse(self._read(place))
-        samples = trained(conversation, config.mode, config.mask_errors, config.variant)
+        config, place = self._config, _Location(*self._locations[index].tolist())
+        conversation = parse_line(self._read(place))
+        samples = trained_samples(conversation, config.mode, config.mask_errors, config.variant)
         renderer = self._renderer(conversation)
-        return record(samples[place.sample], conversation, renderer, mask_errors=config.mask_errors)
+        return make_record(
+            samples[place.sample], conversation, renderer, mask_errors=config.mask_errors
+        )
 
     def conversation(self, index: int) -> Conversation:
-        """The conversation that sample `index` is of."""
-        return parse(self._read(_Place(*self._places[index].tolist())))
+        """Returns the conversation of sample `index`."""
+        return parse_line(self._read(_Location(*self._locations[index].tolist())))
 
-    def _everything(self) -> Iterator[tuple[_Place, bytes]]:
-        """Every line and its place."""
+    def _all_lines(self) -> Iterator[tuple[_Location, bytes]]:
+        """Yields (location, line) of every line, with a progress bar for large files."""
         if self._lines is not None:
             for number, line in enumerate(self._lines):
-                yield _Place(0, number + 1, number, len(line), 0), line
+                yield _Location(0, number + 1, number, len(line), 0), line
         sizes = [path.stat().st_size for path in self._paths]
         before = shown = 0
         total = sum(sizes)
         bar = ProgressBar(total, unit="byte") if total > QUIET_BYTES else contextlib.nullcontext()
         with bar:
             for number, path in enumerate(self._paths):
-                for line, offset, content in numbered_lines(path):
-                    yield _Place(number, line, offset, len(content), 0), content
+                for line, offset, size, content in read_lines(path):
+                    yield _Location(number, line, offset, size, 0), content
                     if before + offset > shown + QUIET_BYTES:
                         shown = before + offset
                         bar.update(shown, f"checking {path.name}")
                 before += sizes[number]
 
-    def _read(self, place: _Place) -> bytes:
+    def _read(self, place: _Location) -> bytes:
         if self._lines is not None:
             return self._lines[place.offset]
-        with self._paths[place.file].open("rb") as file:
-            file.seek(place.offset)
-            return file.read(place.size)
+        return read_line(self._paths[place.file], place.offset, place.size)
 
-    def _where(self, place: _Place) -> str:
+    def _describe(self, place: _Location) -> str:
         return f"{self._paths[place.file] if self._paths else 'conversation'}, line {place.line}"
 
     def _renderer(self, conversation: Conversation) -> SampleRenderer:
@@ -210,39 +226,31 @@ class Chats:
 
     def _tokens(self, conversation: Conversation) -> Callable[[Sample], int]:
         renderer = self._renderer(conversation)
-        return lambda sample: len(renderer.render(sample).ids)
+        return lambda sample: renderer.count(sample)[0]
 
 
-def _bytes_at_most(line: bytes, conversation: Conversation) -> int:
-    """At least as many as the bytes, so the tokens, of a conversation that is laid out."""
+def _max_bytes(line: bytes, conversation: Conversation) -> int:
+    """Returns an upper bound of the bytes, hence of the tokens, of a rendered conversation."""
     calls = any(message.get("tool_calls") for message in conversation.messages)
     if conversation.tools is None and not calls:
         return len(line)
-    # Around tools stands a text of its own, and JSON within is written with blanks.
-    return _AROUND_TOOLS + 2 * len(line)
+    # The layout adds a text around tools, and writes JSON with blanks.
+    return _TOOLS_PROMPT_BYTES + 2 * len(line)
 
 
-def numbered_lines(path: pathlib.Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, first byte, content) of a file's lines that are not empty."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, offset, line
-            offset += len(line)
-
-
-def asked(conversation: Conversation) -> str:
-    """What a user asks first: several answers to it stand on one side of the held-out split."""
+def first_user_text(conversation: Conversation) -> str:
+    """Returns the first user message, so that several answers to it are on one side of the held-out split."""
     messages = conversation.messages
     first = next((m for m in messages if m["role"] == "user"), messages[0])
     return unicodedata.normalize("NFC", first["content"]).strip()
 
 
-def check_length(tokens: int, most: int) -> None:
-    """ChatError for a sample of more tokens than the most there may be."""
-    if tokens > most:
-        raise ChatError(f"a sample of it has {tokens:,} tokens, more than {most:,}; shorten it")
+def check_length(tokens: int, max_tokens: int) -> None:
+    """Raises ChatError for a sample of more than max_tokens tokens."""
+    if tokens > max_tokens:
+        raise ChatError(
+            f"a sample of it has {tokens:,} tokens, more than {max_tokens:,}; shorten it"
+        )
 
 
 # --- filters ---
@@ -250,43 +258,57 @@ def check_length(tokens: int, most: int) -> None:
 Verifier = Callable[[Mapping, Conversation], str | None]
 
 
-class Selected(NamedTuple):
-    """A line that is kept: where it stands, its bytes, what it says and its samples' records."""
+class SelectedLine(NamedTuple):
+    """Line that passed the filters.
+
+    Attributes:
+      place: file and number of the line.
+      line: its bytes.
+      conversation: parsed conversation.
+      counts: (tokens, trained tokens) of each of its samples.
+    """
 
     place: str
     line: bytes
     conversation: Conversation
-    records: list[TokenRecord]
+    counts: list[tuple[int, int]]
 
 
-def select(
+def filter_lines(
     source: Iterable[tuple[str, bytes]],
     tokenizer: Tokenizer,
     drop: Callable[[str, str], None],
     *,
     mode: str = "interleaved",
     variant: str = "glm5",
-    max_tokens: int = LONGEST,
+    max_tokens: int = MAX_TOKENS,
     verifiers: Sequence[Verifier] = (),
-) -> Iterator[Selected]:
-    """The lines of (place, line) that can be trained on; drop(place, reason) is told of every other one.
+) -> Iterator[SelectedLine]:
+    """Yields the lines of (place, line) that can be trained on, and calls drop(place, reason) for the others.
 
-    Reasons are broken turns and anything else that `parse` refuses, conversations that stood before, that teach
-    nothing, or of more than max_tokens, and what a verifier says: verifier(the line's object,
-    conversation) is a reason, or None. So rejection sampling is a file with several answers to each
-    prompt and a verifier of answers.
+    Reasons for dropping a line are:
+
+    - `parse_line` rejects it.
+    - An earlier line has the same conversation.
+    - It has no token to train on.
+    - A sample has more than max_tokens tokens.
+    - A verifier rejects it: verifier(object of the line, conversation) returns a reason, or None.
+
+    So rejection sampling needs a file with several answers to each prompt, and a verifier of answers.
     """
     seen: dict[bytes, str] = {}
     for place, line in source:
         try:
-            conversation = parse(line)
+            conversation = parse_line(line)
             key = hashlib.blake2b(conversation.key.encode(), digest_size=16).digest()
             if key in seen:
-                raise ChatError(f"the same conversation stands in {seen[key]}; remove one")
-            found = records(conversation, tokenizer, mode=mode, variant=variant)
-            if not found:
-                raise ChatError(unlearnt(conversation))
-            check_length(max(map(len, found)), max_tokens)
+                raise ChatError(f"the same conversation is in {seen[key]}; remove one")
+            samples = trained_samples(conversation, mode, variant=variant)
+            if not samples:
+                raise ChatError(untrainable_reason(conversation))
+            renderer = SampleRenderer(tokenizer, conversation.tools, variant)
+            counts = [renderer.count(sample, conversation.mistakes) for sample in samples]
+            check_length(max(counts)[0], max_tokens)
             for verifier in verifiers:
                 if reason := verifier(json.loads(line), conversation):
                     raise ChatError(reason)
@@ -294,26 +316,28 @@ def select(
             drop(place, str(error))
             continue
         seen[key] = place
-        yield Selected(place, line, conversation, found)
+        yield SelectedLine(place, line, conversation, counts)
 
 
-def answers_rightly(line: Mapping, conversation: Conversation) -> str | None:
-    """Verifier: the last number of the last reply is the line's `answer`, or its whole text is."""
+def check_answer(line: Mapping, conversation: Conversation) -> str | None:
+    """Verifies that the last number of the last reply, or its full text, is the line's `answer`."""
     if line.get("answer") is None:
-        return "it has no answer to hold its reply against; add one, or leave this verifier out"
+        return "it has no answer to compare its reply with; add one, or leave out this verifier"
     replies = [m["content"] for m in conversation.messages if m["role"] == "assistant"]
-    given, wanted = replies[-1].strip(), str(line["answer"]).strip()
-    numbers = _NUMBER.findall(given)
-    if given == wanted or (numbers and _value(numbers[-1]) == _value(wanted)):
+    reply, answer = replies[-1].strip(), str(line["answer"]).strip()
+    numbers = _NUMBER.findall(reply)
+    if reply == answer or (numbers and _value(numbers[-1]) == _value(answer)):
         return None
     return (
-        f"its reply ends in {numbers[-1] if numbers else given[-40:]!r}, its answer is {wanted!r}"
+        f"its reply ends in {numbers[-1] if numbers else reply[-40:]!r}, its answer is {answer!r}"
     )
 
 
-def repeats_nothing(line: Mapping, conversation: Conversation) -> str | None:
-    """Verifier: no reply says the same `_STRETCH` characters, blanks left out, more than `_TIMES` times
-    (numbers ours)."""
+def check_repetition(line: Mapping, conversation: Conversation) -> str | None:
+    """Verifies that no reply repeats the same `_WINDOW` characters, without blanks, more than `_MAX_REPEATS` times.
+
+    Both numbers are ours.
+    """
     del line
     for i, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
@@ -324,18 +348,18 @@ def repeats_nothing(line: Mapping, conversation: Conversation) -> str | None:
         ]
         for text in ("".join(part.split()) for part in parts):
             counts = collections.Counter(
-                text[first : first + _STRETCH] for first in range(len(text) - _STRETCH + 1)
+                text[first : first + _WINDOW] for first in range(len(text) - _WINDOW + 1)
             )
             stretch, times = max(counts.items(), key=lambda x: x[1], default=("", 0))
-            # What repeats a shorter piece, as a row of dashes does, counts once for each of its length.
-            if times > _TIMES and len(set(stretch)) > 2:
-                return f"message {i} says {stretch!r} {times} times"
+            # A repeated shorter text, such as a row of dashes, counts once per character.
+            if times > _MAX_REPEATS and len(set(stretch)) > 2:
+                return f"message {i} repeats {stretch!r} {times} times"
     return None
 
 
-VERIFIERS: dict[str, Verifier] = {"answer": answers_rightly, "repetition": repeats_nothing}
+VERIFIERS: dict[str, Verifier] = {"answer": check_answer, "repetition": check_repetition}
 _NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
-_STRETCH, _TIMES = 30, 4
+_WINDOW, _MAX_REPEATS = 30, 4
 
 
 def _value(text: str) -> decimal.Decimal | str:

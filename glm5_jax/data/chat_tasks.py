@@ -1,15 +1,15 @@
-"""Conversations that are made of what is shipped, or from nothing.
+"""Generates conversations from shipped texts or from random numbers.
 
-  plays   speeches of Shakespeare's; the model is the one who replies
-  mbpp    small programs for what a sentence asks (MBPP)
+  plays   consecutive speeches of Shakespeare; the model replies
+  mbpp    small programs for a description in one sentence (MBPP)
   gsm8k   word problems (GSM8K); their rationales are the reasoning, their results the replies
-  chain   values that follow from each other modulo ten; the last is asked. Reasoning works them out in
-          turn. Later turns go on from one of the values, which preserved reasoning holds already and
-          cleared reasoning has to work out again.
-  tools   a product to calculate, or an order to look up, with the tools of tau-bench's shop; a first
-          call may be a mistake, which the tool's answer says and the next call corrects
+  chain   a chain of values modulo ten; the question is the last one. The reasoning computes them in
+          order. Later turns continue from one of the values: preserved reasoning contains it, cleared
+          reasoning has to compute it again.
+  tools   a product to calculate, or an order to look up, with the tools of tau-bench's shop; the first
+          call may be a mistake, which the tool reports and the next call corrects
 
-The first two have no reasoning. A conversation depends on the config and its number alone.
+The first two have no reasoning. A conversation depends only on the config and its number.
 """
 
 import dataclasses
@@ -25,24 +25,24 @@ import numpy as np
 from glm5_jax.data.sources import ASSETS, SHAKESPEARE
 
 NAMES = "abcdefghij"
-TIMES = (3, 7, 9)  # units modulo ten: no product forgets what it is made of
+TIMES = (3, 7, 9)  # units modulo ten, so that a product depends on its other factor
 REASONING = ("gsm8k", "chain", "tools")
-LONGEST_SPEECH = 1000  # characters
+MAX_SPEECH_CHARACTERS = 1000
 STATUSES = ("pending", "processed", "delivered", "cancelled")
 TOOLS = ("calculate", "get_order_details")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTaskConfig:
-    """Conversations of one kind. Construction refuses values out of range (ValueError).
+    """Generated conversations of one kind. Raises ValueError if a value is out of range.
 
     Attributes:
       kind: one of `KINDS`.
-      size: how many conversations there are, of plays, mbpp and gsm8k at most as many as are shipped.
-      seed: with a number and this config, all that a conversation depends on.
-      steps: of chain: values in the first turn.
-      turns: of chain: user's turns.
-      mistakes: of tools: share of conversations whose first call is a mistake.
+      size: number of conversations; of plays, mbpp and gsm8k at most as many as are shipped.
+      seed: random seed.
+      steps: number of values in the first turn of a chain.
+      turns: number of the user's turns of a chain.
+      mistakes: share of conversations of tools whose first call is a mistake.
     """
 
     kind: str = "chain"
@@ -55,49 +55,51 @@ class ChatTaskConfig:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; use one of {', '.join(KINDS)}")
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("size", 1, 10**7),
             ("seed", 0, 2**63),
             ("steps", 2, len(NAMES)),
             ("turns", 1, 100),
             ("mistakes", 0, 1),
         ):
-            if not least <= getattr(self, name) <= most:
+            if not minimum <= getattr(self, name) <= maximum:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}; it must be from {least} to {most}"
+                    f"{name} is {getattr(self, name)}; it must be from {minimum} to {maximum}"
                 )
 
     @property
     def name(self) -> str:
-        """How messages and metrics call the conversations."""
+        """The name of the conversations in errors and metrics."""
         return self.kind + {"chain": f"{self.steps}x{self.turns}"}.get(self.kind, "")
 
 
-@functools.lru_cache(32)  # both sides of a split, and every stage that looks ahead, ask for them
-def lines(config: ChatTaskConfig, mode: str) -> tuple[bytes, ...]:
-    """The conversations as lines of SFT data (conversation.py), with reasoning as `mode` needs it.
+@functools.lru_cache(
+    32
+)  # both sides of a split, and every stage that checks its data first, use them
+def make_lines(config: ChatTaskConfig, mode: str) -> tuple[bytes, ...]:
+    """Returns the conversations as lines of SFT data (conversation.py), with the reasoning for `mode`.
 
-    Of turn_level what has reasoning comes twice, its turns with it where the other's have none.
+    For turn_level, each conversation with reasoning comes twice: a turn with reasoning in one has none in the other.
     """
     return tuple(_lines(config, mode))
 
 
 def _lines(config: ChatTaskConfig, mode: str) -> Iterator[bytes]:
-    twice = mode == "turn_level" and config.kind in REASONING
+    is_doubled = mode == "turn_level" and config.kind in REASONING
     for number in range(config.size):
-        problem = number // 2 if twice else number
+        problem = number // 2 if is_doubled else number
         rng = np.random.default_rng([zlib.crc32(config.kind.encode()), config.seed, problem])
-        made = KINDS[config.kind](config, rng, problem, mode == "preserved")
-        if made is None:
+        conversation = KINDS[config.kind](config, rng, problem, mode == "preserved")
+        if conversation is None:
             return
-        if twice:
+        if is_doubled:
             thinks = np.random.default_rng([config.seed, problem]).random(config.turns) < 0.5
-            _silence(made["messages"], thinks ^ (number % 2 == 1))
-        yield json.dumps(made, ensure_ascii=False).encode()
+            _remove_reasoning(conversation["messages"], thinks ^ (number % 2 == 1))
+        yield json.dumps(conversation, ensure_ascii=False).encode()
 
 
-def _silence(messages: list[dict], thinks) -> None:
-    """Takes the reasoning out of the turns that do not think."""
+def _remove_reasoning(messages: list[dict], thinks) -> None:
+    """Removes the reasoning from the turns that do not think."""
     turn = -1
     for message in messages:
         turn += message["role"] == "user"
@@ -110,14 +112,14 @@ def _plays(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | 
     exchanges = _exchanges()
     if number >= len(exchanges):
         return None
-    said, who, reply = exchanges[number]
+    speech, who, reply = exchanges[number]
     system = {"role": "system", "content": f"You are {who}."}
-    return {"messages": [system, _user(said), {"role": "assistant", "content": reply}]}
+    return {"messages": [system, _user(speech), {"role": "assistant", "content": reply}]}
 
 
 def _mbpp(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | None:
     del config, rng, preserved
-    problems = shipped("mbpp.jsonl")
+    problems = load_asset("mbpp.jsonl")
     if number >= len(problems):
         return None
     text, code, [test, *_] = (problems[number][name] for name in ("text", "code", "tests"))
@@ -127,7 +129,7 @@ def _mbpp(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | N
 
 def _gsm8k(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | None:
     del config, rng, preserved
-    problems = shipped("gsm8k.jsonl")
+    problems = load_asset("gsm8k.jsonl")
     if number >= len(problems):
         return None
     question, answer = problems[number]["question"], problems[number]["answer"]
@@ -137,14 +139,14 @@ def _gsm8k(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict | 
 
 
 def _chain(config: ChatTaskConfig, rng, number: int, preserved: bool) -> dict:
-    """Turns that each define values and ask for the last; those after the first start from one of it."""
+    """Generates turns that define values and ask for the last; later turns start from a value of the first."""
     del number
     value, messages, first = int(rng.integers(10)), [], []
     for turn in range(config.turns):
         if turn == 0:
             names, start = NAMES[: config.steps], str(value)
         else:
-            # Not the last, which the reply said.
+            # Not the last value, which the reply contains.
             at = int(rng.integers(config.steps - 1))
             names, start = "xy", NAMES[at]
             value = first[at][1]
@@ -216,27 +218,30 @@ def _call(reasoning: str, call: dict) -> dict:
 
 
 @functools.cache
-def shipped(name: str) -> list[dict]:
-    """The lines of an asset."""
+def load_asset(name: str) -> list[dict]:
+    """Loads the lines of an asset."""
     return [json.loads(line) for line in (ASSETS / name).read_text("utf-8").splitlines()]
 
 
 @functools.cache
 def _exchanges() -> list[tuple[str, str, str]]:
-    """(what was said, who replies, what) of neighbouring speeches, none longer than `LONGEST_SPEECH`."""
+    """Returns (speech, name of the one who replies, reply) of consecutive speeches.
+
+    None is longer than `MAX_SPEECH_CHARACTERS`.
+    """
     blocks = SHAKESPEARE.read_text("utf-8").split("\n\n")
     parts = (block.strip().split(":\n", 1) for block in blocks)
     speeches = [part for part in parts if len(part) == 2]
     return [
-        (said, who, reply)
-        for (_, said), (who, reply) in itertools.pairwise(speeches)
-        if max(len(said), len(reply)) <= LONGEST_SPEECH
+        (speech, who, reply)
+        for (_, speech), (who, reply) in itertools.pairwise(speeches)
+        if max(len(speech), len(reply)) <= MAX_SPEECH_CHARACTERS
     ]
 
 
 @functools.cache
 def shop_tools() -> list[dict]:
-    """What of the shop's tools the conversations use, as OpenAI describes functions."""
+    """Returns the shop's tools that the conversations use, as function definitions in OpenAI's form."""
     tools = json.loads((ASSETS / "retail_tools.json").read_text("utf-8"))
     return [tool for tool in tools if tool["function"]["name"] in TOOLS]
 

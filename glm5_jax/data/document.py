@@ -1,8 +1,7 @@
-"""`Document`: what a model reads as one text, also where it is made of several.
+"""Defines `Document`, a text that may consist of several parts.
 
-A long document is made of parts that stand elsewhere as documents of their own: the files of a
-repository, the passages of a book. The held-out split is decided by part, so that one that is held
-out of short texts is not trained on as a piece of a long one.
+The parts of a long document may also be separate documents: the files of a repository, the passages of a book. The held-out
+split is decided per part, so that a held-out short text is not trained on as part of a long one.
 """
 
 import dataclasses
@@ -13,51 +12,51 @@ PASSAGE_LENGTH = 4096  # characters
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A text inside a document; with a path, a header line names it (as `tail` prints files)."""
+class DocumentPart:
+    """Text inside a document; with a path, a header line names it (in the form of `tail`)."""
 
     text: str
     path: str = ""
 
     def render(self) -> str:
-        """The text as it is read."""
+        """Returns the text with its header line."""
         return f"==> {self.path} <==\n{self.text}\n" if self.path else self.text
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """Threads of parts: a thread's parts follow each other, threads alternate (interleave.py).
+    """Document of one or more threads of parts: the parts of a thread are consecutive, threads alternate (interleave.py).
 
     Attributes:
-      threads: one, except where similar documents are interleaved.
-      chunk: tokens of a thread before the next one's turn; of no meaning for one thread.
+      threads: threads; one, unless similar documents are interleaved.
+      chunk: tokens of a thread before the next one continues; ignored for one thread.
     """
 
-    threads: tuple[tuple[Part, ...], ...]
+    threads: tuple[tuple[DocumentPart, ...], ...]
     chunk: int = 0
 
     @classmethod
     def of(cls, text: str) -> "Document":
-        """A document that is one text."""
-        return cls(((Part(text),),))
+        """Returns the document of a single text."""
+        return cls(((DocumentPart(text),),))
 
     @property
     def num_characters(self) -> int:
-        """Characters of all parts, headers left out."""
+        """The characters of all parts, without headers."""
         return sum(len(part.text) for thread in self.threads for part in thread)
 
     def texts(self) -> tuple[str, ...]:
-        """The text of each thread."""
+        """Returns the text of each thread."""
         return tuple("".join(part.render() for part in thread) for thread in self.threads)
 
     def select(self, keep: Callable[[str], bool]) -> "Document | None":
-        """The document of the parts whose text is kept; None if there is none."""
+        """Returns the document of the parts for whose text keep(text) is true; None if there are none."""
         threads = (tuple(p for p in t if p.text and keep(p.text)) for t in self.threads)
-        left = tuple(thread for thread in threads if thread)
-        return dataclasses.replace(self, threads=left) if left else None
+        non_empty = tuple(thread for thread in threads if thread)
+        return dataclasses.replace(self, threads=non_empty) if non_empty else None
 
     def content(self) -> bytes:
-        """What makes the document what it is; of a single text, its UTF-8 bytes."""
+        """Returns bytes that identify the document; for a single text, its UTF-8 bytes."""
         parts = [part for thread in self.threads for part in thread]
         if len(parts) == 1 and not parts[0].path:
             return parts[0].text.encode("utf-8")
@@ -65,7 +64,7 @@ class Document:
 
 
 class Books:
-    """A document per file, whole; its parts are the passages of the file (`passages`)."""
+    """Sequence of a document per file, whose parts are the passages of the file (`passages`)."""
 
     def __init__(self, paths: Iterable[pathlib.Path]):
         self._paths = list(paths)
@@ -75,13 +74,13 @@ class Books:
 
     def __getitem__(self, index: int) -> Document:
         text = read_text(self._paths[index])
-        return Document((tuple(map(Part, passages(text))),))
+        return Document((tuple(map(DocumentPart, passages(text))),))
 
 
 class Repositories:
-    """A document per repository: its files in the order of their paths, each under its path.
+    """Sequence of a document per repository: its files in the order of their paths, each with its path.
 
-    What stands directly in `root` is a repository: a folder with all that is below it, or one file.
+    Each entry of `root` is a repository: a folder with all its files, or a single file.
     """
 
     def __init__(self, root: pathlib.Path, paths: Iterable[pathlib.Path]):
@@ -96,11 +95,11 @@ class Repositories:
     def __getitem__(self, index: int) -> Document:
         paths = self._repositories[index]
         named = [(path.relative_to(self._root).as_posix(), read_text(path)) for path in paths]
-        return Document((tuple(Part(text, path) for path, text in named),))
+        return Document((tuple(DocumentPart(text, path) for path, text in named),))
 
 
 class AsDocuments:
-    """Texts as documents."""
+    """Sequence of texts as documents."""
 
     def __init__(self, texts: Sequence[str]):
         self._texts = texts
@@ -113,7 +112,7 @@ class AsDocuments:
 
 
 class AsTexts:
-    """Documents as plain texts, threads one after the other."""
+    """Sequence of documents as plain texts, with their threads concatenated."""
 
     def __init__(self, documents: Sequence[Document]):
         self._documents = documents
@@ -126,12 +125,12 @@ class AsTexts:
 
 
 def read_text(path: pathlib.Path) -> str:
-    """A file's text; ValueError with the place of what is not UTF-8."""
+    """Reads the text of a file. Raises ValueError with the position of bytes that are not UTF-8."""
     return decode(path.read_bytes(), path)
 
 
 def decode(content: bytes, where: object) -> str:
-    """The text of UTF-8 bytes; ValueError with the place of what is not UTF-8."""
+    """Decodes UTF-8 bytes. Raises ValueError with the position of bytes that are not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -142,12 +141,12 @@ def decode(content: bytes, where: object) -> str:
 
 
 def passages(text: str) -> list[str]:
-    """Cuts at blank lines into about `PASSAGE_LENGTH`; joined, the passages are the text again."""
-    found, current = [], ""
+    """Splits a text at blank lines into passages of about `PASSAGE_LENGTH`; joined, they are the text again."""
+    parts, current = [], ""
     for paragraph in text.split("\n\n"):
         if current and len(current) + len(paragraph) > PASSAGE_LENGTH:
-            found.append(current)
+            parts.append(current)
             current = ""
         current += paragraph + "\n\n"
-    found.append(current[: -len("\n\n")])
-    return [passage for passage in found if passage.strip()]
+    parts.append(current[: -len("\n\n")])
+    return [passage for passage in parts if passage.strip()]

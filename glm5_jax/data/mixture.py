@@ -1,10 +1,9 @@
-"""Weighted mixture of sources: the endless stream of training rows, and the held-out rows.
+"""Mixes weighted sources into the endless stream of training rows, and into held-out rows.
 
-A source holds documents (sources.py), or records: of tasks (long_context.py) or chats (chat_data.py). The weights are
-shares of rows, so of tokens: every source is shuffled and packed by itself, and the rows are
-interleaved in fixed proportions. Documents are shuffled over the whole epoch and rows once more over
-a window, since the rows of one long document follow each other and would fill a batch. All of it
-follows from the seed alone.
+A source holds documents (sources.py), or records of tasks (long_context.py) or chats (chat_data.py). The weights are
+shares of rows, hence of tokens: every source is shuffled and packed separately, and the rows are interleaved in fixed
+proportions. Documents are shuffled over the full epoch. Rows are shuffled again over a window, because the rows of one
+long document are consecutive and would fill a batch. The result depends on the seed only.
 """
 
 import contextlib
@@ -17,8 +16,8 @@ import grain
 
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.document import Document
-from glm5_jax.data.interleave import weave
-from glm5_jax.data.long_context import TaskSourceConfig, one_side
+from glm5_jax.data.interleave import interleave_records
+from glm5_jax.data.long_context import TaskSourceConfig, select_split
 from glm5_jax.data.packing import PACKINGS, pack
 from glm5_jax.data.record import TokenRecord, plain_record
 from glm5_jax.data.sources import SourceConfig, open_documents
@@ -26,46 +25,46 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 AnySourceConfig = SourceConfig | TaskSourceConfig | ChatSourceConfig
 Items = Sequence[Document] | Sequence[TokenRecord]
-# Characters: about a second of tokenising, which a start and a resumption wait for.
+# Characters that are tokenised ahead: about a second of work, for which a start and a resume wait.
 READ_AHEAD = 2**21
+_MAX_QUOTED = 60  # characters of a document in an error
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on. Construction refuses contradictory values (ValueError).
+    """Training data. Raises ValueError if options contradict each other.
 
     Attributes:
-      sources: the mixture; names (kind, path and lengths) must differ. Tasks and chats need best-fit
-        packing and rows that hold them whole.
+      sources: sources of the mixture; names (kind, path and lengths) must differ. Tasks and chats need best-fit
+        packing and rows that hold a full sample.
       sequence_length: tokens of a row (4096 in pre-training: GLM-4.5 report, section 2.3).
-      seed: of the order of documents and rows.
-      shuffle_window: tokens of each source over which rows are shuffled; held in memory, and read
-        again on resuming (a second or so at 2**18).
+      seed: seed of the order of documents and rows.
+      shuffle_window: tokens of each source over which rows are shuffled; held in memory, and read again after a resume
+        (about a second at 2**18).
       packing: "concat" or "best_fit" (packing.py).
-      open_rows: rows that best-fit packing fills at a time; more pad less, and are all filled before
-        the first is given out. 64 at 4096 tokens left 4% padding on the shipped texts, 16 left 7%;
-        at 202752 tokens 8 left 0.5%, within 6 s where 64 took 37.
-      streams: that the data are dealt out to: each has documents, order and packing of its own, and equal parts of every
-        batch's rows. 0: as many as hosts with rows of their own at the first step. A run keeps their number, so that its
-        batches stay the same on other numbers of hosts: fewer read several streams each, of more some read one stream
-        together, each all of it. So set how many hosts there may come to be.
-      held_out_fraction: share of the documents kept for evaluation; 0 trains on all.
-      num_threads: threads that read and tokenise ahead; 0 does it when a batch is asked for. With two or more, another
-        one packs rows ahead, up to two shuffle windows of them.
-      prefetch_documents: how many documents of each source are tokenised ahead, at most; fewer if
-        they are long.
+      open_rows: rows that best-fit packing fills at the same time. More rows mean less padding, but all of them are filled
+        before the first is returned. At 4096 tokens, 64 left 4% padding on the shipped texts, 16 left 7%. At 202752
+        tokens, 8 left 0.5% within 6 s, and 64 took 37 s.
+      num_shards: shards of the data. Each shard has separate documents, order and packing, and provides an equal part of
+        every batch's rows. 0: the number of hosts with separate rows at the first step. A run keeps the number, so
+        that its batches stay the same on other numbers of hosts: fewer hosts read several shards each, and of more
+        hosts several read all of one shard. So set it to the largest number of hosts that the run may have.
+      held_out_fraction: share of the documents that is held out for evaluation; 0: train on all.
+      num_threads: threads that read and tokenise ahead; 0: read when a batch is requested. With two or more, another
+        thread packs up to two shuffle windows of rows ahead.
+      prefetch_documents: maximum number of documents of each source that are tokenised ahead; fewer if they are long.
     """
 
     sources: tuple[AnySourceConfig, ...] = (
-        SourceConfig("shakespeare"),
-        SourceConfig("stdlib"),
+        SourceConfig(kind="shakespeare"),
+        SourceConfig(kind="stdlib"),
     )
     sequence_length: int = 4096
     seed: int = 0
     shuffle_window: int = 2**18
     packing: str = "concat"
     open_rows: int = 64
-    streams: int = 0
+    num_shards: int = 0
     held_out_fraction: float = 0.05
     num_threads: int = 1
     prefetch_documents: int = 32
@@ -83,34 +82,32 @@ class DataConfig:
         if not 0 <= self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction is {self.held_out_fraction}; it must be in [0, 1)")
         minima = dict.fromkeys(
-            ("shuffle_window", "streams", "num_threads", "prefetch_documents"), 0
+            ("shuffle_window", "num_shards", "num_threads", "prefetch_documents"), 0
         )
-        for name, least in (minima | {"open_rows": 1}).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, minimum in (minima | {"open_rows": 1}).items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
         variants = {s.variant for s in self.sources if isinstance(s, ChatSourceConfig)}
         if len(variants) > 1:
-            raise ValueError(
-                f"the chats have layouts {sorted(variants)}; a model learns one of them"
-            )
+            raise ValueError(f"the chats have layouts {sorted(variants)}; use one layout per model")
         for source in self.sources:
             if isinstance(source, SourceConfig):
                 continue
             if self.packing != "best_fit" or source.length > self.sequence_length:
                 raise ValueError(
                     f"packing is {self.packing!r} and sequence_length {self.sequence_length}, which "
-                    f"cut what source {source.name!r} asks, up to {source.length} tokens long, from its "
-                    "answers; use best_fit, and rows of that length, or shorter ones in the source"
+                    f"split samples of source {source.name!r}, which have up to {source.length} tokens; "
+                    "use best_fit, and rows of that length, or shorter samples in the source"
                 )
 
     @property
     def chat_variant(self) -> str | None:
-        """The layout of the chats, None without any."""
+        """The layout of the chats; None: there are no chats."""
         return next((s.variant for s in self.sources if isinstance(s, ChatSourceConfig)), None)
 
 
 def open_training_sources(config: DataConfig, tokenizer: Tokenizer) -> dict[str, Items]:
-    """Opens the sources by name; ValueError, before any work, if one has no training document."""
+    """Opens the sources, and returns them by name. Raises ValueError if one has no training document."""
     return {
         source.name: _open(config, source, tokenizer, training=True) for source in config.sources
     }
@@ -121,22 +118,22 @@ def training_rows(
     sources: dict[str, Items],
     tokenizer: Tokenizer,
     *,
-    stream: int = 0,
-    num_streams: int = 1,
+    shard: int = 0,
+    num_shards: int = 1,
 ) -> grain.IterDataset:
-    """Endless rows (packing.py) of the mixture, one of `num_streams` parts of it.
+    """Returns the endless rows (packing.py) of one shard of the mixture.
 
-    The streams take disjoint documents of each epoch, and every epoch has an order of its own.
-    `sources` are those of `open_training_sources`. ValueError for a stream out of range.
+    The shards take disjoint documents of each epoch, and every epoch has a different order. sources: those of
+    `open_training_sources`. Raises ValueError for a shard out of range.
     """
-    if not 0 <= stream < num_streams:
-        raise ValueError(f"stream is {stream}, there are {num_streams}; count from 0")
+    if not 0 <= shard < num_shards:
+        raise ValueError(f"shard is {shard}, there are {num_shards}; count from 0")
     rows = {}
     for source in config.sources:
         name, items = source.name, sources[source.name]
         seed = zlib.crc32(f"{config.seed} {name}".encode())
         order = grain.MapDataset.source(items).seed(seed).shuffle()
-        order = order.repeat()[stream::num_streams]
+        order = order.repeat()[shard::num_shards]
         records = _records(config, source, items, order, tokenizer, training=True)
         rows[name] = _pack(config, source, records)
         if _is_shuffled(source):
@@ -150,19 +147,19 @@ def training_rows(
     window = config.shuffle_window // config.sequence_length
     if config.num_threads < 2 or window < 2 or not any(map(_is_shuffled, config.sources)):
         return mixed
-    # A shuffle window is filled as a whole: without rows ahead, a step in several waits for all of one.
+    # A shuffle window is refilled in one piece. Without prefetched rows, the step that needs it would wait for all of it.
     return grain.experimental.ThreadPrefetchIterDataset(mixed, prefetch_buffer_size=2 * window)
 
 
 def _is_shuffled(source_config) -> bool:
-    """Whether rows of a source go through a shuffle window: rows of records are independent as they come."""
+    """Returns True if rows of a source need a shuffle window; consecutive rows of records are independent."""
     return isinstance(source_config, SourceConfig)
 
 
 def held_out_rows(
     config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
 ) -> grain.IterDataset:
-    """Rows of one source's held-out documents, once over, in one order for all seeds.
+    """Returns the rows of one source's held-out documents, each once, in the same order for all seeds.
 
     Raises ValueError if the source has no held-out document.
     """
@@ -173,15 +170,15 @@ def held_out_rows(
 def training_documents(
     config: DataConfig, source_config: AnySourceConfig, tokenizer: Tokenizer
 ) -> Iterator[list[int]]:
-    """Token ids of each training document of one source, once, shuffled alike for all seeds."""
+    """Yields the token ids of each training document of one source, in the same random order for all seeds."""
     records = _one_pass(config, source_config, tokenizer, training=True)
-    with contextlib.closing(iter(records)) as found:
-        for record in found:
+    with contextlib.closing(iter(records)) as opened:
+        for record in opened:
             yield record.token_ids.tolist()
 
 
 def document_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of a text and the end-of-document token, which is predicted like any other."""
+    """Returns the ids of a text and the end-of-document token, which is predicted like any other."""
     return [*tokenizer.encode(text), tokenizer.eos_id]
 
 
@@ -192,7 +189,7 @@ def _open(
     *,
     training: bool,
 ) -> Items:
-    """Opens a source and makes sure that the split has a document: an endless filter would hang."""
+    """Opens a source. Raises ValueError if the split has no document, because an endless filter would hang."""
     fraction = config.held_out_fraction
     if isinstance(source_config, ChatSourceConfig):
         length = config.sequence_length
@@ -201,7 +198,7 @@ def _open(
         return source_config.open(tokenizer, fraction, training=training)
     documents = open_documents(source_config)
     for index in range(len(documents)):
-        if _readable(config, source_config, documents[index], training):
+        if _part_in_split(config, source_config, documents[index], training):
             return documents
     split = "training" if training else "held-out"
     raise ValueError(
@@ -210,11 +207,11 @@ def _open(
     )
 
 
-def _readable(config, source_config, document: Document, training: bool) -> Document | None:
-    """What of a document may be read; None if nothing."""
+def _part_in_split(config, source_config, document: Document, training: bool) -> Document | None:
+    """Returns the part of a document in the split; None: it has none, or the wrong length."""
     if source_config.interleave is None and not source_config.fits(document):
         return None
-    return one_side(document, config.held_out_fraction, training=training)
+    return select_split(document, config.held_out_fraction, training=training)
 
 
 def _records(
@@ -226,26 +223,39 @@ def _records(
     *,
     training: bool,
 ) -> grain.IterDataset:
-    """Records of what may be read of a source's items in an order, read ahead; records as they are."""
+    """Returns the records of a source's items in an order, with prefetching.
+
+    Documents are reduced to the split and tokenised; records are returned unchanged.
+    """
     records = order
     if isinstance(source_config, SourceConfig):
 
         def record(document: Document) -> TokenRecord:
-            found = [plain_record(document_ids(text, tokenizer)) for text in document.texts()]
-            return found[0] if len(found) == 1 else weave(found, document.chunk)
+            try:
+                texts = [document_ids(text, tokenizer) for text in document.texts()]
+            except ValueError as error:
+                start = document.texts()[0][:_MAX_QUOTED]
+                raise ValueError(
+                    f"source {source_config.name!r}, the document that begins with {start!r}: {error}"
+                ) from error
+            threads = [plain_record(ids) for ids in texts]
+            return threads[0] if len(threads) == 1 else interleave_records(threads, document.chunk)
 
-        records = order.map(lambda item: _readable(config, source_config, item, training))
+        records = order.map(lambda item: _part_in_split(config, source_config, item, training))
         records = records.filter(lambda document: document is not None).map(record)
-    ahead = min(config.prefetch_documents, _most_ahead(config, source_config, items))
+    ahead = min(config.prefetch_documents, _max_prefetch(config, source_config, items))
     threads = config.num_threads if ahead else 0
     records = records.to_iter_dataset(grain.ReadOptions(threads, max(ahead, threads)))
-    # A held-out split is mostly filtered away, which is no reason for a warning.
+    # A held-out split filters most documents, which should not cause a warning.
     options = grain.experimental.DatasetOptions(filter_warn_threshold_ratio=None)
     return grain.experimental.WithOptionsIterDataset(records, options)
 
 
-def _most_ahead(config, source_config, items: Items) -> int:
-    """How many of a source's items may be read ahead: of records a row, else `READ_AHEAD`, by a sample."""
+def _max_prefetch(config, source_config, items: Items) -> int:
+    """Returns the maximum number of prefetched items: a row of records, or `READ_AHEAD` characters of documents.
+
+    The mean length of documents is estimated from a sample.
+    """
     if not isinstance(source_config, SourceConfig):
         return max(1, config.sequence_length // items.mean_tokens)
     sample = range(0, len(items), -(-len(items) // 8))
@@ -254,23 +264,23 @@ def _most_ahead(config, source_config, items: Items) -> int:
 
 
 def _one_pass(config, source_config, tokenizer, *, training: bool) -> grain.IterDataset:
-    """Records of one source, once over."""
+    """Returns the records of one source, each once."""
     items = _open(config, source_config, tokenizer, training=training)
-    # Not the run's seed: runs that differ in it are compared on the same rows.
+    # Not the run's seed, because runs with different seeds are compared on the same rows.
     order = grain.MapDataset.source(items).seed(0).shuffle()
     return _records(config, source_config, items, order, tokenizer, training=training)
 
 
 def _pack(config: DataConfig, source_config, records: grain.IterDataset) -> grain.IterDataset:
-    # Tasks have one length: a second open row would only make more of them before the first is read.
+    # Tasks have one length. A second open row would only create more of them before the first is read.
     open_rows = 1 if isinstance(source_config, TaskSourceConfig) else config.open_rows
     if not isinstance(source_config, SourceConfig):
-        records = records.map(functools.partial(_whole, config.sequence_length))
+        records = records.map(functools.partial(_check_fits_row, config.sequence_length))
     return pack(records, config.sequence_length, packing=config.packing, open_rows=open_rows)
 
 
-def _whole(length: int, record: TokenRecord) -> TokenRecord:
-    """The record; ValueError if a row would cut it."""
+def _check_fits_row(length: int, record: TokenRecord) -> TokenRecord:
+    """Returns the record. Raises ValueError if a row would split it."""
     if len(record) > length:
         raise ValueError(
             f"a record of {len(record)} tokens exceeds a row of {length}; leave it out"

@@ -1,17 +1,17 @@
-"""Packing: records of any length become rows of one length, several records to a row.
+"""Packs records of any length into rows of one length, several records to a row.
 
-Two ways, both keeping every token:
+There are two methods, and both use every token:
 
   "concat"    random truncation, as in GLM's pre-training (GLM-4.5 report, section 2.3): the
-              shuffled records are laid end to end and cut every `length` tokens. A record is cut
-              wherever a row happens to end, elsewhere in each epoch; its rest opens the next row.
+              shuffled records are concatenated and split every `length` tokens. A record is split
+              where a row ends, at a different position in each epoch, and its rest opens the next row.
               There is no padding.
-  "best_fit"  as from mid-training on (same section): a record goes whole into the open row that it
-              fills best (of `open_rows` at a time), so that it is cut only where it exceeds
+  "best_fit"  as from mid-training on (same section): a record goes into the open row that it
+              fills best (of `open_rows` at the same time), so that it is split only if it exceeds
               `length`. The ends of rows are padding.
 
 Each record, or piece of one, is a segment of its row: attention stays inside it, positions start
-at 0 and its first token is not trained on, since the row holds nothing to predict it from.
+at 0 and its first token is not trained on, because the row has no context to predict it from.
 """
 
 import dataclasses
@@ -34,11 +34,12 @@ def pack(
     streams: Sequence[str] = PLAIN_STREAMS,
     open_rows: int = 64,
 ) -> grain.IterDataset:
-    """Rows of `length` tokens from a dataset of `TokenRecord`s, or some in their order; its state resumes exactly.
+    """Packs `TokenRecord`s, a dataset or a sequence, into rows of `length` tokens; its state resumes exactly.
 
-    A row is a dict of arrays [t]: `streams` (all of which every record must have filled; NaN
-    becomes 0), `segment_ids` int32 (1.. in order, 0 padding) and `positions` int32. The last row
-    of a finite dataset may be short, that is padded.
+    A row is a dict of arrays [t]: the streams (which every record must have; NaN becomes 0), `segment_ids` int32 (1.. in
+    order, 0 for padding) and `positions` int32. The last row of a finite dataset is padded. open_rows: see the module's
+    docstring.
+
     Raises ValueError for a `packing` not in `PACKINGS`, and for a record that lacks a stream.
     """
     if packing not in PACKINGS:
@@ -47,7 +48,7 @@ def pack(
         raise ValueError(f"the row length is {length}; it must be at least 2")
     if not isinstance(records, grain.IterDataset):
         records = grain.MapDataset.source(records).to_iter_dataset(grain.ReadOptions(0, 0))
-    # The packers cut and join one structured array, so that no stream can slip against another.
+    # The packers split and join one structured array, so that all streams stay aligned.
     dtype = np.dtype([(name, STREAMS[name]) for name in streams])
     tables = records.map(lambda record: {"record": _table(record, dtype)})
     if packing == "concat":
@@ -64,16 +65,16 @@ def pack(
 
 
 def blank_row(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A row like `row` that is all padding."""
+    """Returns a row of padding with the streams and the length of `row`."""
     return {name: np.zeros_like(stream) for name, stream in row.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Cut(grain.experimental.FlatMapTransform):
-    """Cuts records that exceed a row."""
+    """Splits records that exceed a row."""
 
     length: int
-    max_fan_out: int = 0  # of no meaning for iterators
+    max_fan_out: int = 0  # iterators ignore it
 
     def flat_map(self, element):
         table = element["record"]

@@ -1,12 +1,12 @@
-"""What people prefer: pairs of replies, answers that set the style, and prompts with the rubric to judge them by.
+"""Reads preference data: pairs of replies, anchor replies that set the style, and prompts with a rubric.
 
-Lines of jsonl, each an object with the messages of a conversation up to the reply (conversation.py) and
+Each is a file of jsonl. A line is an object with the messages of a conversation up to the reply (conversation.py):
 
     {"messages": [...], "chosen": "..." or a message, "rejected": "..." or a message}
     {"messages": [...], "anchor": "..." or a message}
     {"id": "...", "messages": [...], "rubric": "...", "guidance": "..."}
 
-guidance, which a judge is told and the policy is not, and tools may be missing. Other fields are not read.
+guidance, which only the judge receives, and tools may be missing. Other fields are ignored.
 """
 
 import dataclasses
@@ -14,7 +14,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from glm5_jax.data.conversation import parse, read_json
+from glm5_jax.core.files import read_lines
+from glm5_jax.data.conversation import parse_line, read_json
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.text.messages import ChatError
 
@@ -23,9 +24,9 @@ PROMPTS = {name: ASSETS / f"{name}_prompts.jsonl" for name in ("creativity", "sa
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Preference:
-    """Two replies to one conversation, of which people preferred the first; both as messages."""
+    """Two replies to a conversation, as messages; people preferred `chosen`."""
 
     messages: tuple[Mapping, ...]
     chosen: Mapping
@@ -35,16 +36,16 @@ class Preference:
 
 @dataclasses.dataclass(frozen=True)
 class Anchor:
-    """A reply that a person wrote, as a message: what good style is."""
+    """Reply by a person, as a message: an example of good style."""
 
     messages: tuple[Mapping, ...]
     anchor: Mapping
     tools: tuple[Mapping, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A conversation to reply to, and the name of the rubric that replies are judged by."""
+    """Conversation to reply to, and the name of the rubric for its replies."""
 
     id: str
     messages: tuple[Mapping, ...]
@@ -53,17 +54,20 @@ class Prompt:
 
 
 def read_preferences(path: str | os.PathLike) -> list[Preference]:
-    """The pairs of a file. ValueError names the file and the line, and says what is wrong with it."""
+    """Reads the pairs of a file. Raises ValueError with file, line and reason if a line is invalid."""
     return _lines(path, _preference)
 
 
 def read_anchors(path: str | os.PathLike) -> list[Anchor]:
-    """The anchors of a file. ValueError as `read_preferences`."""
+    """Reads the anchors of a file. Raises ValueError like `read_preferences`."""
     return _lines(path, _anchor)
 
 
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
-    """The prompts of a file, such as one of `PROMPTS`. ValueError as `read_preferences`, and for two of one id."""
+    """Reads the prompts of a file, such as one of `PROMPTS`.
+
+    Raises ValueError like `read_preferences`, and for duplicate ids.
+    """
     prompts, seen = _lines(path, _prompt), set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -73,51 +77,55 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
 
 def _lines(path: str | os.PathLike, read: Callable[[Mapping], T]) -> list[T]:
-    found = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                value = read_json(line)
-                if not isinstance(value, Mapping):
-                    raise ChatError(f"the line is a {type(value).__name__}; give an object")
-                found.append(read(value))
-            except ChatError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-    if not found:
+    values = []
+    for line in read_lines(path):
+        try:
+            value = read_json(line.content)
+            if not isinstance(value, Mapping):
+                raise ChatError(f"the line is a {type(value).__name__}; give an object")
+            values.append(read(value))
+        except ChatError as error:
+            raise ValueError(f"{path}, line {line.number}: {error}") from None
+    if not values:
         raise ValueError(f"{path} has no lines; give at least one")
-    return found
+    return values
 
 
 def _preference(value: Mapping) -> Preference:
-    messages, chosen, tools = _replied(value, "chosen")
-    _, rejected, _ = _replied(value, "rejected")
+    messages, chosen, tools = _split_reply(value, "chosen")
+    _, rejected, _ = _split_reply(value, "rejected")
     if chosen == rejected:
         raise ChatError("chosen and rejected are the same reply; drop the line")
-    return Preference(messages, chosen, rejected, tools)
+    return Preference(messages=messages, chosen=chosen, rejected=rejected, tools=tools)
 
 
 def _anchor(value: Mapping) -> Anchor:
-    return Anchor(*_replied(value, "anchor"))
+    return Anchor(*_split_reply(value, "anchor"))
 
 
 def _prompt(value: Mapping) -> Prompt:
     for name, default in (("id", None), ("rubric", None), ("guidance", "")):
         if not isinstance(value.get(name, default), str):
             raise ChatError(f"{name} is {value.get(name)!r}; give a text")
-    # Whatever is said in reply: the checks are those of a whole conversation.
-    messages, _, _ = _replied({**value, "reply": "."}, "reply")
-    return Prompt(value["id"], messages, value["rubric"], value.get("guidance", ""))
+    # With a placeholder reply, because the checks are those of a full conversation.
+    messages, _, _ = _split_reply({**value, "reply": "."}, "reply")
+    return Prompt(
+        id=value["id"],
+        messages=messages,
+        rubric=value["rubric"],
+        guidance=value.get("guidance", ""),
+    )
 
 
-def _replied(value: Mapping, name: str) -> tuple[tuple[Mapping, ...], Mapping, tuple[Mapping, ...]]:
-    """The messages, the reply that is called `name`, and the tools, all as `parse` leaves them."""
+def _split_reply(
+    value: Mapping, name: str
+) -> tuple[tuple[Mapping, ...], Mapping, tuple[Mapping, ...]]:
+    """Returns the messages, the reply in field `name`, and the tools, in the form of `parse_line`."""
     reply, messages = value.get(name), value.get("messages")
     if isinstance(reply, str):
         reply = {"role": "assistant", "content": reply}
     if not isinstance(reply, Mapping) or reply.get("role") != "assistant":
-        raise ChatError(f"{name} is {reply!r}; give a text, or a message of the assistant's")
+        raise ChatError(f"{name} is {reply!r}; give a text, or an assistant's message")
     if not isinstance(messages, list) or not messages:
         raise ChatError(f"messages is {messages!r}; give a list of them")
     last = messages[-1]
@@ -125,6 +133,6 @@ def _replied(value: Mapping, name: str) -> tuple[tuple[Mapping, ...], Mapping, t
         raise ChatError(
             f"the last message is of role {last.get('role')!r}; end with what {name} replies to"
         )
-    parsed = parse({"messages": [*messages, reply], "tools": value.get("tools")})
-    *before, said = parsed.messages
-    return tuple(before), said, parsed.tools or ()
+    parsed = parse_line({"messages": [*messages, reply], "tools": value.get("tools")})
+    *before, parsed_reply = parsed.messages
+    return tuple(before), parsed_reply, parsed.tools or ()

@@ -1,7 +1,7 @@
-"""`TokenRecord`: tokens with their per-token streams; what every kind of training consumes.
+"""Defines `TokenRecord`, tokens with their per-token streams, which every kind of training consumes.
 
-Pre-training, SFT, RL and distillation fill the same record and the learner is blind to who filled
-it. Entry i of every stream describes token i given the tokens before it, so entry 0 is masked.
+Pre-training, SFT, RL and distillation fill the same record, and the learner does not know its origin. Entry i of every
+stream describes token i given the tokens before it, so entry 0 is masked.
 """
 
 import dataclasses
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 STATUSES = ("completed", "truncated", "aborted", "failed")
+MAX_VERSION = 2**31 - 1  # of weights, because `weight_version` is int32
 
-# Per-token streams in their order, with the dtype they are held in.
+# Per-token streams in their order, with their dtype.
 STREAMS = {
     "token_ids": np.int32,
     "loss_mask": np.float32,
@@ -27,7 +28,7 @@ WEIGHTS = ("rl_weight", "ce_weight", "ref_kl_weight")
 LOG_PROBS = ("rollout_logp", "ref_logp")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TokenRecord:
     """One sequence of t tokens; its streams are read-only arrays [t], None until filled.
 
@@ -36,15 +37,16 @@ class TokenRecord:
       loss_mask: float32, 1 where the token is trained on, 0 elsewhere and at entry 0.
       rollout_logp: float32, nats; log-prob under the weights that sampled the token, at the
         sampling temperature; NaN where the token was not sampled.
-      weight_version: int32, optimiser step of those weights; -1 where the token was not sampled.
+      weight_version: int32, optimiser step of the sampling weights; -1 where the token was not sampled.
       advantage: float32.
       rl_weight, ce_weight, ref_kl_weight: float32, weights of the token's policy-gradient,
         cross-entropy and reference-KL terms.
       ref_logp: float32, nats, under the reference or teacher; NaN where it was not computed.
-      group_id, rollout_id, task_id: which prompt's group, which rollout and which task it is from.
+      group_id, rollout_id, task_id: ids of the prompt's group, the rollout and the task.
       rewards: reward by part; None marks an environment failure (no reward, not a reward of 0).
-      status: "completed", "truncated", "aborted" or "failed"; fail_reason says why.
-      spans: (start, end, kind) of token ranges [start, end), for example a tool's answer.
+      status: "completed", "truncated", "aborted" or "failed".
+      fail_reason: reason of a failure; empty: none.
+      spans: (start, end, kind) of token ranges [start, end), for example a tool's result.
 
     Raises ValueError for streams of unequal length or wrong kind, a trained entry 0, a trained
     RL token without log-prob, and a log-prob on an untrained token.
@@ -93,7 +95,7 @@ class TokenRecord:
         return len(self.token_ids)
 
     def streams(self) -> dict[str, np.ndarray]:
-        """The filled streams by name, in the order of `STREAMS`."""
+        """Returns the filled streams by name, in the order of `STREAMS`."""
         values = {name: getattr(self, name) for name in STREAMS}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -132,10 +134,10 @@ class TokenRecord:
 
 
 def plain_record(token_ids: Sequence[int]) -> TokenRecord:
-    """A record that trains on every token but the first, with cross-entropy weight 1."""
+    """Returns a record that trains on every token except the first, with cross-entropy weight 1."""
     loss_mask = np.ones(len(token_ids), np.float32)
     loss_mask[:1] = 0
-    return TokenRecord(token_ids, loss_mask, ce_weight=loss_mask)
+    return TokenRecord(token_ids=token_ids, loss_mask=loss_mask, ce_weight=loss_mask)
 
 
 def _stream(name: str, value: object, dtype: type) -> np.ndarray:
@@ -146,7 +148,7 @@ def _stream(name: str, value: object, dtype: type) -> np.ndarray:
         and not array.flags.writeable
         and array.ndim == 1
     ):
-        return array  # another record's, which nobody can write to
+        return array  # the read-only array of another record
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}; it must be [t]")
     if np.issubdtype(dtype, np.integer) and array.size and array.dtype.kind not in "iu":

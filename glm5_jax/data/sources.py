@@ -1,10 +1,9 @@
-"""Documents on disk as random-access sources: `len(source)` documents, `source[i]` one of them.
+"""Opens documents on disk as random-access sources: `len(source)` documents, `source[i]` one of them.
 
-A source reads nothing but its index until a document is asked for, apart from `passages` and
-`parquet`, whose text is held in memory, and interleaved ones, which read every document to compare
-them; corpora beyond memory belong in jsonl or array_record.
-Reads are thread-safe and deterministic, as Grain asks of its sources. What a file holds in place of
-text is a ValueError that names the file and the place.
+- Opening a source reads its index only. Exceptions are `passages` and `parquet`, whose text is held in memory, and
+  interleaved sources, which read every document to compare them. Use jsonl or array_record for corpora beyond memory.
+- Reads are thread-safe and deterministic, as Grain requires.
+- Invalid text in a file raises a ValueError with the file and the position.
 """
 
 import dataclasses
@@ -15,14 +14,15 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import sysconfig
 from collections.abc import Sequence
 from typing import Protocol
 
 import grain
+import msgspec
 import numpy as np
 
+from glm5_jax.core.files import check_line, read_line, read_lines
 from glm5_jax.data.document import (
     AsDocuments,
     AsTexts,
@@ -39,36 +39,40 @@ from glm5_jax.data.record import TokenRecord
 ASSETS = pathlib.Path(__file__).parent / "assets"
 SHAKESPEARE = ASSETS / "tinyshakespeare.txt"
 
-# Neither prose nor programs (tables, generated text), or not part of the library.
+# Folders without prose or programs (tables, generated text), or outside of the library.
 STDLIB_SKIPPED = frozenset(
     "test tests idle_test site-packages dist-packages encodings pydoc_data __pycache__".split()
 )
 STDLIB_MAX_BYTES = 256 * 1024
 FINGERPRINT_DOCUMENTS = 256  # read at every start
-FINGERPRINT_RECORDS = 4  # made at every start, which takes longer
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a pair, as JSON escapes it
+FINGERPRINT_RECORDS = 4  # created at every start, which takes longer
+# A running training needs the same documents, so only correction is possible after its start.
+_FIX = "correct it, or remove it before a run begins"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-    """One source of a mixture.
+    """One source of a mixture. Raises ValueError if options are invalid.
 
     Attributes:
-      kind: "text" (a document per file), "passages" (files cut at blank lines into documents of
-        about 4096 characters), "books" (the same files whole), "repositories" (a document per
-        folder or file that stands directly in the path's fixed folder, the part before the first
-        `*`: its files one after the other), "jsonl", "parquet", "array_record"; or what is there
-        already: "shakespeare" (passages), "shakespeare_book" (the same text whole), "stdlib" (the
-        running Python's standard library, a document per file) and "stdlib_packages" (a document
-        per package).
-      path: a file or a glob (`**` goes into folders); empty for the last four kinds.
-      field: the text's key in a jsonl or array_record object, or its parquet column. An
-        array_record with an empty field holds bare UTF-8 text.
-      weight: the source's share of the rows, relative to the other sources.
-      min_characters, max_characters: takes documents of at least, and of fewer than, so many
-        characters, what is held out of them counted; None for no upper limit. The same texts may
-        make two sources, a long and a short one (long_context.py).
-      interleave: puts similar documents into one (interleave.py); None leaves each by itself.
+      kind: one of
+        - "text": a document per file,
+        - "passages": files split at blank lines into documents of about 4096 characters,
+        - "books": the same files, a document per file,
+        - "repositories": a document per entry of the path's fixed folder (the part before the first `*`), a folder or a
+          file, with its files one after the other,
+        - "jsonl", "parquet", "array_record",
+        - "shakespeare" (passages), "shakespeare_book" (one document): shipped text,
+        - "stdlib" (a document per file), "stdlib_packages" (a document per package): the standard library of the running
+          Python.
+      path: file or glob (`**` matches folders); empty for the last four kinds.
+      field: key of the text in a jsonl or array_record object, or its parquet column. Empty: the records of an
+        array_record are UTF-8 text.
+      weight: share of the rows, relative to the other sources.
+      min_characters, max_characters: minimum length of documents, and exclusive maximum (None: no maximum), in
+        characters, held-out parts included. The same texts may be two sources, a long and a short one
+        (long_context.py).
+      interleave: options for interleaving similar documents (interleave.py); None: no interleaving.
     """
 
     kind: str
@@ -90,7 +94,7 @@ class SourceConfig:
             raise ValueError(
                 f"the weight of source {self.name!r} is {self.weight}; make it positive"
             )
-        if not 0 <= self.min_characters < self._most:
+        if not 0 <= self.min_characters < self._length_limit:
             raise ValueError(
                 f"source {self.name!r} takes documents from min_characters {self.min_characters} to "
                 f"below max_characters {self.max_characters}; make the first not negative and the "
@@ -99,23 +103,23 @@ class SourceConfig:
 
     @property
     def name(self) -> str:
-        """How messages and metrics call the source."""
+        """The name of the source in errors and metrics."""
         name = f"{self.kind}:{self.path}" if self.path else self.kind
         if self.min_characters or self.max_characters is not None:
             name += f"[{self.min_characters}:{self.max_characters}]"
         return f"interleaved:{name}" if self.interleave else name
 
     def fits(self, document: Document) -> bool:
-        """Whether a document has the length that is asked for."""
-        return self.min_characters <= document.num_characters < self._most
+        """Returns True if a document has a length within the limits."""
+        return self.min_characters <= document.num_characters < self._length_limit
 
     @property
-    def _most(self) -> float:
+    def _length_limit(self) -> float:
         return float("inf") if self.max_characters is None else self.max_characters
 
 
-class Source(Protocol):
-    """Texts by number; satisfies Grain's `RandomAccessDataSource`."""
+class TextSource(Protocol):
+    """Random-access sequence of texts; satisfies Grain's `RandomAccessDataSource`."""
 
     def __len__(self) -> int: ...
 
@@ -123,7 +127,7 @@ class Source(Protocol):
 
 
 class TextFiles:
-    """A document per file, in the order given."""
+    """Source with a document per file, in the order of the paths."""
 
     def __init__(self, paths: Sequence[pathlib.Path]):
         self._paths = list(paths)
@@ -136,7 +140,7 @@ class TextFiles:
 
 
 class Passages:
-    """Files cut at blank lines; neighbouring paragraphs share a document (document.passages)."""
+    """Source of files split at blank lines; adjacent paragraphs share a document (document.passages)."""
 
     def __init__(self, paths: Sequence[pathlib.Path]):
         self._texts = []
@@ -151,26 +155,22 @@ class Passages:
 
 
 class JsonLines:
-    """A document per line: the string at `field` of a JSON object. Empty lines are skipped.
+    """Source with a document per line: the string at `field` of a JSON object. Empty lines are skipped.
 
-    A line that holds no text is a ValueError with its number. Opening parses only the lines that
-    look odd, since parsing all takes five times as long as the index; the rest wait until they are
-    read.
+    Opening checks every line, so that training does not fail later: msgspec does so at 500 MB/s, and json parses again the
+    lines that it rejects. Raises ValueError with the number of a line without text.
     """
 
     def __init__(self, paths: Sequence[pathlib.Path], field: str):
         self._paths, self._field = list(paths), field
-        key = json.dumps(field, ensure_ascii=False).encode()
+        struct = msgspec.defstruct("Line", [("text", str)], rename={"text": field})
+        decoder = msgspec.json.Decoder(struct)
         lines = []  # file number, line number, offset, size
         for number, path in enumerate(self._paths):
-            offset = 0
-            with open(path, "rb") as file:
-                for line_number, line in enumerate(file, start=1):
-                    if line.strip():
-                        lines.append((number, line_number, offset, len(line)))
-                        if _looks_odd(line, key):
-                            _field(line, field, f"{path}, line {line_number}")
-                    offset += len(line)
+            for line in read_lines(path):
+                if not _is_plain(line.content, decoder):
+                    _field(line.content, field, f"{path}, line {line.number}")
+                lines.append((number, line.number, line.offset, line.size))
         self._lines = np.array(lines, np.int64).reshape(-1, 4)
 
     def __len__(self) -> int:
@@ -178,14 +178,12 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> str:
         number, line_number, offset, size = self._lines[index].tolist()
-        with open(self._paths[number], "rb") as file:
-            file.seek(offset)
-            line = file.read(size)
+        line = read_line(self._paths[number], offset, size)
         return _field(line, self._field, f"{self._paths[number]}, line {line_number}")
 
 
 class Parquet:
-    """A document per row: the string column `field`. The column is held in memory."""
+    """Source with a document per row: the string column `field`, which is held in memory."""
 
     def __init__(self, paths: Sequence[pathlib.Path], field: str):
         import pyarrow  # slow to import, and only this kind needs it
@@ -222,7 +220,7 @@ class Parquet:
 
 
 class ArrayRecords:
-    """A document per record: UTF-8 text, or the string at `field` of a JSON object."""
+    """Source with a document per record: UTF-8 text, or the string at `field` of a JSON object."""
 
     def __init__(self, paths: Sequence[pathlib.Path], field: str):
         self._name, self._field = ", ".join(map(str, paths)), field
@@ -236,21 +234,20 @@ class ArrayRecords:
         return _field(record, self._field, where) if self._field else decode(record, where)
 
 
-def open_source(config: SourceConfig) -> Source:
-    """Opens a source as plain texts, whatever their length.
+def open_source(config: SourceConfig) -> TextSource:
+    """Opens a source as plain texts of any length.
 
-    Raises ValueError naming the path if no file matches or there is no document in them.
+    Raises ValueError with the path if no file matches or the files have no document.
     """
     source = _open(config)
     return AsTexts(source) if config.kind in COMPOSITE else source
 
 
 def open_documents(config: SourceConfig) -> Sequence[Document]:
-    """Opens a source as documents that know their parts, interleaved as the config says.
+    """Opens a source as documents with parts, interleaved if the config says so.
 
-    Documents that the config's lengths leave out are among them if they are not interleaved: they
-    are known when they are read (`SourceConfig.fits`). Raises ValueError as `open_source`, and if
-    none is left to be interleaved.
+    Without interleaving it includes documents outside the config's limits of length, because their length is known only
+    after reading (`SourceConfig.fits`). Raises ValueError like `open_source`, and if no document is left to interleave.
     """
     source = _open(config)
     documents = source if config.kind in COMPOSITE else AsDocuments(source)
@@ -262,7 +259,7 @@ def open_documents(config: SourceConfig) -> Sequence[Document]:
     return Interleaved(documents, numbers, config.interleave)
 
 
-def _open(config: SourceConfig) -> Source | Sequence[Document]:
+def _open(config: SourceConfig) -> TextSource | Sequence[Document]:
     if config.kind.startswith("stdlib"):
         paths = stdlib_paths()
     elif config.kind.startswith("shakespeare"):
@@ -283,9 +280,9 @@ def _open(config: SourceConfig) -> Source | Sequence[Document]:
 
 @functools.cache
 def stdlib_paths() -> tuple[pathlib.Path, ...]:
-    """Python files of the running interpreter's standard library, sorted by their relative path.
+    """Returns the Python files of the running interpreter's standard library, sorted by relative path.
 
-    Without tests, installed packages, code tables, empty files and files above 256 KiB.
+    It leaves out tests, installed packages, code tables, empty files and files above 256 KiB.
     """
     root, paths = _stdlib(), []
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
@@ -297,23 +294,25 @@ def stdlib_paths() -> tuple[pathlib.Path, ...]:
     return tuple(paths)
 
 
-def held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out split, decided by a hash of its text alone.
+def is_held_out(text: str, fraction: float) -> bool:
+    """Returns True if a text belongs to the held-out split, which a hash of the text decides.
 
-    So the split is the same on every machine, does not move when documents are added, and copies
-    of one document never stand on both sides.
+    So the split is the same on every machine, does not change when documents are added, and never has copies of one
+    document on both sides.
     """
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
 def fingerprint(source: Sequence[str | Document | TokenRecord]) -> str:
-    """What tells a source from another: its number of documents, and a hash of at most
-    `FINGERPRINT_DOCUMENTS` of them (`FINGERPRINT_RECORDS` of a source of records), evenly spaced: of
-    a document's text, of a record's tokens. The same on every machine."""
+    """Returns the fingerprint of a source, the same on every machine.
+
+    It has the number of documents and a hash of at most `FINGERPRINT_DOCUMENTS` of them (`FINGERPRINT_RECORDS` for a
+    source of records), evenly spaced. The hash is that of the text of a document, or the tokens of a record.
+    """
     digest, item = hashlib.blake2b(digest_size=8), source[0]
-    most = FINGERPRINT_RECORDS if isinstance(item, TokenRecord) else FINGERPRINT_DOCUMENTS
-    count = min(len(source), most)
+    is_record = isinstance(item, TokenRecord)
+    count = min(len(source), FINGERPRINT_RECORDS if is_record else FINGERPRINT_DOCUMENTS)
     for number in range(count):
         if number:
             item = source[number * (len(source) - 1) // (count - 1)]
@@ -327,35 +326,37 @@ def _content(item: str | Document | TokenRecord) -> bytes:
     return item.content() if isinstance(item, Document) else item.encode("utf-8")
 
 
-def _looks_odd(line: bytes, key: bytes) -> bool:
-    """Whether a line may lack the text at a key, as far as can be told without parsing it."""
+def _is_plain(line: bytes, decoder: msgspec.json.Decoder) -> bool:
+    """Returns True if msgspec accepts a line as UTF-8 JSON with a text at the field; json accepts more lines."""
     try:
-        line.decode("utf-8")
-    except UnicodeDecodeError:
-        return True
-    stripped = line.strip()
-    whole = stripped.startswith(b"{") and stripped.endswith(b"}")
-    return not whole or key not in line or SURROGATE.search(line) is not None
+        line.decode("utf-8")  # msgspec does not check the fields that it skips
+        decoder.decode(line)
+    except (UnicodeDecodeError, msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _field(content: bytes, field: str, where: str) -> str:
+    try:
+        check_line(content)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     text = decode(content, where)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}; correct or remove it") from error
+        raise ValueError(f"{where} is not JSON: {error}; {_FIX}") from error
     if not isinstance(value, dict) or not isinstance(value.get(field), str):
         have = list(value) if isinstance(value, dict) else type(value).__name__
         raise ValueError(
             f"{where} has no string at {field!r}; it has {have}; "
-            "correct or remove it, or name the text's key in the source's field"
+            f"name the text's key in the source's field, or {_FIX}"
         )
     try:
         value[field].encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{where} holds half of a surrogate pair, character {error.start} of {field!r}; "
-            "correct or remove it"
+            f"{where} holds half of a surrogate pair, character {error.start} of {field!r}; {_FIX}"
         ) from error
     return value[field]
 
@@ -365,7 +366,7 @@ def _stdlib() -> pathlib.Path:
 
 
 def _fixed_folder(pattern: str) -> pathlib.Path:
-    """The part of a glob before what may vary, a file's name left out."""
+    """Returns the folder part of a glob before its first wildcard."""
     path = pathlib.Path(os.path.expanduser(pattern))
     fixed = itertools.takewhile(lambda part: glob.escape(part) == part, path.parts[:-1])
     return pathlib.Path(*fixed)

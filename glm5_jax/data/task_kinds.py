@@ -1,7 +1,7 @@
-"""The kinds of long-context tasks (synthetic.py says what they are): parts, question and answers.
+"""Builds the parts, question and answers of each kind of long-context task (described in synthetic.py).
 
-Each builder takes a `TaskConfig`, a surface (surfaces.py), a random generator and the room, in tokens,
-that parts, question and answers may take; kinds that have no haystack fill it.
+Each builder takes a `LongContextTaskConfig`, a renderer (task_renderers.py), a random generator and the maximum tokens of
+parts, question and answers; kinds without a haystack use all of them.
 """
 
 import functools
@@ -13,8 +13,16 @@ import numpy as np
 
 
 class Draft(NamedTuple):
-    """A task without its haystack: parts in their order, which of them hold the answers, whether they
-    lie scattered in the haystack or all behind it, and where earlier answers are in the question."""
+    """Task without its haystack.
+
+    Attributes:
+      parts: ids of the parts, in their order.
+      needles: indices of the parts that hold the answers.
+      question: ids of the question.
+      answers: ids of the answers.
+      scattered: whether the parts are scattered in the haystack; False: all of them come after it.
+      practice: (start, end) of earlier answers in the question.
+    """
 
     parts: list[list[int]]
     needles: list[int]
@@ -29,44 +37,49 @@ class Draft(NamedTuple):
 
 
 def _recall(config, surface, rng, room: int) -> Draft:
-    """The four kinds of needles."""
-    kind, many = config.kind, config.num_needles
+    """Builds the four kinds of needle tasks."""
+    # Keys and their values.
+    kind, num_needles = config.kind, config.num_needles
     unused = surface.keys(rng)
     one_key = kind in ("needle", "multi_value")
     keys = (
-        [_next(unused, config)] * many if one_key else [_next(unused, config) for _ in range(many)]
+        [_next(unused, config)] * num_needles
+        if one_key
+        else [_next(unused, config) for _ in range(num_needles)]
     )
     if kind == "needle":
         keys = keys[:1]
     values = _distinct(lambda: surface.value(rng), len(keys), config)
-    asked, question, practice = list(range(len(keys))), [], []
+    # Questions, the last of which is the task.
+    targets, question, practice = list(range(len(keys))), [], []
     if kind == "multi_query":
-        asked = rng.permutation(many).tolist()
+        targets = rng.permutation(num_needles).tolist()
     if kind == "multi_key":
-        *before, last = rng.permutation(many)[: config.num_questions].tolist()
+        *before, last = rng.permutation(num_needles)[: config.num_questions].tolist()
         for i in before:
             question += surface.recall(kind, [keys[i]])
             start = len(question)
             question += surface.answer(0, values[i])
             practice.append((start, len(question)))
-        asked = [last]
+        targets = [last]
     question += surface.recall(
-        kind, keys[:1] if kind == "multi_value" else [keys[i] for i in asked]
+        kind, keys[:1] if kind == "multi_value" else [keys[i] for i in targets]
     )
-    answers = [surface.answer(n, values[i]) for n, i in enumerate(asked)]
+    answers = [surface.answer(n, values[i]) for n, i in enumerate(targets)]
     notes = [surface.note(key, value) for key, value in zip(keys, values)]
-    draft = Draft(notes, asked, question, answers, practice=tuple(practice))
+    draft = Draft(notes, targets, question, answers, practice=tuple(practice))
     if config.haystack == "noise":
         return draft
-    others, left = [], room - draft.size
-    while left >= min(map(len, notes)):
+    # A haystack of notes with other keys.
+    others, remaining = [], room - draft.size
+    while remaining >= min(map(len, notes)):
         note = surface.note(_next(unused, config), surface.value(rng))
-        left -= len(note)
+        remaining -= len(note)
         others.append(note)
-    if others and left < 0:
+    if others and remaining < 0:
         others.pop()
-    places = _interleave(rng, others, notes)
-    return draft._replace(parts=others, needles=[places[i] for i in asked])
+    indices = _interleave(rng, others, notes)
+    return draft._replace(parts=others, needles=[indices[i] for i in targets])
 
 
 def _variable(config, surface, rng, room: int) -> Draft:
@@ -75,59 +88,59 @@ def _variable(config, surface, rng, room: int) -> Draft:
     chains = [[_next(names, config) for _ in range(config.num_hops + 1)] for _ in values]
     # Chains are interleaved; each stays in its order.
     turns = rng.permutation(np.repeat(np.arange(config.num_chains), config.num_hops + 1)).tolist()
-    parts, places = [], [[] for _ in chains]
-    for place, chain in enumerate(turns):
-        hop = len(places[chain])
+    parts, indices = [], [[] for _ in chains]
+    for index, chain in enumerate(turns):
+        hop = len(indices[chain])
         what = chains[chain][hop - 1] if hop else values[chain]
         parts.append(surface.assign(chains[chain][hop], what))
-        places[chain].append(place)
-    asked = int(rng.integers(config.num_chains))
-    answers = [surface.answer(n, name) for n, name in enumerate(chains[asked])]
-    return Draft(parts, places[asked], surface.trace(values[asked], len(answers)), answers)
+        indices[chain].append(index)
+    target = int(rng.integers(config.num_chains))
+    answers = [surface.answer(n, name) for n, name in enumerate(chains[target])]
+    return Draft(parts, indices[target], surface.trace(values[target], len(answers)), answers)
 
 
 def _frequent(config, surface, rng, room: int) -> Draft:
-    many, zipf, unused = config.num_frequent, config.zipf, surface.keys(rng)
-    question, words, sizes = surface.count(many), [], []
+    num_frequent, zipf, unused = config.num_frequent, config.zipf, surface.keys(rng)
+    question, words, sizes = surface.count(num_frequent), [], []
 
     def size(scale: int) -> int:
-        found = _times(scale, zipf)
-        while len(words) < len(found):
+        times = _word_counts(scale, zipf)
+        while len(words) < len(times):
             words.append(_next(unused, config))
             sizes.append(len(surface.word(words[-1])))
-        return int(found @ sizes[: len(found)])
+        return int(times @ sizes[: len(times)])
 
-    scale = _least_scale(many, zipf)
+    scale = _min_scale(num_frequent, zipf)
     size(scale)
-    answers = [surface.answer(n, word) for n, word in enumerate(words[:many])]
-    left = room - Draft([], [], question, answers).size
-    step = 1 << max(left, 1).bit_length()
+    answers = [surface.answer(n, word) for n, word in enumerate(words[:num_frequent])]
+    remaining = room - Draft([], [], question, answers).size
+    step = 1 << max(remaining, 1).bit_length()
     while step := step // 2:
-        if size(scale + step) <= left:
+        if size(scale + step) <= remaining:
             scale += step
-    while not _decided(scale, many, zipf):
+    while not _is_decided(scale, num_frequent, zipf):
         scale -= 1
-    times = _times(scale, zipf)
+    times_of_words = _word_counts(scale, zipf)
     parts = [surface.word(word) for word in words]
-    order = rng.permutation(np.repeat(np.arange(len(times)), times))
+    order = rng.permutation(np.repeat(np.arange(len(times_of_words)), times_of_words))
     return Draft([parts[i] for i in order], [], question, answers, scattered=False)
 
 
-def _times(scale: int, zipf: float) -> np.ndarray:
-    """How often the word of each rank comes: scale / rank**zipf, while that is at least once."""
+def _word_counts(scale: int, zipf: float) -> np.ndarray:
+    """Returns the count of the word of each rank, scale / rank**zipf, down to a count of 1."""
     last = int(scale ** (1 / zipf) + 1e-9)
     return np.floor(scale * np.arange(1, last + 1) ** -zipf + 1e-9).astype(int)
 
 
-def _decided(scale: int, many: int, zipf: float) -> bool:
-    """Whether no two of the most frequent words, nor the next, come equally often."""
-    found = _times(scale, zipf)
-    return len(found) >= many and bool((np.diff(found[: many + 1]) < 0).all())
+def _is_decided(scale: int, num_frequent: int, zipf: float) -> bool:
+    """Returns True if the counts of the most frequent words and the next one are all different."""
+    times = _word_counts(scale, zipf)
+    return len(times) >= num_frequent and bool((np.diff(times[: num_frequent + 1]) < 0).all())
 
 
 @functools.lru_cache
-def _least_scale(many: int, zipf: float) -> int:
-    return next(scale for scale in itertools.count(1) if _decided(scale, many, zipf))
+def _min_scale(many: int, zipf: float) -> int:
+    return next(scale for scale in itertools.count(1) if _is_decided(scale, many, zipf))
 
 
 def _mrcr(config, surface, rng, room: int) -> Draft:
@@ -136,14 +149,14 @@ def _mrcr(config, surface, rng, room: int) -> Draft:
     replies = _distinct(
         lambda: tuple(surface.reply(rng, config.reply_tokens)), config.num_repeats, config
     )
-    asked = int(rng.integers(config.num_repeats))
+    target = int(rng.integers(config.num_repeats))
     tag = surface.tag(rng)
-    question = surface.repeat(tag, asked + 1, forms[form], topics[topic])
-    answers = [surface.tagged(tag, [*replies[asked]])]
+    question = surface.repeat(tag, target + 1, forms[form], topics[topic])
+    answers = [surface.tagged(tag, [*replies[target]])]
     rounds = [surface.round(forms[form], topics[topic], [*reply]) for reply in replies]
-    left = room - Draft(rounds, [], question, answers).size
+    remaining = room - Draft(rounds, [], question, answers).size
     others = []
-    while left > 0:
+    while remaining > 0:
         # Half of the distractors share the form, half the topic.
         other_form = (form + 1 + int(rng.integers(len(forms) - 1))) % len(forms)
         other_topic = (topic + 1 + int(rng.integers(len(topics) - 1))) % len(topics)
@@ -152,19 +165,19 @@ def _mrcr(config, surface, rng, room: int) -> Draft:
         if tuple(reply) in replies:
             continue
         others.append(surface.round(forms[pair[0]], topics[pair[1]], reply))
-        left -= len(others[-1])
-    if others and left < 0:
+        remaining -= len(others[-1])
+    if others and remaining < 0:
         others.pop()
-    places = _interleave(rng, others, rounds)
-    return Draft(others, [places[asked]], question, answers, scattered=False)
+    indices = _interleave(rng, others, rounds)
+    return Draft(others, [indices[target]], question, answers, scattered=False)
 
 
 def _interleave(rng, others: list, parts: list) -> list[int]:
-    """Puts the parts, in their order, at random among the others; their places."""
-    places = np.sort(rng.choice(len(others) + len(parts), len(parts), replace=False)).tolist()
-    for place, part in zip(places, parts, strict=True):
-        others.insert(place, part)
-    return places
+    """Inserts the parts, in their order, at random positions among the others, and returns their indices."""
+    indices = np.sort(rng.choice(len(others) + len(parts), len(parts), replace=False)).tolist()
+    for index, part in zip(indices, parts, strict=True):
+        others.insert(index, part)
+    return indices
 
 
 def _next(words, config):
@@ -178,19 +191,19 @@ def _next(words, config):
 
 
 def _distinct(draw: Callable, count: int, config) -> list:
-    """`count` different draws."""
-    found = []
+    """Draws `count` different values. Raises ValueError if there are too few."""
+    words = []
     for _ in range(100 * count):
-        if len(found) == count:
-            return found
+        if len(words) == count:
+            return words
         word = draw()
-        if word not in found:
-            found.append(word)
-    if len(found) == count:
-        return found
+        if word not in words:
+            words.append(word)
+    if len(words) == count:
+        return words
     raise ValueError(
         f"kind {config.kind!r} needs {count} different values or replies, but {100 * count} draws gave "
-        f"{len(found)}; raise num_values, or name a source with more text"
+        f"{len(words)}; raise num_values, or name a source with more text"
     )
 
 

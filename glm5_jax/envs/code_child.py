@@ -1,15 +1,15 @@
-"""The two ends of judging code by its functions, each in a sandbox of its own, which runs the text of this file.
+"""Grades code by its functions, with the policy's code and the tests in two separate sandboxes that run this file.
 
-`answer` holds the policy's code: it makes the calls it is sent and says what they return. `judge` runs the tests
-on those values. No line of the policy's runs where tests are decided, and what the tests expect never comes
-to where its code could read it.
+`answer` holds the policy's code: it makes the requested calls and returns their results. `judge` runs the
+tests on those results. No code of the policy runs where tests are decided, and what the tests expect never
+reaches a place where the policy's code could read it.
 
-The judge learns what to call by running the tests: a call whose result it does not know yet is noted down and
-stands for itself, asserts then mean nothing, and the tests run again once the values are there. So the calls
-of all asserts are made at once, and each of them may depend on earlier ones.
+The judge finds the calls by running the tests. A call whose result is not known yet is recorded and stands
+for itself, asserts are then ignored, and the tests run again once the results are there. So the calls of
+all asserts are made at once, and each may depend on earlier ones.
 
-Standard library alone, for the Python of the sandbox (3.9 or later). An argument that the code changes in place
-stays as it was for the tests.
+Uses only the standard library, for the Python of the sandbox (3.9 or later). An argument that the code
+changes in place stays unchanged for the tests.
 """
 
 import ast
@@ -20,21 +20,28 @@ import random
 import sys
 import types
 
-MOST_VALUES = 200_000  # in one result
-MOST_DEPTH = 60
+MAX_VALUES = 200_000  # in one result
+MAX_DEPTH = 60
 
 
-class Unplain(Exception):
-    """A value that is none of Python's own plain ones; or too large."""
+class Unserializable(Exception):
+    """A value that is not one of Python's plain types, or is too large."""
 
 
 def encode(value, left=None, depth=0):
-    """A plain value as JSON that keeps types apart: ints, floats, strings and lists as themselves, the others tagged.
-    Of a subclass, the plain one. left: a list with the number of values that may still come."""
-    left = [MOST_VALUES] if left is None else left
+    """Returns a plain value as JSON that keeps types apart: ints, floats, strings and lists unchanged, others tagged.
+
+    A value of a subclass becomes one of its plain class. Raises Unserializable for other values and large
+    ones.
+
+    Args:
+      left: list with the number of values that may still follow; None allows `MAX_VALUES`.
+      depth: depth of nesting.
+    """
+    left = [MAX_VALUES] if left is None else left
     left[0] -= 1
-    if left[0] < 0 or depth > MOST_DEPTH:
-        raise Unplain("a value that is too large")
+    if left[0] < 0 or depth > MAX_DEPTH:
+        raise Unserializable("a value that is too large")
 
     def each(values):
         return [encode(item, left, depth + 1) for item in values]
@@ -60,7 +67,7 @@ def encode(value, left=None, depth=0):
         return {"complex": [value.real, value.imag]}
     if isinstance(value, (bytes, bytearray)):
         return {type(value).__name__: value.hex()}
-    raise Unplain(f"an object of class {type(value).__name__}")
+    raise Unserializable(f"an object of class {type(value).__name__}")
 
 
 PLAIN = {
@@ -73,8 +80,13 @@ CONTAINERS = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, 
 
 
 def decode(form, references=None):
-    """The value of what `encode` made. references: by their kind, what tells the value of one ("name" of something in
-    the code, "result" of a call); without them a reference is refused."""
+    """Returns the value that `encode` was called with.
+
+    Args:
+      form: JSON from `encode`.
+      references: function by kind of reference ("name" of an object of the code, "result" of a call) that
+          returns its value; None rejects references.
+    """
     if not isinstance(form, (dict, list)):
         return form
     [(kind, inside)] = form.items() if isinstance(form, dict) else [("list", form)]
@@ -83,19 +95,22 @@ def decode(form, references=None):
     return (PLAIN if kind in PLAIN else references)[kind](inside)
 
 
-# ---------------------------------------------------------------- where the policy's code is
+# ---------------------------------------------------------------- sandbox of the policy's code
 
 
 def answer(code, setup, calls):
-    """Runs `code`, then `setup`, and makes the calls in order: [{"value": ...}, {"object": its class}, or {"raised":
-    [class, text]}, ...]. {"broken": why} if the code itself fails."""
-    # Dataclasses and others look for the module of a class.
+    """Runs `code`, then `setup`, and makes the calls in order.
+
+    Returns a list with {"value": ...}, {"object": name of its class} or {"raised": [class, text]} for each
+    call, or {"broken": reason} if the code itself fails.
+    """
+    # Dataclasses and other libraries look up the module of a class.
     module = sys.modules["solution"] = types.ModuleType("solution")
     try:
         exec(compile(code, "solution.py", "exec"), module.__dict__)
         exec(compile(setup, "setup.py", "exec"), module.__dict__)
     except BaseException as error:
-        return {"broken": " ".join(_said(error))}
+        return {"broken": " ".join(_describe(error))}
     results, outcomes = [], []
     references = {"name": module.__dict__.__getitem__, "result": results.__getitem__}
     for call in calls:
@@ -106,31 +121,34 @@ def answer(code, setup, calls):
             )
             result = function(*args, **kwargs)
             outcomes.append({"value": encode(result)})
-        except Unplain:
+        except Unserializable:
             outcomes.append({"object": type(result).__name__})
         except BaseException as error:
-            outcomes.append({"raised": _said(error)})
+            outcomes.append({"raised": _describe(error)})
         results.append(result)
     return outcomes
 
 
-def _said(error):
+def _describe(error):
     try:
         return [type(error).__name__, str(error)[:300]]
     except BaseException:
         return [type(error).__name__, ""]
 
 
-# ---------------------------------------------------------------- where the tests are decided
+# ---------------------------------------------------------------- sandbox of the tests
 
 
 class Unknown(Exception):
-    """A result was needed that is not known yet."""
+    """Raised where a test needs a result that is not known yet."""
 
 
 class Reference:
-    """Something of the code's: one of its names, the object that a call returned, or a result not known yet. It can
-    be called, and be an argument; to compare it, or to do anything else with it, is refused."""
+    """An object of the policy's code: one of its names, an object that a call returned, or a result not known yet.
+
+    It can be called and passed as an argument. Every other operation, comparison included, raises
+    `refusal`.
+    """
 
     def __init__(self, calls, form, refusal):
         self.calls, self.form, self.refusal = calls, form, refusal
@@ -145,6 +163,7 @@ class Reference:
         return self
 
     def refuse(self, *_):
+        """Raises `refusal`; the implementation of all special methods of comparison, conversion and arithmetic."""
         raise self.refusal
 
 
@@ -157,27 +176,37 @@ for _name in (
 
 
 class Calls:
-    """The calls that the tests make, in order, and what is known of their results from the run before."""
+    """Calls that the tests make, in order, with the results known from the previous run.
+
+    Attributes:
+      known: pairs of a call, as JSON text, and its outcome.
+      calls: calls of this run.
+      num_unknown: number of calls without a known result.
+      num_asserts: number of asserts that were reached.
+    """
 
     def __init__(self, known):
-        self.known = known  # pairs of a call, as text, and its outcome
-        self.made = []
+        self.known = known
+        self.calls = []
         self.num_unknown = self.num_asserts = 0
 
     def make(self, function, args, kwargs):
-        """The value of a call, a `Reference` if it is none or not known; what it raised is raised."""
+        """Returns the value of a call, or a `Reference` if it is no plain value or not known.
+
+        Raises what the call raised.
+        """
         call = {
             "function": function.form,
             "args": encode(list(args)),
             "kwargs": encode(kwargs),
         }
-        form = {"result": len(self.made)}
-        self.made.append(call)
-        place = form["result"]
-        if place >= len(self.known) or self.known[place][0] != json.dumps(call):
+        form = {"result": len(self.calls)}
+        self.calls.append(call)
+        index = form["result"]
+        if index >= len(self.known) or self.known[index][0] != json.dumps(call):
             self.num_unknown += 1
             return Reference(self, form, Unknown())
-        outcome = self.known[place][1]
+        outcome = self.known[index][1]
         if "value" in outcome:
             return outcome["value"]
         if "object" in outcome:
@@ -190,7 +219,7 @@ class Calls:
         raise kind(f"{name}: {text}")
 
     def check(self, test):
-        """An assert. While a result is unknown, nothing is decided."""
+        """Evaluates an assert. Decides nothing while a result is unknown."""
         self.num_asserts += 1
         try:
             holds = bool(test())
@@ -210,8 +239,13 @@ class _Asserts(ast.NodeTransformer):
 
 
 def judge(tests, prelude, names, calls, outcomes):
-    """Runs the tests with what the calls are known to have given: {"calls": those whose results are needed} or
-    {"passed": bool, "why": ...}. names: of the code's, that the tests use; all others are their own."""
+    """Runs the tests with the known results of calls.
+
+    Args:
+      names: names of the policy's code that the tests use; all other names are the tests'.
+
+    Returns {"calls": calls whose results are needed} or {"passed": bool, "why": reason}.
+    """
     try:
         known = [
             (json.dumps(call), {key: decode(value) for key, value in outcome.items()})
@@ -219,14 +253,16 @@ def judge(tests, prelude, names, calls, outcomes):
         ]
     except Exception as error:
         return {"passed": False, "why": f"the code's answer is malformed: {error}"}
+    # Scope of the tests: the prelude, and references to the policy's code.
     scope = {"__name__": "tests"}
     random.seed(0)
-    made = Calls(known)
+    calls_made = Calls(known)
     exec(compile(prelude, "prelude.py", "exec"), scope)
     for name in names:
         why = TypeError(f"{name} is the code's; tests can only call it")
-        scope[name] = Reference(made, {"name": name}, why)
-    scope["__check__"] = made.check
+        scope[name] = Reference(calls_made, {"name": name}, why)
+    scope["__check__"] = calls_made.check
+    # Asserts become calls of `Calls.check`.
     tree = ast.parse(tests)
     if not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("the tests assert nothing")
@@ -234,22 +270,26 @@ def judge(tests, prelude, names, calls, outcomes):
     why = ""
     try:
         exec(compile(tree, "tests.py", "exec"), scope)
-    except Unplain as error:
+    except Unserializable as error:
         raise ValueError(f"a test calls the code with {error}") from None
     except Exception as error:
-        why = " ".join(_said(error))
-    if made.num_unknown:
-        return {"calls": made.made}
-    if not made.made:
+        why = " ".join(_describe(error))
+    # Unknown results are requested before a verdict.
+    if calls_made.num_unknown:
+        return {"calls": calls_made.calls}
+    if not calls_made.calls:
         raise ValueError(f"the tests call nothing of the code {why}")
-    if not made.num_asserts:
+    if not calls_made.num_asserts:
         why = why or "no assert was reached"
     return {"passed": not why, "why": why}
 
 
 def main():
-    """`answer` or `judge`, by the first argument, with what standard input holds; the last line of standard output is
-    what it returns, or {"failed": why}. What the code prints goes nowhere."""
+    """Runs `answer` or `judge`, by the first argument, with the keywords on standard input.
+
+    The last line of standard output is the result, or {"failed": reason}. What the code prints is
+    discarded.
+    """
     request = json.loads(sys.stdin.buffer.read())
     reply = os.fdopen(os.dup(1), "w")
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -258,10 +298,10 @@ def main():
     try:
         result = {"answer": answer, "judge": judge}[sys.argv[1]](**request)
     except Exception as error:
-        result = {"failed": " ".join(_said(error))}
+        result = {"failed": " ".join(_describe(error))}
     reply.write(json.dumps(result))
     reply.flush()
-    # Threads that the code started would be waited for.
+    # A normal exit would wait for threads that the code started.
     os._exit(0)
 
 

@@ -1,37 +1,43 @@
-"""Which tasks are worth learning from: a student rarely solves them, a stronger policy does (GLM-5, section 3.2).
+"""Selects tasks that are worth training on: a student rarely solves them, a stronger policy does (GLM-5,
+section 3.2).
 
-The thresholds are ours; the paper prints none. What the stronger policy never solves may have a wrong answer.
+The thresholds are not from the paper, which prints none. A task that the stronger policy never solves may
+have a wrong answer.
 """
 
 import dataclasses
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from glm5_jax.core.files import read_lines
+from glm5_jax.data.conversation import read_json
 from glm5_jax.rl.types import Task
 
-NAMED = 5  # tasks that an error names
+NAMED = 5  # number of tasks that an error names
 
 
 @dataclasses.dataclass(frozen=True)
 class DifficultyConfig:
-    """Construction refuses values out of range (ValueError).
+    """Thresholds of `keep_hard`. Raises ValueError for values out of range.
 
     Attributes:
-      most_of_student: pass rate up to which a task is hard enough for the student.
-      above_of_teacher: pass rate that the stronger policy must exceed.
-      min_tries: of each policy at every task, so that a rate means something.
+      max_student_pass_rate: highest pass rate of the student at which a task is hard enough, inclusive.
+      min_teacher_pass_rate: pass rate that the stronger policy must exceed.
+      min_tries: minimum number of tries of each policy at every task, so that a rate is meaningful.
     """
 
-    most_of_student: float = 0.25
-    above_of_teacher: float = 0.0
+    max_student_pass_rate: float = 0.25
+    min_teacher_pass_rate: float = 0.0
     min_tries: int = 1
 
     def __post_init__(self):
-        for name, below in (("most_of_student", 1.0), ("above_of_teacher", math.nextafter(1, 0))):
+        for name, below in (
+            ("max_student_pass_rate", 1.0),
+            ("min_teacher_pass_rate", math.nextafter(1, 0)),
+        ):
             if not 0 <= getattr(self, name) <= below:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be from 0 to {below}")
         if self.min_tries < 1:
@@ -39,22 +45,30 @@ class DifficultyConfig:
 
 
 class Verdicts(NamedTuple):
-    """How often a policy tried a task and passed."""
+    """Number of a policy's tries at a task, and of those that passed."""
 
     passes: int
     tries: int
 
     @property
     def rate(self) -> float:
-        """Share of the tries that passed."""
+        """Returns the share of the tries that passed."""
         return self.passes / self.tries
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DifficultyReport:
-    """What was kept and dropped: ids, in the order of the tasks; `str` shows counts by kind of task."""
+    """Result of `keep_hard`: ids of tasks, in the order of the tasks; `str` returns a table of counts by kind
+    of task.
 
-    kept: tuple[str, ...]
+    Attributes:
+      retained: tasks of the right difficulty.
+      too_easy: tasks that the student solves too often.
+      unsolved: tasks that the teacher solves too rarely.
+      table: counts by kind of task.
+    """
+
+    retained: tuple[str, ...]
     too_easy: tuple[str, ...]
     unsolved: tuple[str, ...]
     table: str
@@ -64,26 +78,26 @@ class DifficultyReport:
 
 
 def read_verdicts(path: str | os.PathLike) -> dict[str, Verdicts]:
-    """A policy's verdicts by task, of lines {"task": id, "passes": ..., "tries": ...}, as experiments/verdicts.py writes
-    them; those of one task add up. ValueError naming the line that is none."""
+    """Returns a policy's verdicts by task id from a file that experiments/task_pass_rates.py writes.
+
+    Each line is {"task": id, "passes": ..., "tries": ...}; counts of one task are added. Raises ValueError
+    that names an invalid line.
+    """
     passes, tries = Counter(), Counter()
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                verdict = json.loads(line)
-                task, passed, tried = (verdict[name] for name in ("task", "passes", "tries"))
-                whole = type(passed) is type(tried) is int and type(task) is str
-                if not (whole and 0 <= passed <= tried and tried > 0):
-                    raise ValueError("passes must be from 0 to tries, and tries at least 1")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise ValueError(
-                    f"{os.fspath(path)}:{number} is no verdict ({error}); "
-                    'write {"task": id, "passes": 1, "tries": 8}'
-                ) from None
-            passes[task] += passed
-            tries[task] += tried
+    for line in read_lines(path):
+        try:
+            verdict = read_json(line.content)
+            task, passed, tried = (verdict[name] for name in ("task", "passes", "tries"))
+            is_typed = type(passed) is type(tried) is int and type(task) is str
+            if not (is_typed and 0 <= passed <= tried and tried > 0):
+                raise ValueError("passes must be from 0 to tries, and tries at least 1")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{os.fspath(path)}:{line.number} is no verdict ({error}); "
+                'write {"task": id, "passes": 1, "tries": 8}'
+            ) from None
+        passes[task] += passed
+        tries[task] += tried
     return {task: Verdicts(passes[task], tries[task]) for task in tries}
 
 
@@ -93,28 +107,28 @@ def keep_hard(
     teacher: dict[str, Verdicts],
     config: DifficultyConfig = DifficultyConfig(),
 ) -> tuple[list[Task], DifficultyReport]:
-    """The tasks that the student solves rarely and the teacher, a stronger policy, sometimes; and why not the others.
+    """Returns the tasks that the student solves rarely and the teacher, a stronger policy, sometimes, with a report.
 
-    ValueError for tasks without enough verdicts of both, and for verdicts on tasks that are not there.
+    Raises ValueError for tasks without enough verdicts of both, and for verdicts on unknown tasks.
     """
     known = {task.id for task in tasks}
     for who, verdicts in (("student", student), ("teacher", teacher)):
-        _refuse(verdicts.keys() - known, f"the {who} has verdicts on unknown tasks")
+        _check_none(verdicts.keys() - known, f"the {who} has verdicts on unknown tasks")
         few = (t for t in known if t not in verdicts or verdicts[t].tries < config.min_tries)
-        _refuse(few, f"the {who} tried tasks less than {config.min_tries} times")
-    groups = {"kept": [], "too_easy": [], "unsolved": []}
+        _check_none(few, f"the {who} tried tasks less than {config.min_tries} times")
+    groups = {"retained": [], "too_easy": [], "unsolved": []}
     for task in tasks:
-        if student[task.id].rate > config.most_of_student:
+        if student[task.id].rate > config.max_student_pass_rate:
             groups["too_easy"].append(task)
-        elif not teacher[task.id].rate > config.above_of_teacher:
+        elif not teacher[task.id].rate > config.min_teacher_pass_rate:
             groups["unsolved"].append(task)
         else:
-            groups["kept"].append(task)
+            groups["retained"].append(task)
     ids = {name: tuple(task.id for task in group) for name, group in groups.items()}
-    return groups["kept"], DifficultyReport(**ids, table=_table(groups))
+    return groups["retained"], DifficultyReport(**ids, table=_table(groups))
 
 
-def _refuse(ids: Iterable[str], what: str) -> None:
+def _check_none(ids: Iterable[str], what: str) -> None:
     ids = sorted(ids)
     if ids:
         more = f" and {len(ids) - NAMED} more" if len(ids) > NAMED else ""

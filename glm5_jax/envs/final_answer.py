@@ -1,20 +1,20 @@
-"""What a reply claims: the final answer to a problem, a few words, the letter of a choice, the program it wrote.
+"""Extracts the final answer of a reply: an expression, a few words, the letter of a choice, or a program.
 
-A reply may work things out before it claims. What counts is, in this order,
+A reply may reason before it answers. The answer is the first of these forms that it has:
 
   1. \\boxed{...}: for a final answer the last one;
   2. the last line "answer: ..." or "the answer is ...", or GSM8K's "#### ...", up to the end of the line;
   3. the reply itself if it is one word or formula, else the last formula between dollars (or \\( and \\[)
-     or the last number, whichever ends last.
+    or the last number, whichever ends last.
 
-Of a choice, all that is claimed in the first of these forms that the reply has must be the same one letter.
+For a choice, all answers in the first form that the reply has must name the same letter.
 """
 
 import re
 
 LETTERS = "ABCDEFGHIJ"
-MOST_CHARACTERS = 2000  # of a final answer
-# What a policy writes may be long and odd: every pattern here takes time that grows with the length alone.
+MAX_CHARACTERS = 2000  # of a final answer
+# A policy's text may be long and odd, so every pattern takes time proportional to its length.
 _BRACES = re.compile(r"\\(?:boxed|fbox)\{|\\.|[{}]", re.DOTALL)
 _CLAIM = re.compile(r"(?im)(?:\banswer(?: is| ?[:=])(?: ?[:=])?|^####)(?P<claim>.*)")
 _FORMULA = re.compile(
@@ -34,8 +34,8 @@ _FENCE = re.compile(r"(?ms)^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code
 
 
 def final_answer(reply: str) -> str:
-    """The one expression that a reply claims, without what stands around it; "" if it claims none."""
-    boxes = boxed(reply)
+    """Returns the expression that a reply gives as its answer, without the text around it; "" if it gives none."""
+    boxes = boxed_contents(reply)
     if boxes:
         return _plain(boxes[-1])
     claims = [match["claim"] for match in _CLAIM.finditer(reply)]
@@ -43,25 +43,25 @@ def final_answer(reply: str) -> str:
         return _plain(claims[-1])
     if len(reply.split()) == 1:
         return _plain(reply)
-    found = [*_FORMULA.finditer(reply), *_NUMBER.finditer(reply)]
-    if not found:
+    matches = [*_FORMULA.finditer(reply), *_NUMBER.finditer(reply)]
+    if not matches:
         return ""
-    # Of a formula and the number that it ends with, the formula.
-    return _plain(max(found, key=lambda match: (match.end(), -match.start()))[0])
+    # If a formula ends with a number, take the formula.
+    return _plain(max(matches, key=lambda match: (match.end(), -match.start()))[0])
 
 
 def short_answer(reply: str) -> str:
-    """The few words that a reply claims: of the first of the forms that it has; without any, all of it."""
-    claims = boxed(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
+    """Returns the short answer of a reply, in the first form that it has; without any, the full reply."""
+    claims = boxed_contents(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
     claim = claims[-1] if claims else reply
     return (
-        "" if len(claim) > MOST_CHARACTERS else _TEXT.sub(r"\1", claim).strip().strip("*`").strip()
+        "" if len(claim) > MAX_CHARACTERS else _TEXT.sub(r"\1", claim).strip().strip("*`").strip()
     )
 
 
-def choice(reply: str, num_choices: int = len(LETTERS)) -> str:
-    """The letter that a reply claims, one of the first `num_choices`; "" if none, or several."""
-    claims = boxed(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
+def chosen_letter(reply: str, num_choices: int = len(LETTERS)) -> str:
+    """Returns the letter that a reply names, one of the first `num_choices`; "" if it names none or several."""
+    claims = boxed_contents(reply) or [match["claim"] for match in _CLAIM.finditer(reply)]
     if not claims:
         letters = {
             letter for line in reply.splitlines() for letter in _letters(line, strictly=True)
@@ -73,7 +73,7 @@ def choice(reply: str, num_choices: int = len(LETTERS)) -> str:
 
 
 def program(reply: str) -> str:
-    """The last fenced block of Python in a reply (of any language if it names none); without fences, all of it."""
+    """Returns the last fenced block of Python in a reply (or of no language); without fences, the full reply."""
     blocks = [
         match["code"]
         for match in _FENCE.finditer(reply)
@@ -82,26 +82,43 @@ def program(reply: str) -> str:
     return blocks[-1] if blocks else reply if "```" not in reply else ""
 
 
-def boxed(text: str) -> list[str]:
-    """What stands in the outermost \\boxed{...} of a text, in order; a box that is not closed is none."""
-    opened: list[int | None] = []  # where a box begins; None of other braces
-    found: list[tuple[int, str]] = []
+def boxed_contents(text: str) -> list[str]:
+    """Returns the contents of the outermost \\boxed{...} of a text, in order; boxes that are not closed do not
+    count.
+    """
+    opened: list[int | None] = []  # start of a box's content; None for other braces
+    boxes: list[tuple[int, str]] = []
     for mark in _BRACES.finditer(text):
         if mark[0].endswith("{") and mark[0] != "\\{":
             opened.append(mark.end() if len(mark[0]) > 1 else None)
         elif mark[0] == "}" and opened:
             start = opened.pop()
             if start is not None:
-                while found and found[-1][0] > start:
-                    found.pop()
-                found.append((start, text[start : mark.start()]))
-    return [inside for _, inside in found]
+                while boxes and boxes[-1][0] > start:
+                    boxes.pop()
+                boxes.append((start, text[start : mark.start()]))
+    return [inside for _, inside in boxes]
+
+
+def nesting_depth(formula: str) -> int:
+    """Returns the depth of the nested brackets of a formula, closed or not."""
+    level = deepest = 0
+    for letter in formula:
+        if letter in "([{":
+            level += 1
+            deepest = max(deepest, level)
+        elif letter in ")]}" and level:
+            level -= 1
+    return deepest
 
 
 def _plain(claim: str) -> str:
-    """Without emphasis, the dollars around a formula and the full stop; a number without currency, thousands' commas
-    and unit, as math-verify would read letters as variables."""
-    if len(claim) > MOST_CHARACTERS:
+    """Returns an answer without emphasis, the dollars around a formula, and the full stop.
+
+    A number also loses currency, thousands' commas and unit, because math-verify would read letters as
+    variables.
+    """
+    if len(claim) > MAX_CHARACTERS:
         return ""
     claim = claim.strip().strip("*`").strip().rstrip(".").strip("*` \t\n")
     formula = _FORMULA.fullmatch(claim)
@@ -116,9 +133,14 @@ def _plain(claim: str) -> str:
 
 
 def _letters(claim: str, strictly: bool = False) -> set[str]:
-    """The letters that a claim names. strictly: where nothing says that it is one, only "B", "(B)" and "B) text"."""
+    """Returns the letters that an answer names.
+
+    Args:
+      claim: text of the answer.
+      strictly: accept only "B", "(B)" and "B) text", because nothing marks the text as an answer.
+    """
     text = re.sub(r"\\(?:text|mathrm|mathbf|textbf|rm|bf)\b|[{}$*`\"']", " ", claim).strip()
-    # "A cell" and "I think" claim nothing.
+    # "A cell" and "I think" name no letter.
     word = r"(?![\w'])(?!(?<=[AI])\s+(?!because|since|or\b|and\b|as\b|is\b)[a-z])"
     ends = r"\s*(?:[).:]|$)" if strictly else word
     named = r"(?:(?i:option|choice)\s)?\s*\(?"

@@ -1,10 +1,13 @@
-"""The 25 kinds of verifiable instructions of IFEval (Zhou et al. 2023), each a function of a reply.
+"""Checks the 25 kinds of verifiable instructions of IFEval (Zhou et al. 2023), each by one function of a reply.
 
-They mean what the benchmark's own code means, including what one would not guess: keywords are found inside longer
-words, a rule `---` is a bullet, a word is a run of `\\w`. Three parts are ours and may differ from it: the language
-(languages.py, there langdetect), sentences and words in capitals (there NLTK). Keywords are text here, there
-regular expressions; the prompts hold none in which that would differ. A star with nothing behind it on its line is
-no bullet here.
+They mean what the benchmark's code means, including its surprises: keywords also match inside longer words,
+a rule `---` is a bullet, a word is a run of `\\w`. Four parts may differ from the benchmark:
+
+- the language is detected by languages.py instead of langdetect;
+- sentences and words in capitals are counted without NLTK;
+- keywords are plain text instead of regular expressions; no prompt of the benchmark has one where that
+  matters;
+- a star with nothing after it on its line is no bullet.
 """
 
 import json
@@ -19,8 +22,13 @@ ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Kind(NamedTuple):
-    """keeps: whether a reply keeps the instruction, called with the reply and the arguments by name; arguments:
-    of each, its name and what it must be (a key of `CHECKS`)."""
+    """Kind of instruction.
+
+    Attributes:
+      keeps: function that returns whether a reply follows the instruction; called with the reply and the
+          arguments by name.
+      arguments: check of each argument, a key of `CHECKS`, by its name.
+    """
 
     keeps: Callable[..., bool]
     arguments: Mapping[str, str] = {}
@@ -30,24 +38,24 @@ class Kind(NamedTuple):
 
 
 def has_keywords(reply: str, keywords: Sequence[str]) -> bool:
-    """All of them, in any case."""
+    """Returns whether a reply has all keywords, ignoring case."""
     return all(_count(reply, keyword) for keyword in keywords)
 
 
 def has_keyword_often(reply: str, keyword: str, frequency: int, relation: str) -> bool:
-    """So often, in any case."""
+    """Returns whether the number of matches of a keyword satisfies a relation, ignoring case."""
     return _holds(_count(reply, keyword.strip()), relation, frequency)
 
 
 def avoids_words(reply: str, forbidden_words: Sequence[str]) -> bool:
-    """None of them as a word of its own, in any case."""
+    """Returns whether no forbidden word occurs as a separate word, ignoring case."""
     return not any(
         re.search(rf"\b{re.escape(word)}\b", reply, re.IGNORECASE) for word in forbidden_words
     )
 
 
 def has_letter_often(reply: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """The letter or sign so often, in any case."""
+    """Returns whether the count of a letter or sign satisfies a relation, ignoring case."""
     return _holds(reply.lower().count(letter.lower()), let_relation, let_frequency)
 
 
@@ -55,22 +63,24 @@ def has_letter_often(reply: str, letter: str, let_frequency: int, let_relation: 
 
 
 def is_english_capitals(reply: str) -> bool:
-    """English with letters, all of them capitals."""
+    """Returns whether a reply is English and all its letters are capitals."""
     return reply.isupper() and may_be(reply, "en")
 
 
 def is_english_lowercase(reply: str) -> bool:
-    """English with letters, none of them a capital."""
+    """Returns whether a reply is English and none of its letters is a capital."""
     return reply.islower() and may_be(reply, "en")
 
 
 def has_capital_words_often(reply: str, capital_frequency: int, capital_relation: str) -> bool:
-    """Words all in capitals so often: "I", "NASA's" and "COVID-19" are each one."""
-    return _holds(capital_words(reply), capital_relation, capital_frequency)
+    """Returns whether the number of words in capitals satisfies a relation: "I", "NASA's" and "COVID-19" are
+    one each.
+    """
+    return _holds(count_capital_words(reply), capital_relation, capital_frequency)
 
 
-def capital_words(text: str) -> int:
-    """How many words have capitals and no small letters but a possessive's."""
+def count_capital_words(text: str) -> int:
+    """Returns the number of words that have capitals and no small letters except a possessive's."""
     words = re.findall(r"[^\s,;:?!()\[\]{}<>\"“”…—@#$%&]+", text.replace("--", " "))
     return sum(re.sub(r"['’]s$", "", word.strip("*_.'’")).isupper() for word in words)
 
@@ -79,11 +89,11 @@ def capital_words(text: str) -> int:
 
 
 def has_sentences(reply: str, num_sentences: int, relation: str) -> bool:
-    """So many, as `sentences` counts them."""
-    return _holds(sentences(reply), relation, num_sentences)
+    """Returns whether the number of sentences, by `count_sentences`, satisfies a relation."""
+    return _holds(count_sentences(reply), relation, num_sentences)
 
 
-_ABBREVIATION = re.compile(  # what stands before names
+_ABBREVIATION = re.compile(  # titles before names, and initials
     r"(?:^|[^\w.])(?:mr|mrs|ms|dr|prof|st|capt|lt|gen|col|sgt|rev|hon|gov|sen|rep|vs|fig|approx|(?!i)[^\W\d_])$",
     re.IGNORECASE,
 )
@@ -96,46 +106,53 @@ _AHEAD = 20  # characters around a full stop that decide; without a bound a long
 _NUMBERED = re.compile(r"(?m)^[ \t]*(?:[-*+][ \t]+)?\(?\d{1,9}[.)](?=\s)")
 
 
-def sentences(text: str) -> int:
-    """How many sentences: stretches with a letter or digit that end in a mark (also of Chinese, Hindi, Arabic) with
-    a space behind it, or at the end of the text.
+def count_sentences(text: str) -> int:
+    """Returns the number of sentences of a text.
 
-    A line's end ends none. A full stop does not count behind the number of a list, a title or an initial, nor
-    where a small letter follows; behind several initials ("p.m.") only where a word follows that often begins a
-    sentence.
+    A sentence is a stretch with a letter or digit that ends in a mark (also of Chinese, Hindi or Arabic)
+    and a space, or at the end of the text. The end of a line ends no sentence. A full stop does not count
+
+    - after the number of a list, a title or an initial;
+    - before a small letter;
+    - after several initials ("p.m."), unless a word follows that often begins a sentence.
     """
     text, count, start = _NUMBERED.sub(" ", text), 0, 0
-    for found in _END.finditer(text):
-        after = text[found.end() : found.end() + _AHEAD]
-        if found[0][0] in ".!?…" and after[:1].strip():
+    for mark in _END.finditer(text):
+        after = text[mark.end() : mark.end() + _AHEAD]
+        if mark[0][0] in ".!?…" and after[:1].strip():
             continue  # 3.5, example.com, file?name
-        if found[0][0] == "." and after.strip():
-            before = text[max(start, found.start() - _AHEAD) : found.start()]
+        if mark[0][0] == "." and after.strip():
+            before = text[max(start, mark.start() - _AHEAD) : mark.start()]
             initials = _INITIALS.search(before) and not _STARTS.match(after)
             if after.strip()[0].islower() or _ABBREVIATION.search(before) or initials:
                 continue
-        count += _says_something(text[start : found.end()])
-        start = found.end()
+        count += _says_something(text[start : mark.end()])
+        start = mark.end()
     return count + _says_something(text[start:])
 
 
 def has_words(reply: str, num_words: int, relation: str) -> bool:
-    """So many; a word is a run of letters and digits, so that "don't" is two."""
+    """Returns whether the number of words satisfies a relation.
+
+    A word is a run of letters and digits: "don't" is two.
+    """
     return _holds(len(re.findall(r"\w+", reply)), relation, num_words)
 
 
 def has_paragraphs(reply: str, num_paragraphs: int) -> bool:
-    """Exactly so many between dividers `***`, none of which stand next to each other."""
+    """Returns whether dividers `***`, no two of them adjacent, separate exactly `num_paragraphs` paragraphs."""
     first, *between = [part.strip() for part in re.split(r"\s?\*\*\*\s?", reply)]
     last = between.pop() if between else ""
     return all(between) and len(between) + bool(first) + bool(last) == num_paragraphs
 
 
 def has_first_word(reply: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly so many paragraphs between blank lines, and the nth begins with the word, in any case."""
+    """Returns whether blank lines separate exactly `num_paragraphs` paragraphs and the nth begins with the
+    word, ignoring case.
+    """
     parts = reply.split("\n\n")
     filled = sum(bool(part.strip()) for part in parts)
-    # The nth of all, empty ones included: so it is in the benchmark.
+    # The benchmark counts the nth of all parts, empty ones included.
     if filled != num_paragraphs or not parts[nth_paragraph - 1].strip():
         return False
     word = parts[nth_paragraph - 1].split()[0].lstrip("'").lstrip('"').lower()
@@ -146,9 +163,9 @@ def has_first_word(reply: str, num_paragraphs: int, nth_paragraph: int, first_wo
 
 
 def has_placeholders(reply: str, num_placeholders: int) -> bool:
-    """At least so many pairs of square brackets, each on one line."""
+    """Returns whether a reply has at least `num_placeholders` pairs of square brackets, each on one line."""
     count = 0
-    for line in reply.split("\n"):  # a pattern would take quadratic time of "[[[["
+    for line in reply.split("\n"):  # a pattern would take quadratic time for "[[[["
         closed = -1
         while (opened := line.find("[", closed + 1)) >= 0:
             closed = line.find("]", opened)
@@ -159,38 +176,40 @@ def has_placeholders(reply: str, num_placeholders: int) -> bool:
 
 
 def has_postscript(reply: str, postscript_marker: str) -> bool:
-    """The marker anywhere, in any case; of "P.S." and "P.P.S" also with a space behind a full stop."""
+    """Returns whether the marker occurs, ignoring case. "P.S." and "P.P.S" may have spaces after their full stops."""
     marker = postscript_marker.strip().lower()
     spaced = {"p.s.": r"p\.\s?s\.", "p.p.s": r"p\.\s?p\.\s?s"}
     return re.search(spaced.get(marker, re.escape(marker)), reply.lower()) is not None
 
 
 def has_bullets(reply: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `-`, or with one `*` and something behind it."""
+    """Returns whether exactly `num_bullets` lines begin with `-`, or with one `*` that something follows."""
     lines = [line.lstrip() for line in reply.split("\n")]
     bullets = [line for line in lines if re.match(r"-|\*[^*]", line)]
     return len(bullets) == num_bullets
 
 
 def is_an_answer(reply: str) -> bool:
-    """One of `ANSWERS` is in it."""
+    """Returns whether one of `ANSWERS` is in a reply."""
     return any(answer in reply for answer in ANSWERS)
 
 
 def has_highlights(reply: str, num_highlights: int) -> bool:
-    """At least so many stretches of a line between stars, or between pairs of stars."""
-    single = [found.strip("*") for found in re.findall(r"\*[^\n*]*\*", reply)]
+    """Returns whether a reply has at least `num_highlights` stretches of a line between stars, or between
+    pairs of stars.
+    """
+    single = [text.strip("*") for text in re.findall(r"\*[^\n*]*\*", reply)]
     double = re.findall(r"\*\*([^\n*]*)\*\*", reply)
-    return sum(bool(found.strip()) for found in single + double) >= num_highlights
+    return sum(bool(text.strip()) for text in single + double) >= num_highlights
 
 
 def has_sections(reply: str, section_spliter: str, num_sections: int) -> bool:
-    """At least so many times the word and a number behind it."""
+    """Returns whether the section word followed by a number occurs at least `num_sections` times."""
     return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", reply)) >= num_sections
 
 
 def is_json(reply: str) -> bool:
-    """JSON, a fence around it aside."""
+    """Returns whether a reply is JSON, with or without a fence around it."""
     text = re.sub(r"^```(?:json|Json|JSON)?|```$", "", reply.strip()).strip()
     try:
         json.loads(text)
@@ -200,7 +219,7 @@ def is_json(reply: str) -> bool:
 
 
 def has_title(reply: str) -> bool:
-    """Something between double angular brackets on one line."""
+    """Returns whether some line has text between double angular brackets."""
     for line in reply.split("\n"):
         _, opened, rest = line.partition("<<")
         title, closed, _ = rest.rpartition(">>")
@@ -210,30 +229,30 @@ def has_title(reply: str) -> bool:
 
 
 def has_no_comma(reply: str) -> bool:
-    """No "," in it; commas of other scripts are others."""
+    """Returns whether a reply has no ","; commas of other scripts are allowed."""
     return "," not in reply
 
 
 def has_two_responses(reply: str) -> bool:
-    """Two different ones with six stars between them."""
+    """Returns whether a reply consists of two different responses separated by six stars."""
     first, *between = [part.strip() for part in reply.split("*" * 6)]
     last = between.pop() if between else ""
-    said = [part for part in (first, *between, last) if part]
-    return all(between) and len(said) == 2 and said[0] != said[1]
+    responses = [part for part in (first, *between, last) if part]
+    return all(between) and len(responses) == 2 and responses[0] != responses[1]
 
 
 def repeats_prompt(reply: str, prompt_to_repeat: str) -> bool:
-    """It begins with the prompt, in any case."""
+    """Returns whether a reply begins with the prompt, ignoring case."""
     return reply.strip().lower().startswith(prompt_to_repeat.strip().lower())
 
 
 def ends_with(reply: str, end_phrase: str) -> bool:
-    """It ends in the phrase, in any case, quotation marks aside."""
+    """Returns whether a reply ends in a phrase, ignoring case and quotation marks."""
     return reply.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
 def is_quoted(reply: str) -> bool:
-    """It stands between double quotation marks."""
+    """Returns whether double quotation marks surround a reply."""
     return re.fullmatch(r'".*"', reply.strip(), re.DOTALL) is not None
 
 
@@ -304,7 +323,7 @@ def _is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-# What an argument must be, in words and as a test.
+# Kind of argument -> (its description for errors, a test of it).
 CHECKS: Mapping[str, tuple[str, Callable[..., bool]]] = {
     "text": ("a text that is not empty", _is_text),
     "words": (

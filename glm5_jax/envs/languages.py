@@ -1,8 +1,8 @@
-"""Which script and which language a text is in, told by its letters and its most frequent small words.
+"""Identifies the script and the language of a text, from its letters and most frequent small words.
 
-No model: a language that has a script of its own is told by that. The others are told apart by words that almost
-every sentence of theirs has and by letters and ends of words that their neighbours lack, so that a sentence or two
-are enough, and a name or a single word may leave it open.
+It needs no model. A language with a script of its own is identified by the script. Others are identified by
+words that occur in almost every sentence, and by letters and word endings that related languages lack. One
+or two sentences are enough; a name or a single word may leave the language open.
 """
 
 import collections
@@ -10,7 +10,7 @@ import functools
 import re
 import unicodedata
 
-# The languages of each script, which is called as Unicode's names of its letters begin.
+# Script -> its languages. A script is named by the first word of Unicode's names of its letters.
 _SCRIPTS = {
     "BENGALI": "bn",
     "GUJARATI": "gu",
@@ -28,7 +28,7 @@ _SCRIPTS = {
     "LATIN": "de en es fi fr it pl pt sw vi",
 }
 
-# Of each language that shares its script: letters and ends of words that most others of it lack, and small words.
+# Language that shares its script -> letters and word endings that most others of the script lack.
 _MARKED = {
     "ar": "[ةىأإيك]",
     "bg": "ъ|(ите|ата|ото|ния|ане)$",
@@ -50,6 +50,7 @@ _MARKED = {
     "ur": "[ٹڈڑےںہھ]",
     "vi": "[ăđơưạảấầẩậắằặẹẻẽếềểệỉịọỏốồổỗộớờởợụủứừửữựỳỵỷ]",
 }
+# Language that shares its script -> its most frequent small words.
 _WORDS = {
     "ar": "في من على إلى أن هذا هذه التي الذي كان عن مع لا ما هو هي و كل بعد قد",
     "bg": "и на да се от за в е с не по че това като са ще той тя към но или при със ми аз съм много",
@@ -81,7 +82,7 @@ _WORDS = {
 }
 _WORDS = {code: frozenset(words.split()) for code, words in _WORDS.items()}
 
-NAMES = {  # the languages that are told apart, by ISO 639-1
+NAMES = {  # the languages that are distinguished, by ISO 639-1 code
     "en": "English",
     "es": "Spanish",
     "pt": "Portuguese",
@@ -116,8 +117,8 @@ NAMES = {  # the languages that are told apart, by ISO 639-1
 }
 _KANA = ("HIRAGANA", "KATAKANA")
 _MARKED = {code: re.compile(marks or "(?!)") for code, marks in _MARKED.items()}
-_DENSE = {"CJK": 3, "HANGUL": 2}  # letters of an alphabet that a character is worth
-# `\w` leaves out the signs of vowels; the joiner stands within Persian words.
+_DENSE = {"CJK": 3, "HANGUL": 2}  # number of letters of an alphabet that a character counts for
+# `\w` does not match vowel signs; the zero-width non-joiner occurs inside Persian words.
 _MARKS = "".join(
     filter(lambda c: unicodedata.category(c)[0] == "M", map(chr, range(0x300, 0x1000)))
 )
@@ -126,8 +127,11 @@ _WORD = re.compile(rf"(?:[^\W\d_]|[{_MARKS}\u200c])+")
 
 @functools.lru_cache(2**16)
 def script(character: str) -> str | None:
-    """The script of a letter or of a mark that belongs to one, as Unicode's names begin ("LATIN", "CJK"); None for
-    digits, signs and marks that all scripts share. Full-width and mathematical letters count as the plain ones."""
+    """Returns the script of a character by the first word of its Unicode name ("LATIN", "CJK").
+
+    Returns None for digits, signs, and marks that all scripts share; a mark of one script has that script.
+    Full-width and mathematical letters count as plain ones.
+    """
     character = unicodedata.normalize("NFKC", character)[:1]
     if not character or unicodedata.category(character)[0] not in "LM":
         return None
@@ -135,36 +139,36 @@ def script(character: str) -> str | None:
     return None if name in ("COMBINING", "MODIFIER", "VARIATION", "") else name
 
 
-def scripts(text: str) -> collections.Counter[str]:
-    """How many letters of each script a text has."""
-    found = collections.Counter()
+def count_scripts(text: str) -> collections.Counter[str]:
+    """Returns the number of letters of each script in a text."""
+    counts = collections.Counter()
     for character, count in collections.Counter(text).items():
         if name := script(character):
-            found[name] += count
-    return found
+            counts[name] += count
+    return counts
 
 
-def scripts_of(code: str) -> frozenset[str]:
-    """The scripts that a language of `NAMES` is written in."""
+def scripts_of_language(code: str) -> frozenset[str]:
+    """Returns the scripts that a language of `NAMES` is written in."""
     if code in ("ja", "zh"):
         return frozenset(("CJK", *_KANA) if code == "ja" else ("CJK",))
     return frozenset(name for name, codes in _SCRIPTS.items() if code in codes.split())
 
 
-def evidence(text: str) -> dict[str, float]:
-    """How much of a text speaks for each language that its most frequent script may be of; empty without letters.
+def score_languages(text: str) -> dict[str, float]:
+    """Returns a score for each language of the most frequent script of a text; empty without letters.
 
-    In a script of one language 1. Else the share of its words that are small words of the language, plus the
-    share of words that are marked by letters or an end of its own.
+    In a script of one language the score is 1. Otherwise it is the share of the words that are small words
+    of the language, plus the share of words with letters or an ending that mark it.
     """
-    found = scripts(text)
-    if not found:
+    counts = count_scripts(text)
+    if not counts:
         return {}
-    kana = sum(found.pop(name, 0) for name in _KANA)
-    found["CJK"] += kana  # which Japanese mixes with characters, more than a tenth of them
-    main = max(found, key=lambda name: found[name] * _DENSE.get(name, 1))
+    kana = sum(counts.pop(name, 0) for name in _KANA)
+    counts["CJK"] += kana  # Japanese mixes kana with characters; more than a tenth are kana
+    main = max(counts, key=lambda name: counts[name] * _DENSE.get(name, 1))
     if main == "CJK":
-        return {"ja" if 10 * kana >= found["CJK"] else "zh": 1.0}
+        return {"ja" if 10 * kana >= counts["CJK"] else "zh": 1.0}
     codes = _SCRIPTS.get(main, "").split()
     if len(codes) < 2:
         return dict.fromkeys(codes, 1.0)
@@ -179,16 +183,18 @@ def evidence(text: str) -> dict[str, float]:
 
 
 def words_of(text: str) -> list[str]:
-    """Its runs of letters."""
+    """Returns the runs of letters of a text."""
     return _WORD.findall(unicodedata.normalize("NFC", text))
 
 
 def may_be(text: str, language: str) -> bool:
-    """Whether a text is in a language, as far as can be told: no other language has more evidence. True of a text
-    that has no letters, as nothing speaks against it."""
+    """Returns whether no other language has more evidence in a text than `language`; True for a text without letters.
+
+    Raises ValueError for an unknown language.
+    """
     if language not in NAMES:
         raise ValueError(f"language is {language!r}; use one of {', '.join(NAMES)}")
-    found = evidence(text)
-    if not found:
-        return not scripts(text)
-    return found.get(language, -1.0) >= max(found.values())
+    scores = score_languages(text)
+    if not scores:
+        return not count_scripts(text)
+    return scores.get(language, -1.0) >= max(scores.values())

@@ -1,8 +1,8 @@
-"""The child process that compares formulas: `python -m glm5_jax.envs.math_answers` answers calls of `equal`.
+"""Compares formulas in a child process: `python -m glm5_jax.envs.math_answers` serves calls of `equal`.
 
-math-verify turns both sides into SymPy expressions, and SymPy can take for ever, or all memory, on what a
-policy writes: whoever calls keeps the time, and the memory has a limit here. Nothing here evaluates text as
-Python beyond digits and arithmetic signs.
+math-verify turns both sides into SymPy expressions, and SymPy can take unlimited time or memory on a
+policy's text. The caller enforces the time limit; the memory limit is set here. Nothing here evaluates text
+as Python beyond digits and arithmetic signs.
 """
 
 import logging
@@ -14,11 +14,11 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from glm5_jax.core.process import serve
 
-MEMORY = 2 * 2**30  # bytes
+MEMORY_BYTES = 2 * 2**30
 _FORMS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 _WORD = re.compile(r"(?:\\(?:text|mathrm)\{)?\s*([A-Za-z]{2,}(?:\s+[A-Za-z]+)*)\s*\}?")
 
-_NAMED = re.compile(r"[^=≈,;<>!]*(?:=|≈)")  # what a number is said to be
+_NAMED = re.compile(r"[^=≈,;<>!]*(?:=|≈)")  # left side of an equation
 _SPACES = re.compile(r"\\(?:left|right|displaystyle|q?quad|[,;:! ])|[~$\s]")
 _JOINT = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}\d^]*\}(?:\^\{?-?\d\}?)?|\^\{?\\circ\}?|°|\\?%")
@@ -30,7 +30,7 @@ _NUMBER = re.compile(
     rf"(?:[-+−]\s*)?(?:(?P<fraction>{_FRACTION})|{_POWER}|{_PLAIN}(?:\s*(?:\\times|\\cdot)\s*{_POWER})?)"
 )
 _MIXED = re.compile(r"(\d+)\s*\\[dt]?frac\s*(?:(\d)\s*(\d)|\{(\d+)\}\s*\{(\d+)\})")
-# Numbers (#), and what may stand around and between them.
+# Numbers (#), and the characters that may surround and separate them.
 _SIDE_BY_SIDE = re.compile(
     r"(?:#(?!\s*[#(\[{])|[)\]}](?!\s*[#(\[])|[(\[{,;&\s]|\\[{}]|[-+]?\\infty|\\(?:pm|cup)\b"
     r"|\\(?:begin|end)\{[pb]matrix\})+"
@@ -38,10 +38,13 @@ _SIDE_BY_SIDE = re.compile(
 
 
 def equal(answer: str, truth: str, seconds: int) -> bool:
-    """Whether two formulas, in LaTeX or plain, mean the same. Words are compared as words, where SymPy would see a
-    product of letters and take "sey" for "yes". Where the truth is made of numbers alone the answer must be, too: it
-    is no answer to 27 + 58 that the sum is 27 + 58. The process ends if it takes longer than `seconds`."""
-    # Whoever waits kills it before; but they may be stopped.
+    """Returns whether two formulas, in LaTeX or plain, mean the same.
+
+    Words are compared as words, because SymPy would read a product of letters and accept "sey" for "yes".
+    If the truth consists only of numbers, the answer must too: "27 + 58" is no answer to the question what
+    27 + 58 is. The process ends if it takes longer than `seconds`.
+    """
+    # The caller kills the process earlier, unless the caller is stopped.
     signal.alarm(seconds)
     try:
         word, right = (_WORD.fullmatch(text.strip()) for text in (answer, truth))
@@ -56,43 +59,50 @@ def equal(answer: str, truth: str, seconds: int) -> bool:
 
 
 def is_computed(text: str, fractions: bool = True) -> bool:
-    """Whether nothing in a text is left to compute: numbers, alone, side by side or in brackets, with their units and
-    what they are said to be, as of "27 + 58 = 85" the right side counts. fractions: whether they may be some; else 36/2
-    is a division."""
+    """Returns whether nothing in a text is left to compute.
+
+    It may hold numbers, single, side by side or in brackets, with their units and the left side of an
+    equation: of "27 + 58 = 85" only the right side counts.
+
+    Args:
+      text: formula, in LaTeX or plain.
+      fractions: whether numbers may be fractions; otherwise 36/2 is a division that is left to compute.
+    """
     for sign, plain in (("#", "?"), ("\\\\", ";"), ("\\approx", "≈"), ("\\$", " ")):
         text = text.replace(sign, plain)
     text = _NAMED.sub(" ", text)
     text = _SPACES.sub(" ", text)
     text = _WRAPPER.sub("", _UNIT.sub(" ", _JOINT.sub(",", text)))
     if fractions:
-        text = _MIXED.sub(_whole, text)
+        text = _MIXED.sub(_join_mixed, text)
 
-    def number(found):
-        return found[0] if found["fraction"] and not fractions else "#"
+    def number(match):
+        return match[0] if match["fraction"] and not fractions else "#"
 
     return _SIDE_BY_SIDE.fullmatch(_NUMBER.sub(number, text)) is not None
 
 
-def _whole(found) -> str:
-    """3 1/2 as one number; of a sum in disguise, 27 58/1, nothing."""
-    over, under = (int(a or b) for a, b in ((found[2], found[4]), (found[3], found[5])))
-    return found[1] if over < under else found[0]
+def _join_mixed(match) -> str:
+    """Returns a mixed number such as 3 1/2 as one number, and 27 58/1, a sum in disguise, unchanged."""
+    over, under = (int(a or b) for a, b in ((match[2], match[4]), (match[3], match[5])))
+    return match[1] if over < under else match[0]
 
 
 def ready() -> bool:
-    """Answers once the libraries are loaded and have parsed something."""
+    """Returns after the libraries are loaded and have parsed a formula."""
     return equal(r"\frac{1}{2}", "0.5", 60)
 
 
 def _parsed(text: str) -> list:
-    # Of its own limits there are none: they use the alarm, and raise where SymPy catches.
+    # math-verify's time limits are off, because they use the alarm and raise where SymPy catches exceptions.
     return parse(rf"\boxed{{{text}}}", _FORMS, extraction_mode="first_match", parsing_timeout=None)
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)  # that there are no limits
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    # Whoever started this may have let the alarm pass unheard.
+    """Serves calls of `equal` and `ready` on standard input, with a memory limit."""
+    logging.disable(logging.WARNING)  # math-verify warns that it has no time limits
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # The parent may have ignored or blocked the alarm, and a child inherits that.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     serve(equal, ready)

@@ -1,14 +1,16 @@
-"""Verifiers of Reasoning RL (GLM-5, section 3.2) and of search: right is 1, all else 0.
+"""Verifies attempts of Reasoning RL (GLM-5 3.2) and of search: right answers are worth 1, wrong ones 0.
 
-  math     data: answer             what the reply claims (final_answer.py) means the same (math_answers.py)
-  science  data: answer, choices    the reply claims that one letter of so many
+  math     data: answer             the reply's answer (final_answer.py) equals it (math_answers.py)
+  science  data: answer, choices    the reply names that letter of the choices
   code     data: tests, names, ...  the reply's program passes them, in sandboxes
-  tir      data: answer, min_calls  as math, after calls of the task's tools, at least so many
-  search   data: answers            the reply claims one of them, as SQuAD compares (search/answers.py)
+  tir      data: answer, min_calls  as math, after at least min_calls calls of the task's tools
+  search   data: answers            the reply's answer is one of them, by SQuAD's rules (search/answers.py)
 
-An attempt that was cut off has no final answer: 0. What the policy breaks is 0, with `error` saying what;
-what fails for other reasons (a sandbox, a task without an answer) is None, as for every `Verifier`. Nobody waits on
-the clock of another's verdict, and what fails while a program runs is tried again: if others work it is its doing.
+A truncated attempt has no final answer and is worth 0. A fault of the policy is worth 0, and `error`
+describes it. A failure with another cause (a sandbox, a task without an answer) has the value None, as for
+every `Verifier`. The time limit of a verdict starts only when its turn comes, so verdicts do not wait on
+each other's clocks. If a sandbox fails while a program runs, the program runs again. If an empty program
+works there, the program caused the failure.
 """
 
 import asyncio
@@ -25,63 +27,76 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from glm5_jax.core.process import Worker, WorkerError
+from glm5_jax.core.process import PipeWorker, WorkerError
 from glm5_jax.envs import code_child, final_answer
+from glm5_jax.envs.concurrency import ConcurrencyLimit
 from glm5_jax.envs.search import answers
-from glm5_jax.envs.turns import Turns
 from glm5_jax.rl.types import Attempt, Message, Reward, Task, settled
 from glm5_jax.text.messages import tool_function
 
-START_SECONDS = 120  # for a child that loads SymPy on a machine under load
-MOST_CODE = 100_000  # bytes of a program, which goes to its Python as one argument
-WORTH = ("exact", "f1")
-MOST_ROUNDS = 32  # runs of tests whose calls depend on what earlier ones returned
+START_TIMEOUT_S = 120  # loading SymPy on a busy machine
+MAX_MATH_WORKERS = 4  # unless the config sets more
+MAX_NESTED = 12  # depth of nested brackets in a final answer
+MAX_CODE_BYTES = 100_000  # a program is passed to Python as one argument
+SEARCH_SCORES = ("exact", "f1")
+MAX_ROUNDS = 32  # runs of tests whose calls depend on what earlier ones returned
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifierConfig:
-    """Limits. Construction refuses values out of range (ValueError).
+    """Limits of the verifiers. Raises ValueError for values out of range.
 
     Attributes:
-      seconds: for one verdict on a program, all that is not the policy's included; past it the reward is None.
-      math_seconds: to compare two formulas; past it the answer is wrong.
-      math_workers: child processes that compare (100 MB each).
-      code_seconds: for all runs of one program together, and as much for the tests on what it gives; past it the
-        program is wrong.
-      code_memory: bytes of a sandbox.
-      code_at_once: programs; None: as many as processors, so that no program takes another's time.
-      python: the sandbox's.
-      search: what an answer to search is worth: "exact", or "f1", the share of words that it has in common.
+      timeout_s: time limit of one verdict on a program, in seconds, including the tests; after it the
+          reward is None.
+      math_timeout_s: time limit of one comparison of formulas, in seconds; after it the answer is wrong.
+      math_workers: number of child processes that compare (100 MB each); None: number of processors, at
+          most `MAX_MATH_WORKERS`. Several, so that a slow answer does not block the others.
+      code_timeout_s: time limit of all runs of one program together, in seconds, and of the tests on its
+          results; after it the program is wrong.
+      code_memory_bytes: memory of a sandbox, in bytes.
+      code_concurrency: maximum number of programs that run at once; None: number of processors, so that no
+          program takes another's time.
+      python: Python executable in the sandbox.
+      search: score of an answer to search: "exact", or "f1", the F1 of its words.
     """
 
-    seconds: float = 180.0
-    math_seconds: float = 10.0
-    math_workers: int = 1
-    code_seconds: float = 15.0
-    code_memory: int = 2**29
-    code_at_once: int | None = None
+    timeout_s: float = 180.0
+    math_timeout_s: float = 10.0
+    math_workers: int | None = None
+    code_timeout_s: float = 15.0
+    code_memory_bytes: int = 2**29
+    code_concurrency: int | None = None
     python: str = "python3"
     search: str = "exact"
 
     def __post_init__(self):
-        if self.search not in WORTH:
-            raise ValueError(f"search is {self.search!r}; use one of {', '.join(WORTH)}")
-        for name in ("seconds", "math_seconds", "code_seconds", "math_workers", "code_memory"):
+        if self.search not in SEARCH_SCORES:
+            raise ValueError(f"search is {self.search!r}; use one of {', '.join(SEARCH_SCORES)}")
+        for name in ("timeout_s", "math_timeout_s", "code_timeout_s", "code_memory_bytes"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
-        if self.code_at_once is not None and self.code_at_once < 1:
-            raise ValueError(f"code_at_once is {self.code_at_once}; it must be positive, or None")
-        if self.seconds <= 2 * self.code_seconds:
+        for name in ("math_workers", "code_concurrency"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be positive, or None")
+        if self.timeout_s <= 2 * self.code_timeout_s:
             raise ValueError(
-                f"seconds is {self.seconds}; twice what a program may take ({self.code_seconds}) must be less"
+                f"timeout_s is {self.timeout_s}; make it more than twice code_timeout_s ({self.code_timeout_s})"
             )
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Whether an attempt is right, its parts by name, and what is wrong with it, if anything can be said."""
+class AnswerVerdict:
+    """Verdict on an attempt.
+
+    Attributes:
+      right: whether the attempt is right.
+      error: fault of the attempt; "" if there is none, or none that can be named.
+      parts: further parts of the reward, by name.
+    """
 
     right: bool
     error: str = ""
@@ -89,7 +104,7 @@ class Verdict:
 
 
 class _Binary:
-    """A verifier whose `decide` gives a verdict. A context manager: `close` ends what it started."""
+    """Verifier whose `decide` returns a verdict; a context manager, and `close` ends its workers."""
 
     def __init__(self, config: VerifierConfig = VerifierConfig()):
         self._config = config
@@ -100,17 +115,17 @@ class _Binary:
         try:
             verdict = await self.decide(task, attempt)
         except Exception as error:
-            # Whatever it is, it is not the policy's fault, and one reward must not end a run.
+            # No error here is the policy's fault, and one reward must not end a run.
             return Reward(None, error=f"{type(error).__name__}: {error}")
         right = float(verdict.right)
         return Reward(right, {"right": right, **verdict.parts}, verdict.error)
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
-        """The verdict on an attempt that came to its end; raises for what is not the policy's fault."""
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
+        """Returns the verdict on an attempt that ended normally. Raises if something other than the policy fails."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what the verifier started."""
+        """Ends the verifier's workers."""
 
     def __enter__(self) -> Self:
         return self
@@ -124,15 +139,19 @@ class MathVerifier(_Binary):
 
     def __init__(self, config: VerifierConfig = VerifierConfig()):
         super().__init__(config)
-        self._threads = concurrent.futures.ThreadPoolExecutor(config.math_workers)
-        self._own = threading.local()
-        self._workers: list[Worker] = []
+        workers = config.math_workers or min(os.cpu_count() or 1, MAX_MATH_WORKERS)
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers)
+        self._local = threading.local()
+        self._workers: list[PipeWorker] = []
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
-        truth = _of(task, "answer", str)
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
+        truth = _required(task, "answer", str)
         answer = final_answer.final_answer(attempt.reply)
         if not answer:
-            return Verdict(False, "the reply has no final answer")
+            return AnswerVerdict(False, "the reply has no final answer")
+        if final_answer.nesting_depth(answer) > MAX_NESTED:
+            # The parser's time multiplies with each level: 10 levels take 1 s, 30 take 5 s.
+            return AnswerVerdict(False, f"the answer nests more than {MAX_NESTED} brackets")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._compare, answer, truth)
 
@@ -141,64 +160,68 @@ class MathVerifier(_Binary):
         for worker in self._workers:
             worker.close()
 
-    def _compare(self, answer: str, truth: str) -> Verdict:
-        seconds = self._config.math_seconds
+    def _compare(self, answer: str, truth: str) -> AnswerVerdict:
+        seconds = self._config.math_timeout_s
         sent = {"answer": answer, "truth": truth, "seconds": math.ceil(seconds) + 1}
         for last in (False, True):
             worker = self._worker()
             try:
-                return Verdict(worker.call("equal", seconds, **sent))
+                return AnswerVerdict(worker.call("equal", seconds, **sent))
             except WorkerError as error:
-                return Verdict(False, f"the answer cannot be compared: {error}")
+                return AnswerVerdict(False, f"the answer cannot be compared: {error}")
             except TimeoutError:
-                self._forget(worker)
-                return Verdict(False, f"the answer took more than {seconds} s to compare")
+                self._remove_worker(worker)
+                return AnswerVerdict(False, f"the answer took more than {seconds} s to compare")
             except ChildProcessError as error:
-                self._forget(worker)
-                # It may have died before, of something else.
+                self._remove_worker(worker)
+                # It may have died before, from another cause.
                 if last:
-                    return Verdict(False, f"the answer broke the comparison: {error}")
+                    return AnswerVerdict(False, f"the answer broke the comparison: {error}")
 
-    def _worker(self) -> Worker:
-        """This thread's, a new one if the last is gone."""
-        worker = getattr(self._own, "worker", None)
+    def _worker(self) -> PipeWorker:
+        """Returns this thread's worker; starts a new one if there is none."""
+        worker = getattr(self._local, "worker", None)
         if worker is None:
             command = [sys.executable, "-m", "glm5_jax.envs.math_answers"]
-            worker = Worker(command, cwd=_ROOT)  # the package need not be installed
+            worker = PipeWorker(command, cwd=_ROOT)  # the package need not be installed
             self._workers.append(worker)
-            worker.call("ready", START_SECONDS)
-            self._own.worker = worker
+            worker.call("ready", START_TIMEOUT_S)
+            self._local.worker = worker
         return worker
 
-    def _forget(self, worker: Worker) -> None:
-        self._own.worker = None
+    def _remove_worker(self, worker: PipeWorker) -> None:
+        self._local.worker = None
         self._workers.remove(worker)
 
 
 class ScienceVerifier(_Binary):
-    """Compares the letter that the reply claims with data["answer"]; data["choices"]: how many there are."""
+    """Compares the letter that the reply names with data["answer"]. data["choices"]: number of choices."""
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
-        right, num_choices = _of(task, "answer", str), _of(task, "choices", int)
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
+        right, num_choices = _required(task, "answer", str), _required(task, "choices", int)
         known = final_answer.LETTERS[:num_choices]
         if len(right) != 1 or right not in known:
             raise ValueError(f"task {task.id!r} has the answer {right!r}; give one of {known}")
-        claimed = final_answer.choice(attempt.reply, num_choices)
-        return Verdict(claimed == right, "" if claimed else "the reply claims no one letter")
+        claimed = final_answer.chosen_letter(attempt.reply, num_choices)
+        return AnswerVerdict(claimed == right, "" if claimed else "the reply claims no one letter")
 
 
 class CodeVerifier(_Binary):
-    """Runs the reply's program in a sandbox and compares what it gives, outside of it.
+    """Runs the reply's program in a sandbox and compares its results outside of it.
 
-    sandbox: makes an async context manager with `exec`, as `Sandbox` of envs/sandbox; None for that one. data has
-    either
+    A task's data have either
 
-      cases: of programs that read and write, [{"input": ..., "output": ...}]; lines must be equal but for
-        blanks at their ends, and the program must end with code 0
-      tests: Python that asserts; names: of the program's, which it uses. prelude: code before the
-        program's that the tests have, too; setup: code behind it. (code_child.py)
+    - cases, for programs that read and write: [{"input": ..., "output": ...}]. Lines must be equal except
+      for blanks at their ends, and the program must end with code 0;
+    - tests: Python code with asserts (code_child.py). names: names of the program that the tests use.
+      prelude: code before the program, which the tests have too. setup: code after the program.
 
-    The tests run in a sandbox of their own, so what they expect is never where the program is.
+    The tests run in a separate sandbox, so the program never has access to what they expect.
+
+    Args:
+      config: limits.
+      sandbox: function that returns an async context manager with `exec`, like `Sandbox` of envs/sandbox;
+          None for that class.
     """
 
     def __init__(
@@ -208,41 +231,43 @@ class CodeVerifier(_Binary):
         sandbox: Callable[[], contextlib.AbstractAsyncContextManager[Any]] | None = None,
     ):
         super().__init__(config)
-        self._sandbox = sandbox or _isolated(config)
-        self._turns = Turns(config.code_at_once or os.cpu_count() or 1)
+        self._sandbox = sandbox or _isolated_sandbox(config)
+        self._concurrency = ConcurrencyLimit(config.code_concurrency or os.cpu_count() or 1)
         self._source = pathlib.Path(code_child.__file__).read_text("utf-8")
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
         if "cases" not in task.data and "tests" not in task.data:
             raise ValueError(f"task {task.id!r} has neither tests nor cases")
         program = task.data.get("prelude", "") + "\n" + final_answer.program(attempt.reply)
         try:
             size = len(program.encode())
         except UnicodeEncodeError as error:
-            return Verdict(False, f"the program is no text: {error}")
-        if size > MOST_CODE or "\0" in program:
-            return Verdict(False, f"the program has zero bytes or more than {MOST_CODE} of them")
-        judge = self._by_cases if "cases" in task.data else self._by_tests
-        async with self._turns(), asyncio.timeout(self._config.seconds):
+            return AnswerVerdict(False, f"the program is no text: {error}")
+        if size > MAX_CODE_BYTES or "\0" in program:
+            return AnswerVerdict(
+                False, f"the program has zero bytes or more than {MAX_CODE_BYTES} of them"
+            )
+        judge = self._grade_cases if "cases" in task.data else self._grade_tests
+        async with self._concurrency(), asyncio.timeout(self._config.timeout_s):
             for last in (False, True):
-                clock = _Clock(self._config.code_seconds, of_program=True)
+                clock = _Clock(self._config.code_timeout_s, of_program=True)
                 try:
                     return await judge(task, program, clock)
-                except _Lost as error:
+                except _SandboxLost as error:
                     await self._check_works()
                     if last:
-                        return Verdict(False, f"the program broke its sandbox: {error}")
+                        return AnswerVerdict(False, f"the program broke its sandbox: {error}")
 
     async def _check_works(self) -> None:
-        """Raises unless a program runs."""
+        """Raises unless an empty program runs."""
         async with self._sandbox() as box:
-            clock = _Clock(self._config.code_seconds)
+            clock = _Clock(self._config.code_timeout_s)
             ran = await clock.run(box, [self._config.python, "-I", "-c", ""], "")
             if wrong := clock.problem(ran):
                 raise RuntimeError(f"an empty program {wrong}")
 
-    async def _by_cases(self, task: Task, program: str, clock: "_Clock") -> Verdict:
-        cases = _of(task, "cases", list)
+    async def _grade_cases(self, task: Task, program: str, clock: "_Clock") -> AnswerVerdict:
+        cases = _required(task, "cases", list)
         if not all(isinstance(case.get(end), str) for case in cases for end in ("input", "output")):
             raise ValueError(
                 f"task {task.id!r} has a case without input and output; give two texts"
@@ -254,42 +279,44 @@ class CodeVerifier(_Binary):
                 )
                 what = f"case {number} of {len(cases)}"
                 if wrong := clock.problem(ran):
-                    return Verdict(False, f"{what}: the program {wrong}")
+                    return AnswerVerdict(False, f"{what}: the program {wrong}")
                 if _lines(ran.stdout.decode(errors="replace")) != _lines(case["output"]):
-                    return Verdict(False, f"{what}: the output is another")
-        return Verdict(True)
+                    return AnswerVerdict(False, f"{what}: the output is another")
+        return AnswerVerdict(True)
 
-    async def _by_tests(self, task: Task, program: str, clock: "_Clock") -> Verdict:
+    async def _grade_tests(self, task: Task, program: str, clock: "_Clock") -> AnswerVerdict:
         tests = {
-            "tests": _of(task, "tests", str),
+            "tests": _required(task, "tests", str),
             "names": list(task.data.get("names", ())),
             "prelude": task.data.get("prelude", ""),
         }
-        calls, outcomes, own = [], [], _Clock(clock.whole)
+        calls, outcomes, tests_clock = [], [], _Clock(clock.limit_s)
         async with self._sandbox() as bench, self._sandbox() as box:
-            for _ in range(MOST_ROUNDS):
+            for _ in range(MAX_ROUNDS):
                 request = {**tests, "calls": calls, "outcomes": outcomes}
-                result, wrong = await self._child(bench, "judge", request, own)
+                result, wrong = await self._run_role(bench, "judge", request, tests_clock)
                 if wrong and not outcomes:
                     raise RuntimeError(f"the tests of task {task.id!r}: {wrong}")
                 if wrong:
-                    return Verdict(False, f"with the program's results, the tests: {wrong}")
+                    return AnswerVerdict(False, f"with the program's results, the tests: {wrong}")
                 if "passed" in result:
-                    return Verdict(result["passed"], result["why"])
+                    return AnswerVerdict(result["passed"], result["why"])
                 calls = result["calls"]
                 request = {"code": program, "setup": task.data.get("setup", ""), "calls": calls}
-                outcomes, wrong = await self._child(box, "answer", request, clock)
-                own.of_program = True  # what it gave is among what is tested from here on
+                outcomes, wrong = await self._run_role(box, "answer", request, clock)
+                tests_clock.of_program = True  # from here on the tests use the program's results
                 if not wrong and isinstance(outcomes, dict) and "broken" in outcomes:
                     wrong = f"does not run: {outcomes['broken']}"
                 if not wrong and not (isinstance(outcomes, list) and len(outcomes) == len(calls)):
                     wrong = "forged its answer"
                 if wrong:
-                    return Verdict(False, f"the program {wrong}")
-        return Verdict(False, f"the calls are others in each of {MOST_ROUNDS} runs of the tests")
+                    return AnswerVerdict(False, f"the program {wrong}")
+        return AnswerVerdict(
+            False, f"the calls are others in each of {MAX_ROUNDS} runs of the tests"
+        )
 
-    async def _child(self, box, role: str, request: Mapping, clock: "_Clock") -> tuple[Any, str]:
-        """(what an end of code_child.py answers, "") or (None, what is wrong with it)."""
+    async def _run_role(self, box, role: str, request: Mapping, clock: "_Clock") -> tuple[Any, str]:
+        """Returns (result of a role of code_child.py, ""), or (None, reason) if it failed."""
         command = [self._config.python, "-I", "-c", self._source, role]
         ran = await clock.run(box, command, json.dumps(request))
         if wrong := clock.problem(ran):
@@ -303,43 +330,55 @@ class CodeVerifier(_Binary):
         return result, ""
 
 
-def _isolated(config: VerifierConfig):
-    # Not at the top: it needs Linux, and the other verifiers run elsewhere, too.
+def _isolated_sandbox(config: VerifierConfig):
+    # Not imported at the top because it needs Linux, and the other verifiers run elsewhere too.
     from glm5_jax.envs.sandbox import Sandbox, SandboxConfig
 
-    memory = config.code_memory
+    memory = config.code_memory_bytes
     limits = SandboxConfig(
-        seconds=config.code_seconds, memory_bytes=memory, disk_bytes=max(memory // 2, 1)
+        timeout_s=config.code_timeout_s, memory_bytes=memory, disk_bytes=max(memory // 2, 1)
     )
     return lambda: Sandbox(limits)
 
 
-class _Lost(Exception):
-    """A sandbox failed while what the policy wrote ran in it, or what that had given."""
+class _SandboxLost(Exception):
+    """Raised if a sandbox failed while it ran the policy's program, or tests on its results."""
 
 
 class _Clock:
-    """Seconds that several runs may take together. of_program: whether they are the policy's."""
+    """Time that several runs share, in seconds.
+
+    Attributes:
+      limit_s: total time.
+      left_s: remaining time.
+      of_program: whether the runs depend on the policy's program.
+    """
 
     def __init__(self, seconds: float, of_program: bool = False):
-        self.whole = self.left = seconds
+        self.limit_s = self.left_s = seconds
         self.of_program = of_program
 
     async def run(self, box, command: Sequence[str], text: str):
+        """Runs a command in a sandbox within the remaining time.
+
+        Raises _SandboxLost if the sandbox fails with the program.
+        """
         start = time.monotonic()
         try:
-            ran = await box.exec(list(command), seconds=max(self.left, 0.01), stdin=text.encode())
+            ran = await box.exec(
+                list(command), timeout_s=max(self.left_s, 0.01), stdin=text.encode()
+            )
         except Exception as error:
             if self.of_program:
-                raise _Lost(f"{type(error).__name__}: {error}") from error
+                raise _SandboxLost(f"{type(error).__name__}: {error}") from error
             raise
-        self.left -= time.monotonic() - start
+        self.left_s -= time.monotonic() - start
         return ran
 
     def problem(self, ran) -> str:
-        """What is wrong with how a run ended, "" if nothing."""
+        """Returns how a run failed, or "" if it succeeded."""
         if ran.timed_out:
-            return f"took more than {self.whole} s"
+            return f"took more than {self.limit_s} s"
         if ran.truncated:
             return "wrote too much"
         if ran.code:
@@ -349,21 +388,23 @@ class _Clock:
 
 
 class TirVerifier(MathVerifier):
-    """As math, if every call was of one of the task's tools and at least data["min_calls"] (0) were made.
+    """Verifies math after tool calls: every call must be of one of the task's tools, at least
+    data["min_calls"] (0) of them.
 
-    A result without a call, or a call in the middle without one, only the environment can have left: None.
+    Only the environment can leave a result without a call, or a call in the middle without a result. The
+    value is then None.
     """
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
         wrong = trace_problem(attempt.messages, task.tools, task.data.get("min_calls", 0))
         if wrong:
-            return Verdict(False, wrong, {"trace": 0.0})
+            return AnswerVerdict(False, wrong, {"trace": 0.0})
         verdict = await super().decide(task, attempt)
         return dataclasses.replace(verdict, parts={"trace": 1.0})
 
 
 class SearchVerifier(_Binary):
-    """Compares the few words that the reply claims with data["answers"]. parts: "right" and "f1"."""
+    """Compares the short answer of the reply with data["answers"]. parts: "right" and "f1"."""
 
     async def __call__(self, task: Task, attempt: Attempt) -> Reward:
         reward = await super().__call__(task, attempt)
@@ -371,22 +412,24 @@ class SearchVerifier(_Binary):
             return reward
         return dataclasses.replace(reward, value=reward.parts.get("f1", 0.0))
 
-    async def decide(self, task: Task, attempt: Attempt) -> Verdict:
-        known, claimed = _of(task, "answers", list), final_answer.short_answer(attempt.reply)
+    async def decide(self, task: Task, attempt: Attempt) -> AnswerVerdict:
+        known, claimed = _required(task, "answers", list), final_answer.short_answer(attempt.reply)
         f1 = answers.f1(claimed, known)
-        return Verdict(
+        return AnswerVerdict(
             answers.exact(claimed, known), "" if claimed else "the reply claims nothing", {"f1": f1}
         )
 
 
 def trace_problem(messages: Sequence[Message], tools: Sequence[Mapping], min_calls: int) -> str:
-    """What a policy did wrong in calling tools, "" if nothing. ValueError for calls and results that do not belong
-    together, which is the environment's doing."""
+    """Returns the policy's fault in calling tools, or "" if there is none.
+
+    Raises ValueError if calls and results do not belong together, which only the environment can cause.
+    """
     names = {tool_function(tool, i)["name"] for i, tool in enumerate(tools)}
     num_calls, waiting, wrong = 0, [], ""
     for i, message in enumerate(messages):
         if message["role"] == "tool":
-            # Results without an id come in the order of the calls.
+            # Results without an id are in the order of the calls.
             which = message.get("tool_call_id") or (waiting[0] if waiting else None)
             if which not in waiting:
                 raise ValueError(f"message {i} is a tool's result that no call asked for")
@@ -407,7 +450,7 @@ def trace_problem(messages: Sequence[Message], tools: Sequence[Mapping], min_cal
     return wrong
 
 
-def _of(task: Task, name: str, kind: type):
+def _required(task: Task, name: str, kind: type):
     value = task.data.get(name)
     if not isinstance(value, kind) or not value:
         raise ValueError(f"task {task.id!r} has {name} {value!r}; give {kind.__name__}")
@@ -428,7 +471,10 @@ KINDS = {
 
 
 def verifier_for(kind: str, config: VerifierConfig = VerifierConfig(), **more) -> _Binary:
-    """A new verifier of tasks of a kind; `close` it in the end. ValueError for what is none."""
+    """Returns a new verifier of tasks of a kind; the caller must `close` it.
+
+    Raises ValueError for an unknown kind.
+    """
     if kind not in KINDS:
         raise ValueError(f"there is no verifier of {kind!r}; use one of {', '.join(KINDS)}")
     return KINDS[kind](config, **more)

@@ -1,17 +1,18 @@
-"""Task services of agents. One consists of tasks, the tools that they offer, and the verifier that judges attempts; others
-are subclasses of `ChatService`, as that of terminal tasks (`terminal.service`).
+"""Serves agent tasks to an RL run: tasks, the tools that they offer, and the verifier of attempts.
 
-service = AgentService(
-    ServiceConfig(name="search", hub="http://10.0.0.2:8100", port=8201), tasks, held_out, toolbox, verifier, tokenizer
-)
-asyncio.run(service.serve())
+Other services are subclasses of `ChatService`, such as that of terminal tasks (`terminal.service`).
+
+    service = AgentService(
+        ServiceConfig(name="search", hub="http://10.0.0.2:8100", port=8201), tasks, held_out, toolbox, verifier, tokenizer
+    )
+    asyncio.run(service.serve())
 """
 
 from collections.abc import Sequence
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import Counter, TokenCounter
-from glm5_jax.agents.loop import Agent, LoopConfig, Trace
+from glm5_jax.agents.loop import ChatAgent, LoopConfig, Trace
 from glm5_jax.rl.rollout import Tools
 from glm5_jax.rl.service import Asked, Outcome, ServiceConfig, TaskService
 from glm5_jax.rl.types import Reward, Task, Verifier
@@ -19,10 +20,13 @@ from glm5_jax.text.tokenizer import Tokenizer
 
 
 class ChatService(TaskService):
-    """Attempts tasks over a chat with the policy; a subclass says in `work` how. ValueError for a task whose messages
-    leave no room for a reply.
+    """Task service whose attempts are chats with the policy. A subclass implements `work`.
 
-    max_tokens: of an attempt, as in `LoopConfig`. reply_seconds: that the gateway has for a reply.
+    Raises ValueError for a task whose messages leave no room for a reply.
+
+    Args:
+      max_tokens: token limit of an attempt, as in `LoopConfig`.
+      reply_timeout_s: time limit of one reply of the gateway, in seconds.
     """
 
     def __init__(
@@ -32,11 +36,11 @@ class ChatService(TaskService):
         held_out: Sequence[Task],
         counter: Counter,
         max_tokens: int,
-        reply_seconds: float,
+        reply_timeout_s: float,
     ):
         super().__init__(config, len(tasks), len(held_out))
         self._tasks, self._held_out = tuple(tasks), tuple(held_out)
-        self._counter, self._reply_seconds = counter, reply_seconds
+        self._counter, self._reply_timeout_s = counter, reply_timeout_s
         for task in (*self._tasks, *self._held_out):
             if (count := counter.prompt(task)) >= max_tokens:
                 raise ValueError(
@@ -45,14 +49,17 @@ class ChatService(TaskService):
                 )
 
     async def work(self, task: Task, client: ChatClient) -> tuple[Trace | None, Reward]:
-        """An attempt: what became of it, None if that is not known, and what it is worth. What it raises is the
-        environment's failure."""
+        """Runs an attempt and returns its trace and its reward.
+
+        The trace is None if it is not known. Exceptions count as failures of the environment.
+        """
         raise NotImplementedError
 
-    async def attempt(self, asked: Asked, place: int) -> Outcome:
-        task = (self._held_out if asked.held_out else self._tasks)[place]
+    async def attempt(self, request: Asked, index: int) -> Outcome:
+        """Runs an attempt at the task with this number, and returns its outcome with metrics of the agent."""
+        task = (self._held_out if request.held_out else self._tasks)[index]
         client = ChatClient(
-            asked.base_url, api_key=self.api_key, seconds=self._reply_seconds, concurrency=1
+            request.base_url, api_key=self.api_key, timeout_s=self._reply_timeout_s, concurrency=1
         )
         async with client:
             trace, reward = await self.work(task, client)
@@ -69,11 +76,13 @@ class ChatService(TaskService):
 
 
 class AgentService(ChatService):
-    """Attempts tasks by `agents.loop.Agent`. ValueError for limits of the agent that the service's own would always come
-    before.
+    """Task service whose attempts run `agents.loop.ChatAgent`.
 
-    tokenizer, variant: those of the gateway, by which prompts are counted; thinking: whether replies begin with
-    reasoning, where a task does not say.
+    Raises ValueError if the service's time limit would always end before the agent's.
+
+    Args:
+      tokenizer, variant: those of the gateway, to count the tokens of prompts.
+      thinking: whether replies begin with reasoning, if a task does not say.
     """
 
     def __init__(
@@ -90,17 +99,23 @@ class AgentService(ChatService):
         thinking: bool = True,
     ):
         counter = TokenCounter(tokenizer, variant, thinking)
-        # A reply may take as long as the agent has.
-        super().__init__(config, tasks, held_out, counter, loop.max_tokens, loop.seconds)
-        if loop.seconds >= config.seconds:
+        # A reply may use the agent's full time limit.
+        super().__init__(config, tasks, held_out, counter, loop.max_tokens, loop.timeout_s)
+        if loop.timeout_s >= config.seconds:
             raise ValueError(
-                f"an agent has {loop.seconds:g} s and a rollout with its verdict {config.seconds:g} s; raise seconds of "
-                "the service, or what the agent takes too long for counts as a failure of the environment"
+                f"an agent has {loop.timeout_s:g} s and a rollout with its verdict {config.seconds:g} s; raise seconds of "
+                "the service, or slow attempts count as failures of the environment"
             )
         self._tools, self._verifier, self._loop = tools, verifier, loop
         self._fields = {} if thinking else {"chat_template_kwargs": {"enable_thinking": False}}
 
     async def work(self, task: Task, client: ChatClient) -> tuple[Trace, Reward]:
-        agent = Agent(client, self._tools, self._counter, self._loop, self._fields)
+        agent = ChatAgent(
+            client=client,
+            tools=self._tools,
+            counter=self._counter,
+            config=self._loop,
+            fields=self._fields,
+        )
         trace = await agent(task)
         return trace, await self._verifier(task, trace.attempt)

@@ -1,8 +1,8 @@
-"""The next tasks of several kinds, so that what is learnt from stays in balance (GLM-5, section 3.2).
+"""Draws tasks of several kinds so that the groups that are trained on stay in balance (GLM-5, section 3.2).
 
-Groups of some kinds are dropped more often than of others: all right, all wrong, or the environment failed. So
-shares are kept among the groups that were accepted, and those still on their way count as if they will be: of
-the kinds, the next is the one that is farthest behind its weight (deficit round-robin).
+Groups of some kinds are dropped more often than of others: all right, all wrong, or the environment failed.
+So shares are computed over accepted groups, and pending groups count as if they will be accepted. The next
+kind is the one with the largest deficit relative to its weight (deficit round-robin).
 """
 
 import dataclasses
@@ -15,9 +15,15 @@ from glm5_jax.rl.shares import shuffled
 from glm5_jax.rl.types import Task
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Kind:
-    """tasks: in the order of the source; drawn, accepted, waiting: groups; weight: share of all."""
+    """Tasks of one kind, with counts of groups.
+
+    Attributes:
+      tasks: tasks in the order of the source.
+      weight: share of all groups.
+      drawn, accepted, waiting: number of groups drawn, accepted and pending.
+    """
 
     tasks: Sequence[Task]
     weight: float
@@ -27,12 +33,14 @@ class _Kind:
 
 
 class TaskMixture:
-    """Draws tasks; say of each what became of its group, `accept` or `drop`.
+    """Draws tasks by weight; the caller reports the result of each group with `accept` or `drop`. Not thread-safe.
 
-    tasks: by kind, each drawn in an order that is shuffled anew every epoch. weights: by kind, shares if divided
-    by their sum. most_drawn: a kind is drawn at most so many times as often as its weight says, so that one
-    whose groups are never accepted leaves the others their turn; it then falls short of its share. Not for
-    several threads.
+    Args:
+      tasks: tasks by kind, each drawn in an order that is shuffled every epoch.
+      weights: weights by kind; divided by their sum they are shares.
+      seed: random seed of the orders.
+      max_overdraw: limit of how often a kind is drawn, as a multiple of its weight's share. So a kind whose
+          groups are never accepted leaves the others their share, and falls short of its own.
     """
 
     def __init__(
@@ -41,7 +49,7 @@ class TaskMixture:
         weights: Mapping[str, float],
         *,
         seed: int = 0,
-        most_drawn: float = 4.0,
+        max_overdraw: float = 4.0,
     ):
         if not tasks or set(tasks) != set(weights):
             raise ValueError(f"there are tasks of {sorted(tasks)} and weights of {sorted(weights)}")
@@ -50,35 +58,40 @@ class TaskMixture:
                 raise ValueError(f"the weight of {kind!r} is {weight}; it must be positive")
             if not tasks[kind]:
                 raise ValueError(f"there is no task of {kind!r}; give some, or no weight")
-        if not most_drawn >= 1:
-            raise ValueError(f"most_drawn is {most_drawn}; it must be at least 1")
-        whole = sum(weights.values())
-        self._kinds = {kind: _Kind(tasks[kind], weights[kind] / whole) for kind in tasks}
+        if not max_overdraw >= 1:
+            raise ValueError(f"max_overdraw is {max_overdraw}; it must be at least 1")
+        total = sum(weights.values())
+        self._kinds = {
+            kind: _Kind(tasks=tasks[kind], weight=weights[kind] / total) for kind in tasks
+        }
         self._kind_of = {task.id: kind for kind in tasks for task in tasks[kind]}
         if len(self._kind_of) < sum(map(len, tasks.values())):
-            raise ValueError("two tasks have one id; give each its own")
-        self._seed, self._most_drawn = seed, most_drawn
+            raise ValueError("two tasks have the same id; give each a separate one")
+        self._seed, self._max_overdraw = seed, max_overdraw
 
     def draw(self, count: int = 1) -> list[Task]:
-        """The next tasks, one for each group that is to be made."""
+        """Returns the next tasks, one for each group that is to be sampled."""
         return [self._next() for _ in range(count)]
 
     def accept(self, task: Task) -> None:
-        """A group of the task is learnt from."""
+        """Records that a group of the task is trained on."""
         self._returned(task).accepted += 1
 
     def drop(self, task: Task) -> None:
-        """A group of the task is not learnt from, or was lost."""
+        """Records that a group of the task is not trained on, or is lost."""
         self._returned(task)
 
     def shares(self) -> dict[str, float]:
-        """By kind, its share of the accepted groups; of none, 0."""
-        whole = sum(kind.accepted for kind in self._kinds.values())
-        return {name: kind.accepted / max(whole, 1) for name, kind in self._kinds.items()}
+        """Returns each kind's share of the accepted groups, 0 if there are none."""
+        total = sum(kind.accepted for kind in self._kinds.values())
+        return {name: kind.accepted / max(total, 1) for name, kind in self._kinds.items()}
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on with the same tasks, as JSON. Groups on their way are counted: what is not
-        made again from another part of the checkpoint has to be dropped after `restore`."""
+        """Returns the state that `restore` needs to continue with the same tasks, as JSON.
+
+        Pending groups are included. A group that is not restored from another part of the checkpoint has to
+        be dropped after `restore`.
+        """
         return {
             "seed": self._seed,
             "kinds": {
@@ -93,12 +106,12 @@ class TaskMixture:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state`. ValueError if it is of other tasks or another seed; weights may change."""
+        """Continues from a `state`. Raises ValueError if it has other tasks or another seed; weights may change."""
         saved = {name: kind["tasks"] for name, kind in state["kinds"].items()}
-        own = {name: self._fingerprint(kind.tasks) for name, kind in self._kinds.items()}
-        if (state["seed"], saved) != (self._seed, own):
+        fingerprints = {name: self._fingerprint(kind.tasks) for name, kind in self._kinds.items()}
+        if (state["seed"], saved) != (self._seed, fingerprints):
             raise ValueError(
-                f"the state is of seed {state['seed']} and tasks {saved}, not of seed {self._seed} and {own}; "
+                f"the state is of seed {state['seed']} and tasks {saved}, not of seed {self._seed} and {fingerprints}; "
                 "give the tasks that it was saved with"
             )
         for name, kind in self._kinds.items():
@@ -106,28 +119,28 @@ class TaskMixture:
                 setattr(kind, field, state["kinds"][name][field])
 
     def drop_waiting(self) -> None:
-        """All groups on their way are lost."""
+        """Drops all pending groups."""
         for kind in self._kinds.values():
             kind.waiting = 0
 
     def _next(self) -> Task:
         kinds = self._kinds.items()
         drawn = 1 + sum(kind.drawn for _, kind in kinds)
-        # One more than its share allows, or nothing could be drawn at first.
+        # One more than the share allows, because otherwise nothing could be drawn at first.
         allowed = [
             (name, kind)
             for name, kind in kinds
-            if kind.drawn < 1 + self._most_drawn * kind.weight * drawn
+            if kind.drawn < 1 + self._max_overdraw * kind.weight * drawn
         ]
-        # By ratio, so that those that can keep their shares keep them to each other if one cannot. Of those equally
-        # far behind, the first.
+        # By ratio, so that the other kinds keep their shares relative to each other if one falls short. Ties go to
+        # the first kind.
         name, kind = min(
             allowed, key=lambda pair: (pair[1].accepted + pair[1].waiting) / pair[1].weight
         )
-        epoch, place = divmod(kind.drawn, len(kind.tasks))
+        epoch, index = divmod(kind.drawn, len(kind.tasks))
         kind.drawn += 1
         kind.waiting += 1
-        return kind.tasks[shuffled(self._seed, name, epoch, len(kind.tasks))[place]]
+        return kind.tasks[shuffled(self._seed, name, epoch, len(kind.tasks))[index]]
 
     def _returned(self, task: Task) -> _Kind:
         name = self._kind_of.get(task.id)

@@ -1,15 +1,15 @@
-"""Accepted length of drafts: tokens per verification step, on held-out text of the model's own domain.
+"""Measures the accepted length of drafts: tokens per verification step, on held-out text of the training data.
 
-A verification step is one forward of the trunk. It keeps some of the drafted tokens and adds one of
-its own (paper Table 2: 2.55 for DeepSeek-V3.2, 2.76 for GLM-5 with 4 speculative steps, on private
-prompts). That one is counted, so a model without drafts has accepted length 1 and n drafts give at
-most n + 1.
+A verification step is one forward of the trunk. It accepts some of the drafted tokens and adds one token (paper Table 2:
+2.55 for DeepSeek-V3.2, 2.76 for GLM-5 with 4 speculative steps, on private prompts). The added token counts. So a model
+without drafts has accepted length 1, and n drafts give at most n + 1.
 """
 
 import dataclasses
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.data.loader import held_out_batches
@@ -21,38 +21,52 @@ from glm5_jax.text.tokenizer import Tokenizer
 RESAMPLES = 2000
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptanceConfig:
-    """How much is drafted. Only num_draft is from the paper (Table 2); it does not print the rest."""
+    """Options of the measurement. Raises ValueError if a value is out of range.
 
-    num_draft: int = 4
+    Attributes:
+      num_speculative_tokens: drafted tokens per step. Only this value is from the paper (Table 2).
+      num_prompts: number of prompts.
+      prompt_tokens: length of a prompt, in tokens.
+      new_tokens: tokens that are generated per prompt.
+      temperature: sampling temperature; 0: greedy.
+      seed: random seed of sampling and resampling.
+    """
+
+    num_speculative_tokens: int = 4
     num_prompts: int = 64
     prompt_tokens: int = 64
     new_tokens: int = 64
-    temperature: float = 0.0  # 0: greedy
+    temperature: float = 0.0
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("num_draft", "num_prompts", "prompt_tokens"):
+        for name in ("num_speculative_tokens", "num_prompts", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.new_tokens < self.num_draft + 2:
+        if self.new_tokens < self.num_speculative_tokens + 2:
             raise ValueError(
-                f"new_tokens is {self.new_tokens}: no verification could keep all of {self.num_draft} "
-                f"drafts; use at least {self.num_draft + 2}"
+                f"new_tokens is {self.new_tokens}: no verification could accept all of {self.num_speculative_tokens} "
+                f"drafts; use at least {self.num_speculative_tokens + 2}"
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """length: tokens per verification step, over all prompts; low, high: its 95% interval by resampling
-    prompts. kept[k]: in which share of the steps draft k + 1 was kept; length = 1 + sum of kept.
-    steps int[p] and tokens int[p], by prompt, are what it is computed from."""
+    """Result of the measurement.
+
+    Attributes:
+      length: tokens per verification step, over all prompts; 1 + the sum of accept_rates.
+      low, high: its 95% interval, by resampling prompts.
+      accept_rates: share of the steps that accept draft k + 1, by k.
+      steps, tokens: verification steps and tokens by prompt, int[p].
+    """
 
     length: float
     low: float
     high: float
-    kept: tuple[float, ...]
+    accept_rates: tuple[float, ...]
     steps: np.ndarray
     tokens: np.ndarray
 
@@ -60,49 +74,51 @@ class Acceptance:
 def held_out_prompts(
     data: DataConfig, source: SourceConfig, tokenizer: Tokenizer, config: AcceptanceConfig
 ) -> np.ndarray:
-    """int[p t]: evenly spaced pieces of the source's held-out documents, none across two documents.
+    """Returns int[p t]: evenly spaced pieces of the source's held-out documents, none across two documents.
 
-    ValueError if the held-out text has too few of them.
+    Raises ValueError if the held-out text has too few pieces.
     """
     data = dataclasses.replace(data, sequence_length=config.prompt_tokens, packing="concat")
     rows = []
     for batch in held_out_batches(data, source, tokenizer, config.num_prompts):
-        whole = (batch["segment_ids"] == 1).all(1)
-        rows.extend(batch["token_ids"][whole])
+        is_single = (batch["segment_ids"] == 1).all(1)
+        rows.extend(batch["token_ids"][is_single])
     if len(rows) < config.num_prompts:
         raise ValueError(
             f"source {source.name!r} holds out {len(rows)} pieces of {config.prompt_tokens} tokens; "
-            f"num_prompts is {config.num_prompts}; ask for fewer or shorter ones"
+            f"num_prompts is {config.num_prompts}; use fewer or shorter prompts"
         )
     chosen = np.arange(config.num_prompts) * len(rows) // config.num_prompts
     return np.stack(rows)[chosen]
 
 
-def accepted_length(params, cfg: ModelConfig, prompts, config: AcceptanceConfig) -> Acceptance:
-    """Continues the prompts int[p t], all at once, by speculative decoding and counts.
+def accepted_length(
+    params: PyTree, cfg: ModelConfig, prompts: np.ndarray, config: AcceptanceConfig
+) -> Acceptance:
+    """Continues the prompts int[p t] in one batch by speculative decoding, and counts accepted tokens.
 
-    A text ends with an end token, which counts; what was kept behind it does not. Steps begun with so
-    few tokens to go that not all drafts could have counted are left out. ValueError as `speculate`.
+    A text ends with an end token, which counts; accepted tokens after it do not. Steps with too few remaining tokens for
+    all drafts to count are left out. Raises the ValueErrors of `speculate`.
     """
     if not cfg.num_nextn_predict_layers:
         steps = np.full(len(prompts), config.new_tokens - 1)
-        return Acceptance(1.0, 1.0, 1.0, (), steps, steps)
+        return Acceptance(length=1.0, low=1.0, high=1.0, accept_rates=(), steps=steps, tokens=steps)
     accepted = speculate(
         params,
         prompts,
         cfg,
         config.new_tokens,
-        num_draft=config.num_draft,
+        num_speculative_tokens=config.num_speculative_tokens,
         temperature=config.temperature,
         key=jax.random.key(config.seed),
     ).accepted
     return count(accepted, config)
 
 
-def count(accepted, config: AcceptanceConfig) -> Acceptance:
-    """The figures of accepted int[p, rounds], as `speculate` gives it."""
+def count(accepted: np.ndarray, config: AcceptanceConfig) -> Acceptance:
+    """Computes the result from accepted int[p, rounds] of `speculate`. Raises ValueError if no step counts."""
     before = 1 + np.cumsum(accepted, 1) - accepted
-    counted = (accepted > 0) & (config.new_tokens - before > config.num_draft)
+    counted = (accepted > 0) & (config.new_tokens - before > config.num_speculative_tokens)
     accepted = np.where(counted, accepted, 0)
     steps, tokens = counted.sum(1), accepted.sum(1)
     draws = np.random.default_rng(config.seed).integers(len(steps), size=(RESAMPLES, len(steps)))
@@ -113,7 +129,14 @@ def count(accepted, config: AcceptanceConfig) -> Acceptance:
         raise ValueError(
             "every text ended before a verification could be counted; use other prompts"
         )
-    kept = [float((accepted > k).sum() / total) for k in range(1, config.num_draft + 1)]
+    rates = [
+        float((accepted > k).sum() / total) for k in range(1, config.num_speculative_tokens + 1)
+    ]
     return Acceptance(
-        float(tokens.sum() / total), float(low), float(high), tuple(kept), steps, tokens
+        length=float(tokens.sum() / total),
+        low=float(low),
+        high=float(high),
+        accept_rates=tuple(rates),
+        steps=steps,
+        tokens=tokens,
     )

@@ -1,7 +1,7 @@
-"""Bits per byte, and the two baselines that a language model has to beat: unigram and bigram.
+"""Computes bits per byte, and the two baselines that a language model has to beat: unigram and bigram.
 
-Bits per byte does not depend on the tokenizer's granularity: the loss of the predicted tokens in
-bits over the bytes that these tokens stand for. The baselines are scored on the same tokens of the
+Bits per byte does not depend on the tokenizer's granularity: it is the loss of the predicted tokens in
+bits, divided by the bytes of their text. The baselines are scored on the same tokens of the
 same rows as the model (`loss_mask`), so the three figures compare directly.
 """
 
@@ -12,32 +12,39 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-CHUNK = 2**20  # tokens that wait before they are counted
+CHUNK = 2**20  # tokens that are buffered before they are counted
 
 
 def bits_per_byte(nll: float, num_bytes: float) -> float:
-    """From a summed negative log-likelihood in nats and the bytes it was paid for.
+    """Converts a summed negative log-likelihood in nats of so much text to bits per byte.
 
     Raises ValueError if there are no bytes.
     """
     if not num_bytes > 0:
-        raise ValueError(f"num_bytes is {num_bytes}: no predicted token stands for any text")
+        raise ValueError(f"num_bytes is {num_bytes}: the predicted tokens have no text")
     return nll / math.log(2) / num_bytes
 
 
 def predicted_bytes(batch: Mapping[str, np.ndarray], token_bytes: np.ndarray) -> int:
-    """Bytes of the tokens that a batch predicts; `token_bytes` int[v] as of the tokenizer."""
+    """Returns the bytes of the tokens that a batch predicts; `token_bytes` int[v] comes from the tokenizer."""
     return int((token_bytes[batch["token_ids"]] * (batch["loss_mask"] > 0)).sum())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Counts:
-    """How often the tokens of a text occur, and the pairs of neighbours inside its documents."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class NgramCounts:
+    """Counts of the tokens of a text, and of the pairs of adjacent tokens inside its documents.
 
-    tokens: np.ndarray  # int64[v]
-    pairs: np.ndarray  # u * v + w of the pairs (u, w) seen, ascending
-    pair_counts: np.ndarray  # of them
-    cut: bool = False  # whether `max_tokens` left some of the text out
+    Attributes:
+      tokens: count of each token, int64[v].
+      pairs: u * v + w of the pairs (u, w) that occur, ascending.
+      pair_counts: counts of these pairs.
+      is_truncated: whether `max_tokens` left out some of the text.
+    """
+
+    tokens: np.ndarray
+    pairs: np.ndarray
+    pair_counts: np.ndarray
+    is_truncated: bool = False
 
     @classmethod
     def of(
@@ -45,23 +52,23 @@ class Counts:
         documents: Iterable[Sequence[int]],
         vocab_size: int,
         max_tokens: int = sys.maxsize,
-    ) -> "Counts":
-        """Counts the first `max_tokens` tokens of `documents`; holds the pairs, not the text."""
-        nothing = np.zeros(0, np.int64)
-        counts = cls(np.zeros(vocab_size, np.int64), nothing, nothing)
-        waiting, size, left, cut = [], 0, max_tokens, False
+    ) -> "NgramCounts":
+        """Counts the first `max_tokens` tokens of documents; stores the pairs, not the text."""
+        empty = np.zeros(0, np.int64)
+        counts = cls(tokens=np.zeros(vocab_size, np.int64), pairs=empty, pair_counts=empty)
+        buffer, size, remaining, is_truncated = [], 0, max_tokens, False
         for document in documents:
-            ids = np.asarray(document[:left], np.int64)
-            waiting.append(ids)
-            size, left = size + len(ids), left - len(ids)
-            # Waiting for as many as there are pairs keeps the sorting in proportion to the text.
+            ids = np.asarray(document[:remaining], np.int64)
+            buffer.append(ids)
+            size, remaining = size + len(ids), remaining - len(ids)
+            # Buffering as many tokens as there are pairs keeps the time of sorting proportional to the text.
             if size >= max(CHUNK, len(counts.pairs)):
-                counts, waiting, size = counts._with(waiting), [], 0
-            if cut := len(ids) < len(document):
+                counts, buffer, size = counts._add(buffer), [], 0
+            if is_truncated := len(ids) < len(document):
                 break
-        return dataclasses.replace(counts._with(waiting), cut=cut)
+        return dataclasses.replace(counts._add(buffer), is_truncated=is_truncated)
 
-    def _with(self, documents: Sequence[np.ndarray]) -> "Counts":
+    def _add(self, documents: Sequence[np.ndarray]) -> "NgramCounts":
         vocab_size = len(self.tokens)
         text = np.concatenate([np.zeros(0, np.int64), *documents])
         tokens = self.tokens + np.bincount(text, minlength=vocab_size)
@@ -72,7 +79,9 @@ class Counts:
         order = np.argsort(pairs, kind="stable")
         pairs, counts = pairs[order], counts[order]
         starts = np.flatnonzero(np.diff(pairs, prepend=-1))
-        return Counts(tokens, pairs[starts], np.add.reduceat(counts, starts))
+        return NgramCounts(
+            tokens=tokens, pairs=pairs[starts], pair_counts=np.add.reduceat(counts, starts)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,17 +94,17 @@ class Unigram:
     log_probs: np.ndarray  # [v], nats
 
     @classmethod
-    def fit(cls, counts: Counts) -> "Unigram":
-        """The model of a text's counts; ValueError if it has no token."""
+    def fit(cls, counts: NgramCounts) -> "Unigram":
+        """Fits the model to the counts of a text. Raises ValueError if there are no tokens."""
         return cls(np.log(_discounted(counts.tokens)))
 
     def log_prob(self, previous: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Log-probability of `tokens`; `previous` plays no part."""
+        """Returns the log-probabilities of `tokens`; `previous` is ignored."""
         del previous
         return self.log_probs[tokens]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KneserNeyBigram:
     """Interpolated Kneser-Ney bigram (Chen and Goodman 1999, section 2.7).
 
@@ -105,15 +114,15 @@ class KneserNeyBigram:
     """
 
     discount: float  # D
-    pairs: np.ndarray  # u * vocab_size + w of the bigrams seen, ascending
-    counts: np.ndarray  # c(u w) of them
+    pairs: np.ndarray  # u * vocab_size + w of the bigrams that occur, ascending
+    counts: np.ndarray  # c(u w) of these bigrams
     context_counts: np.ndarray  # [v], c(u .)
     context_types: np.ndarray  # [v], N(u .)
     continuation: np.ndarray  # [v], p_cont
 
     @classmethod
-    def fit(cls, counts: Counts) -> "KneserNeyBigram":
-        """The model of a text's counts; ValueError if it has no bigram."""
+    def fit(cls, counts: NgramCounts) -> "KneserNeyBigram":
+        """Fits the model to the counts of a text. Raises ValueError if there are no bigrams."""
         vocab_size = len(counts.tokens)
         contexts, tokens = np.divmod(counts.pairs, vocab_size)
         return cls(
@@ -126,7 +135,7 @@ class KneserNeyBigram:
         )
 
     def log_prob(self, previous: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Log-probability, in nats, of each of `tokens` after the token before it."""
+        """Returns the log-probability, in nats, of each of `tokens` after its predecessor in `previous`."""
         vocab_size = len(self.continuation)
         pairs = np.asarray(previous, np.int64) * vocab_size + tokens
         at = np.minimum(np.searchsorted(self.pairs, pairs), len(self.pairs) - 1)
@@ -144,7 +153,7 @@ def baseline_bits_per_byte(
     batches: Iterable[Mapping[str, np.ndarray]],
     token_bytes: np.ndarray,
 ) -> float:
-    """Bits per byte of a baseline on the predicted tokens of `batches`."""
+    """Returns the bits per byte of a baseline on the predicted tokens of batches."""
     nll, num_bytes = 0.0, 0
     for batch in batches:
         tokens = batch["token_ids"]
@@ -155,15 +164,18 @@ def baseline_bits_per_byte(
 
 
 def _discount(counts: np.ndarray) -> float:
-    """Ney's estimate n1 / (n1 + 2 n2); a half where nothing was seen once, to keep mass for it."""
+    """Returns Ney's estimate n1 / (n1 + 2 n2), or 0.5 if no count is 1.
+
+    The latter gives some mass to unseen tokens.
+    """
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
     return once / (once + 2 * twice) if once else 0.5
 
 
 def _discounted(counts: np.ndarray) -> np.ndarray:
-    """Absolute discounting of counts[v], the mass taken off spread evenly over all v."""
+    """Applies absolute discounting to counts[v], and spreads the removed mass evenly over all v."""
     if not counts.any():
-        raise ValueError("no token to count: the documents are empty or hold one token each")
+        raise ValueError("no tokens to count: the documents are empty or have one token each")
     discount = _discount(counts)
     spread = discount * (counts > 0).sum() / len(counts)
     return (np.maximum(counts - discount, 0) + spread) / counts.sum()

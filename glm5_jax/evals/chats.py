@@ -1,6 +1,6 @@
-"""A model asked in chats: its replies, taken apart, and what they cost.
+"""Generates a model's replies to chats, parses them, and measures their time.
 
-Plain decoding, many requests in step: for experiments that compare modes of thinking.
+It decodes batches of requests in lockstep, without an engine, for experiments that compare modes of thinking.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.evals.batches import batches
@@ -19,9 +20,9 @@ from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import Reply, parse_reply
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What a model is asked: `render_chat` says what the fields mean."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """Request of a reply; the fields are the arguments of `render_chat`."""
 
     messages: tuple[Mapping, ...]
     tools: tuple[Mapping, ...] | None = None
@@ -29,7 +30,7 @@ class Request:
     clear_thinking: bool = True
 
     def prompt(self, tokenizer: Tokenizer, variant: str = "glm5") -> list[int]:
-        """Ids up to where the reply begins."""
+        """Returns the ids of the prompt, up to the start of the reply."""
         rendered = render_chat(
             self.messages,
             tokenizer,
@@ -42,8 +43,15 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """The prompt, the ids that the model wrote, the marker by which it stopped included, how many of them are
-    reasoning (the marker that ends it included), and the reply they are. seconds: its batch's share."""
+    """Reply of the model.
+
+    Attributes:
+      prompt: ids of the prompt.
+      ids: generated ids, including the stop marker.
+      num_reasoning: number of generated ids that are reasoning, including its end marker.
+      reply: parsed reply.
+      seconds: share of its batch's time.
+    """
 
     prompt: list[int]
     ids: list[int]
@@ -52,11 +60,11 @@ class Answer(NamedTuple):
     seconds: float
 
 
-def ask(
-    params,
+def generate_answers(
+    params: PyTree,
     cfg: ModelConfig,
     tokenizer: Tokenizer,
-    requests: Sequence[Request],
+    requests: Sequence[ChatRequest],
     num_new: int,
     *,
     batch_size: int = 128,
@@ -64,10 +72,10 @@ def ask(
     seed: int = 0,
     variant: str = "glm5",
 ) -> list[Answer]:
-    """The answers of a model, of at most num_new tokens each, in the order of the requests; variant: of the
-    layout that it has learnt.
+    """Generates the model's answers, of at most num_new tokens each, in the order of the requests.
 
-    ValueError if there is no request, or a prompt and num_new exceed the model's positions.
+    variant: chat layout that the model was trained on. Raises ValueError if there is no request, or if a prompt and
+    num_new exceed the model's positions.
     """
     prompts = [request.prompt(tokenizer, variant) for request in requests]
     longest, pad = max(map(len, prompts), default=0), tokenizer.pad_id
@@ -76,11 +84,12 @@ def ask(
             f"a prompt of {longest} tokens and {num_new} new ones exceed the model's "
             f"{cfg.max_position_embeddings} positions; shorten one of them"
         )
+    # Generate in batches, with prompts padded on the left.
     rows = np.array([[pad] * (longest - len(p)) + p for p in prompts], np.int32)
     lengths = np.array([len(p) for p in prompts])
-    written, seconds = [], []
+    generated, seconds = [], []
     for batch, count in batches(np.arange(len(rows)), min(batch_size, len(rows))):
-        began = time.perf_counter()
+        start = time.perf_counter()
         out = generate(
             params,
             rows[batch],
@@ -88,16 +97,19 @@ def ask(
             num_new,
             mask=np.arange(longest) >= longest - lengths[batch][:, None],
             temperature=temperature,
-            key=jax.random.fold_in(jax.random.key(seed), len(written)),
+            key=jax.random.fold_in(jax.random.key(seed), len(generated)),
         )
-        written += out[:count, longest:].tolist()
-        seconds += [(time.perf_counter() - began) / count] * count
+        generated += out[:count, longest:].tolist()
+        seconds += [(time.perf_counter() - start) / count] * count
+    # Parse the replies, up to their stop marker.
     stops, close = {*tokenizer.eos_ids}, tokenizer.special_ids["</think>"]
     answers = []
-    for request, prompt, ids, spent in zip(requests, prompts, written, seconds):
+    for request, prompt, ids, elapsed in zip(requests, prompts, generated, seconds):
         end = next((i + 1 for i, token in enumerate(ids) if token in stops), len(ids))
         ids, thinks = ids[:end], request.enable_thinking
         reply = parse_reply(ids, request.tools, tokenizer=tokenizer, thinking=thinks)
         num = ids.index(close) + 1 if close in ids else len(ids) if thinks else 0
-        answers.append(Answer(prompt, ids, num, reply, spent))
+        answers.append(
+            Answer(prompt=prompt, ids=ids, num_reasoning=num, reply=reply, seconds=elapsed)
+        )
     return answers

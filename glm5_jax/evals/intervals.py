@@ -1,7 +1,7 @@
-"""Confidence intervals of a mean of scores in [0, 1], and of the difference of two paired means.
+"""Computes confidence intervals of a mean of scores in [0, 1], and of the difference of two paired means.
 
-Both stay honest at the borders, where normal and bootstrap intervals shrink to nothing: a model that
-solved all of 100 tasks is not known to solve every task.
+Both are valid at the borders, where normal and bootstrap intervals shrink to zero width: a model that solved all of
+100 tasks does not necessarily solve every task.
 """
 
 import math
@@ -12,10 +12,10 @@ Z = 1.959964  # two-sided 95%
 
 
 def wilson(scores: np.ndarray, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval (1927) of the mean of scores [n], n >= 1.
+    """Returns Wilson's score interval (1927) of the mean of scores [n], n >= 1.
 
-    Exact scores are 0 or 1; for shares in between it is too wide, since their variance is below
-    p (1 - p), never too narrow.
+    It is meant for scores of 0 or 1. For values in between it is too wide, because their variance is below p (1 - p),
+    but never too narrow.
     """
     n, p = len(scores), float(np.mean(scores))
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
@@ -24,11 +24,11 @@ def wilson(scores: np.ndarray, z: float = Z) -> tuple[float, float]:
 
 
 def paired_difference(a: np.ndarray, b: np.ndarray, z: float = Z) -> tuple[float, float, float]:
-    """mean(a) - mean(b) of scores [n] of two models on the same samples, and its interval.
+    """Returns mean(a) - mean(b) and its interval (low, high), for scores [n] of two models on the same samples.
 
-    Newcombe (1998, Statistics in Medicine 17:2635), method 10: the Wilson limits of both means, joined
-    through their correlation with his continuity correction. Pairs that agree narrow it, so it
-    resolves far smaller differences than two separate intervals.
+    Method 10 of Newcombe (1998, Statistics in Medicine 17:2635): it combines the Wilson limits of both means by their
+    correlation, with his continuity correction. Equal pairs narrow the interval, so it resolves far smaller
+    differences than two separate intervals. Raises ValueError unless both have the same length, at least 1.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if a.shape != b.shape or not len(a):
@@ -41,7 +41,7 @@ def paired_difference(a: np.ndarray, b: np.ndarray, z: float = Z) -> tuple[float
     spread = math.sqrt(p * (1 - p) * q * (1 - q))
     r = covariance / spread if spread else 0.0
 
-    def joined(x: float, y: float) -> float:
+    def combine(x: float, y: float) -> float:
         return math.sqrt(max(0.0, x * x - 2 * r * x * y + y * y))
 
-    return p - q, p - q - joined(p - a_low, b_high - q), p - q + joined(a_high - p, q - b_low)
+    return p - q, p - q - combine(p - a_low, b_high - q), p - q + combine(a_high - p, q - b_low)

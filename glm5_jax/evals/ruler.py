@@ -1,11 +1,11 @@
-"""Long-context tasks (data/synthetic.py) as an evaluation: by kind and length, with intervals.
+"""Evaluates long-context tasks (data/synthetic.py) by kind and length, with confidence intervals.
 
-A sample is solved if greedy decoding of its prompt would write its answers. One forward over prompt
-and answers decides that: if every answer token is the argmax at its place, greedy decoding goes the
-same way; at the first that is not, it leaves it. The score of RULER, the share of the answers that
-are right, is taken in the same forward, so each answer is judged after the right ones before it.
-(RULER looks for the answers anywhere in what was decoded; and MRCR measures how similar a text is to
-the reply, of which only "all of it" is kept here.)
+A sample is solved if greedy decoding of its prompt would write its answers. One forward over prompt and answers decides
+that: greedy decoding writes them if every answer token is the argmax at its position.
+
+The same forward gives RULER's score, the share of correct answers, so each answer is judged after the correct previous
+ones. (RULER searches the answers anywhere in the decoded text. MRCR measures the similarity of a text and the reply; this
+module only checks equality.)
 """
 
 import contextlib
@@ -20,38 +20,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
 from glm5_jax.core.mesh import Region, make_mesh
-from glm5_jax.data.synthetic import KINDS, LongContextTasks, Task, TaskConfig
+from glm5_jax.data.synthetic import KINDS, LongContextTask, LongContextTaskConfig, LongContextTasks
 from glm5_jax.evals.batches import batches
-from glm5_jax.evals.columns import aligned
+from glm5_jax.evals.columns import align_columns
 from glm5_jax.evals.intervals import paired_difference, wilson
 from glm5_jax.model import glm5, vocabulary
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.pretraining import Setting
 from glm5_jax.training.stages import Evaluator
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
 
-STREAM = "evaluation"  # not what records are trained on
-ROWS = 128  # rows of logits at a time
-QUIET_SECONDS = 3.0  # before there is a progress bar
+STREAM = "evaluation"  # a random stream that training data does not use
+ROWS = 128  # rows of logits that are computed in one step
+QUIET_S = 3.0  # time before a progress bar appears
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RulerConfig:
-    """What to evaluate. Construction refuses values out of range (ValueError).
+    """Options of the evaluation. Raises ValueError if a value is out of range.
 
     Attributes:
       kinds: kinds of tasks, of `data.synthetic.KINDS`.
       lengths: tokens of prompt and answers.
-      samples: of each kind at each length (RULER: 500).
-      seed: of the samples; two models are compared on the same.
-      batch_size: samples that are scored at a time.
-      task: everything else about the tasks, for instance their surface.
+      samples: number of samples of each kind at each length (RULER: 500).
+      seed: seed of the samples; two models are compared on the same samples.
+      batch_size: samples that are scored in one step.
+      task: all other options of the tasks, for instance their surface.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -59,7 +60,7 @@ class RulerConfig:
     samples: int = 500
     seed: int = 0
     batch_size: int = 8
-    task: TaskConfig = TaskConfig()
+    task: LongContextTaskConfig = LongContextTaskConfig()
 
     def __post_init__(self):
         for name in ("kinds", "lengths"):
@@ -73,16 +74,23 @@ class RulerConfig:
             for length in self.lengths:
                 self.task_of(kind, length)
 
-    def task_of(self, kind: str, length: int) -> TaskConfig:
+    def task_of(self, kind: str, length: int) -> LongContextTaskConfig:
+        """Returns the config of the tasks of a kind and length."""
         return dataclasses.replace(
             self.task, kind=kind, length=length, seed=self.seed, size=self.samples
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Score:
-    """Of one kind at one length: exact bool[n], whether a sample is solved; share float64[n] of its
-    answers; depth float64[n], the mean of its needles' (NaN without any); samples: a hash of them."""
+    """Scores of the samples of one kind at one length.
+
+    Attributes:
+      exact: whether each sample is solved, bool[n].
+      share: share of correct answers of each sample, float64[n].
+      depth: mean depth of the needles of each sample, float64[n]; NaN without needles.
+      samples: hash of the samples.
+    """
 
     exact: np.ndarray
     share: np.ndarray
@@ -91,45 +99,49 @@ class Score:
 
 
 def ruler(
-    params,
+    params: PyTree,
     cfg: ModelConfig,
     tokenizer: Tokenizer,
     config: RulerConfig,
     *,
-    mesh=None,
-    plan: Plan = Plan(),
+    mesh: Mesh | None = None,
+    execution: ExecutionConfig = ExecutionConfig(),
     progress: bool = True,
 ) -> dict[str, Score]:
-    """{"KIND/LENGTH": Score} of a model. progress: show a bar when it takes more than seconds.
+    """Evaluates a model, and returns {"KIND/LENGTH": Score}.
 
-    ValueError for a length beyond the model's positions or too short for a kind, and for batches that
-    a mesh cannot split.
+    progress: whether to show a progress bar after `QUIET_S`. Raises ValueError for a length beyond the model's positions
+    or too short for a kind, and for batches that a mesh cannot split.
     """
     tasks = _tasks(tokenizer, config)
-    return _score_all(params, cfg, tasks, config, mesh, plan, progress)
+    return _score_all(params, cfg, tasks, config, mesh, execution, progress)
 
 
 def score(
-    params,
+    params: PyTree,
     cfg: ModelConfig,
-    tasks: Sequence[Task],
+    tasks: Sequence[LongContextTask],
     batch_size: int,
     *,
     tail: int | None = None,
-    mesh=None,
-    plan: Plan = Plan(),
-    done: Callable[[int], None] = lambda rows: None,
+    mesh: Mesh | None = None,
+    execution: ExecutionConfig = ExecutionConfig(),
+    on_batch: Callable[[int], None] = lambda rows: None,
 ) -> Score:
-    """Scores tasks of one length. tail: tokens at the end that are looked at (default: as many as the
-    answers have; one for all kinds compiles once). done is told after each batch how many it were."""
+    """Scores tasks of one length.
+
+    - tail: number of tokens at the end that are compared; None: length of the longest answers. One value for all kinds
+      avoids recompilation.
+    - on_batch: called after each batch with its number of samples.
+    """
     ids = np.stack([task.token_ids for task in tasks])
     numbers = np.stack([task.answer_numbers for task in tasks])
     tail = tail or max(_answer_size(task) for task in tasks)
-    right = []
+    parts = []
     for batch, count in batches(ids, batch_size):
-        right.append(np.asarray(right_answers(params, batch, cfg, tail, mesh, plan))[:count])
-        done(count)
-    right, numbers = np.concatenate(right), numbers[:, -tail:]
+        parts.append(np.asarray(correct_tokens(params, batch, cfg, tail, mesh, execution))[:count])
+        on_batch(count)
+    right, numbers = np.concatenate(parts), numbers[:, -tail:]
     shares = []
     for row, number in zip(right, numbers):
         answers = [row[number == n].all() for n in range(1, number.max() + 1)]
@@ -142,21 +154,28 @@ def score(
     )
 
 
-def _answer_size(task: Task) -> int:
+def _answer_size(task: LongContextTask) -> int:
     return sum(map(len, task.answers))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "tail", "mesh", "plan"))
-def right_answers(params, tokens, cfg, tail, mesh, plan):
-    """bool[b tail]: whether each of the last tokens is the argmax after those before it."""
-    # Of the forward only `hidden` is used, so the compiler leaves its logits [b t v] out.
-    hidden = glm5.forward(params, tokens, cfg, mesh=mesh, plan=plan).hidden
+@functools.partial(jax.jit, static_argnames=("cfg", "tail", "mesh", "execution"))
+def correct_tokens(
+    params: PyTree,
+    tokens: jax.Array | np.ndarray,
+    cfg: ModelConfig,
+    tail: int,
+    mesh: Mesh | None,
+    execution: ExecutionConfig,
+) -> jax.Array:
+    """Returns bool[b tail]: whether each of the last tokens is the argmax after its prefix."""
+    # Only `hidden` of the forward is used, so the compiler removes its logits [b t v].
+    hidden = glm5.forward(params, tokens, cfg, mesh=mesh, execution=execution).hidden
     hidden = hidden[:, -tail - 1 : -1]
     if mesh is not None:
-        # On every device, so that every process of a pod can read the verdict.
+        # Replicated, so that every process of a pod can read the result.
         hidden = lax.with_sharding_constraint(hidden, NamedSharding(mesh, P()))
-    head = vocabulary.head(params, glm5.Weights(cfg, Region(), plan))
-    logits = functools.partial(jnp.matmul, preferred_element_type=wide(hidden.dtype))
+    head = vocabulary.head_weight(params, glm5.WeightGatherer(cfg, Region(), execution))
+    logits = functools.partial(jnp.matmul, preferred_element_type=accum_dtype(hidden.dtype))
     best = lax.map(
         lambda row: jnp.argmax(logits(row, head)),
         hidden.reshape(-1, hidden.shape[-1]),
@@ -176,7 +195,9 @@ def _tasks(tokenizer: Tokenizer, config: RulerConfig) -> dict[int, dict[str, Lon
     }
 
 
-def _score_all(params, cfg, tasks, config: RulerConfig, mesh, plan, progress) -> dict[str, Score]:
+def _score_all(
+    params, cfg, tasks, config: RulerConfig, mesh, execution, progress
+) -> dict[str, Score]:
     for length in config.lengths:
         cfg.check_length(length)
     total = len(config.kinds) * len(config.lengths) * config.samples
@@ -184,19 +205,23 @@ def _score_all(params, cfg, tasks, config: RulerConfig, mesh, plan, progress) ->
     out: dict[str, Score] = {}
     with contextlib.ExitStack() as stack:
 
-        def done(rows: int) -> None:
+        def on_batch(rows: int) -> None:
             nonlocal seen, bar
             seen += rows
-            if progress and bar is None and time.monotonic() - began > QUIET_SECONDS:
+            if progress and bar is None and time.monotonic() - began > QUIET_S:
                 bar = stack.enter_context(ProgressBar(total, seen, unit="sample"))
             if bar is not None:
                 bar.update(seen, f"{kind} at {length}")
 
         for length, kinds in tasks.items():
-            # Of a kind at a time: at 128K tokens its 500 samples are a quarter of a gigabyte.
-            tail = max(_answer_size(own.task(i)) for own in kinds.values() for i in range(len(own)))
-            for kind, own in kinds.items():
-                samples = [own.task(i) for i in range(len(own))]
+            # Create one kind after the other: at 128K tokens its 500 samples take a quarter of a gigabyte.
+            tail = max(
+                _answer_size(source.task(i))
+                for source in kinds.values()
+                for i in range(len(source))
+            )
+            for kind, source in kinds.items():
+                samples = [source.task(i) for i in range(len(source))]
                 out[f"{kind}/{length}"] = score(
                     params,
                     cfg,
@@ -204,38 +229,44 @@ def _score_all(params, cfg, tasks, config: RulerConfig, mesh, plan, progress) ->
                     config.batch_size,
                     tail=tail,
                     mesh=mesh,
-                    plan=plan,
-                    done=done,
+                    execution=execution,
+                    on_batch=on_batch,
                 )
     return out
 
 
 def metrics(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Means by name, for a log: `ruler/KIND/LENGTH/exact` and `.../share`."""
+    """Returns the means by metric name: `ruler/KIND/LENGTH/exact` and `.../share`."""
     out = {}
-    for name, found in scores.items():
-        out[f"ruler/{name}/exact"] = float(found.exact.mean())
-        out[f"ruler/{name}/share"] = float(found.share.mean())
+    for name, score in scores.items():
+        out[f"ruler/{name}/exact"] = float(score.exact.mean())
+        out[f"ruler/{name}/share"] = float(score.share.mean())
     return out
 
 
 def compare(
     a: Mapping[str, Score], b: Mapping[str, Score]
 ) -> dict[str, tuple[float, float, float]]:
-    """{name: (difference a - b of exact match, lower, upper 95% limit)} of two models on the same
-    samples, and over all samples as "all". ValueError if the samples are not the same."""
+    """Compares the exact match of two models on the same samples.
+
+    Returns {name: (difference a - b, lower and upper 95% limit)}, with the result over all samples as "all". Raises
+    ValueError if the samples differ.
+    """
     if a.keys() != b.keys() or any(a[name].samples != b[name].samples for name in a):
         raise ValueError(
             "the two were not scored on the same samples; use one RulerConfig for both"
         )
     out = {name: paired_difference(a[name].exact, b[name].exact) for name in a}
-    whole = [np.concatenate([scores[name].exact for name in a]) for scores in (a, b)]
-    return out | {"all": paired_difference(*whole)}
+    pooled = [np.concatenate([scores[name].exact for name in a]) for scores in (a, b)]
+    return out | {"all": paired_difference(*pooled)}
 
 
 def table(scores: Mapping[str, Score]) -> str:
-    """Plain text: percent of solved samples by kind and length with their 95% intervals; below a kind
-    with several answers the share of them. The last row is the mean over kinds."""
+    """Formats the scores as a text table.
+
+    It shows the percentage of solved samples by kind and length with 95% intervals. A second row for kinds with several
+    answers shows the share of correct answers. The last row is the mean over kinds.
+    """
     kinds, lengths = (dict.fromkeys(name.split("/")[i] for name in scores) for i in (0, 1))
 
     def cell(values: np.ndarray) -> str:
@@ -245,29 +276,32 @@ def table(scores: Mapping[str, Score]) -> str:
     rows = [["solved, %", *(f"{length} tokens" for length in lengths)]]
     for kind in kinds:
         of_kind = [scores[f"{kind}/{length}"] for length in lengths]
-        rows.append([kind, *(cell(found.exact) for found in of_kind)])
-        if any((found.exact != found.share).any() for found in of_kind):
-            rows.append(["  share", *(cell(found.share) for found in of_kind)])
+        rows.append([kind, *(cell(score.exact) for score in of_kind)])
+        if any((score.exact != score.share).any() for score in of_kind):
+            rows.append(["  share", *(cell(score.share) for score in of_kind)])
     means = [
         np.mean([scores[f"{kind}/{length}"].exact.mean() for kind in kinds]) for length in lengths
     ]
     rows.append(["mean", *(f"{100 * mean:5.1f}" for mean in means)])
-    return aligned(rows)
+    return align_columns(rows)
 
 
 class Ruler:
-    """An `Evaluator` (training/stages.py) that reports `metrics`, beside those of `beside`, if any.
+    """`Evaluator` (training/stages.py) that reports `metrics`, and those of another evaluator.
 
-    An experiment hands in `functools.partial(Ruler, RulerConfig(...), beside=HeldOut)`.
+    An experiment passes `functools.partial(Ruler, RulerConfig(...), other=HeldOut)`.
     """
 
     def __init__(
         self,
         config: RulerConfig,
         setting: Setting,
-        beside: Callable[[Setting], Evaluator] | None = None,
+        other: Callable[[Setting], Evaluator] | None = None,
     ):
-        """Opens the tasks; ValueError as `ruler`, before any training."""
+        """Opens the tasks. Raises the ValueErrors of `ruler`, before any training.
+
+        other: creates an evaluator whose metrics are added; None: none.
+        """
         self._config, self._model = config, setting.config.model
         self._tasks = _tasks(setting.tokenizer, config)
         for length in config.lengths:
@@ -275,15 +309,15 @@ class Ruler:
         axes, slices = setting.config.mesh, setting.config.step.expert_slices
         mesh = make_mesh(dataclasses.asdict(axes), expert_slices=slices)
         self._mesh = mesh if mesh.size > 1 else None
-        self._plan = setting.config.step.plan()
-        self._beside = beside and beside(setting)
+        self._execution = setting.config.step.execution()
+        self._other = other and other(setting)
 
     def __call__(self, params) -> dict[str, float]:
         scores = _score_all(
-            params, self._model, self._tasks, self._config, self._mesh, self._plan, False
+            params, self._model, self._tasks, self._config, self._mesh, self._execution, False
         )
-        return (self._beside(params) if self._beside else {}) | metrics(scores)
+        return (self._other(params) if self._other else {}) | metrics(scores)
 
     def baselines(self) -> dict[str, float]:
-        """Those of `beside`."""
-        return self._beside.baselines() if self._beside else {}
+        """Returns the baselines of the other evaluator."""
+        return self._other.baselines() if self._other else {}

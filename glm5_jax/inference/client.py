@@ -1,17 +1,23 @@
-"""A client of the server: chats in pieces."""
+"""Client of the server, with streamed chats."""
 
+import contextlib
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 
-INSTANCE = "X-Instance"  # the header of an answer of `/generate` that tells whose it is
+from glm5_jax.core.server import check_url
+
+MAX_BYTES = 2**22  # of a response, or a line of one
+INSTANCE = "X-Instance"  # header of `/generate` with the server's instance id
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or has answered with an error, which the message says.
+    """Raised if the server cannot be reached or responds with an error.
 
-    status: of HTTP, None if there was no answer.
+    Attributes:
+      status: HTTP status; None if there was no response.
     """
 
     def __init__(self, message: str, status: int | None = None):
@@ -20,51 +26,105 @@ class ServerError(Exception):
 
 
 class Client:
-    """Of a server at `url`, such as "http://127.0.0.1:8000". timeout: seconds without anything from it. direct: whether it
-    is in this cluster, where no proxy that the environment names leads."""
+    """Client of one server. Raises ValueError for an invalid URL.
+
+    url: address such as "http://127.0.0.1:8000". timeout_s: maximum time without data, in seconds. direct: whether to
+    ignore the proxies of the environment, for a server in the same cluster.
+    """
 
     def __init__(
-        self, url: str, api_key: str | None = None, timeout: float = 600.0, *, direct: bool = False
+        self,
+        url: str,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        *,
+        direct: bool = False,
     ):
-        self._url, self._timeout = url.rstrip("/"), timeout
+        check_url("url", url)
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
         proxies = [urllib.request.ProxyHandler({})] if direct else []
-        self._opener = urllib.request.build_opener(*proxies)
+        self._opener = urllib.request.build_opener(_NoRedirects, *proxies)
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model(self) -> str:
-        """The name of what it serves. ServerError."""
-        with self.open("/v1/models") as response:
-            return json.load(response)["data"][0]["id"]
+        """Returns the name of the served model. Raises ServerError."""
+        with self.open("/v1/models") as response, self._reading():
+            return str(json.loads(response.read(MAX_BYTES))["data"][0]["id"])
 
     def chat(self, messages: Sequence[Mapping], **fields) -> Iterator[dict]:
-        """The chunks of a streamed reply; fields: others of the request. ServerError."""
+        """Yields the choices of a streamed reply, each with a `delta`. Raises ServerError.
+
+        fields: further fields of the request.
+        """
         body = {"messages": messages, "stream": True, **fields}
         with self.open("/v1/chat/completions", json.dumps(body).encode()) as response:
-            for line in response:
-                data = line.strip().removeprefix(b"data: ")
-                if not data or data == b"[DONE]":
-                    continue
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ServerError(chunk["error"]["message"])
-                yield chunk
+            while True:
+                with self._reading():
+                    line = response.readline(MAX_BYTES)
+                    choice = _choice(line)
+                if not line:
+                    return
+                if choice is not None:
+                    yield choice
 
-    def open(self, path: str, body: bytes | None = None, timeout: float | None = None):
-        """An answer to read from, to close afterwards; with a body, of a POST. timeout: another one. ServerError."""
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises ServerError for a response that breaks off or has another format."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"the response of {self._url} broke off: {error}") from None
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ServerError(
+                f"the response of {self._url} is not of this API: {error!r}"
+            ) from None
+
+    def open(
+        self, path: str, body: bytes | None = None, timeout_s: float | None = None
+    ) -> http.client.HTTPResponse:
+        """Returns a response to read and close; with a body, of a POST. Raises ServerError.
+
+        timeout_s: replaces that of the client.
+        """
         request = urllib.request.Request(self._url + path, body, self._headers)
         try:
-            return self._opener.open(request, timeout=timeout or self._timeout)
+            return self._opener.open(request, timeout=timeout_s or self._timeout_s)
         except urllib.error.HTTPError as error:
             raise ServerError(_message(error), error.code) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             raise ServerError(f"no server answers at {self._url}: {reason}") from None
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, because the server could send the API key elsewhere."""
+
+    def redirect_request(self, *_) -> None:
+        return None
+
+
+def _choice(line: bytes) -> dict | None:
+    """Returns the choice in a line of a stream, or None. Raises ServerError for an error, others for a wrong format."""
+    data = line.strip().removeprefix(b"data:").strip()
+    if (
+        not data or data == b"[DONE]" or data.startswith(b":")
+    ):  # a comment, which keeps a connection open
+        return None
+    chunk = json.loads(data)
+    if "error" in chunk:
+        raise ServerError(str(chunk["error"]["message"]))
+    if not chunk["choices"]:  # a chunk with only token counts
+        return None
+    choice = chunk["choices"][0]
+    if not isinstance(choice["delta"], dict):
+        raise TypeError("a delta is no object")
+    return choice
+
+
 def _message(error: urllib.error.HTTPError) -> str:
     try:
-        return json.load(error)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
+        return str(json.loads(error.read(MAX_BYTES))["error"]["message"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, RecursionError):
         return f"{error.code} {error.reason}"

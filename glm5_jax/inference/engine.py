@@ -1,4 +1,4 @@
-"""`Engine`: many requests at once over one paged cache, from the same forward that trains.
+"""Serves many requests at once over a paged cache, with the forward that training uses.
 
     engine = Engine(model, tokenizer)
     handle = engine.submit(Request(ids, Sampling(max_tokens=100)))
@@ -6,8 +6,8 @@
         ...
     handle.completion
 
-A step sends off the next work before that of the last step has come back, so that the host prepares one while
-the device computes the other. One thread owns an engine; handles may be read and cancelled from any.
+A step launches the next work before the results of the last step have arrived, so that host and device work at the
+same time. One thread owns an engine. Any thread may read and cancel handles.
 """
 
 import collections
@@ -19,12 +19,11 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
-from glm5_jax.inference.counts import Counts
 from glm5_jax.inference.request import (
     CANCELLED,
     DEADLINE,
@@ -35,38 +34,35 @@ from glm5_jax.inference.request import (
     Paused,
     Request,
     Token,
-    TooLong,
 )
-from glm5_jax.inference.runner import Carried, Computation, Part, Runner, WeightsLost
+from glm5_jax.inference.request_limits import check_request
+from glm5_jax.inference.runner import Computation, LaunchedStep, Runner, WeightsLost
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Decode, Prefill, Scheduler, Sequence as Running
-from glm5_jax.inference.steps import MAX_BIAS, Drew, sized
-from glm5_jax.inference.stops import Stops
+from glm5_jax.inference.shapes import MAX_BIAS, resolve_shapes
+from glm5_jax.inference.stats import EngineStats
+from glm5_jax.inference.step_arrays import StepOutput
+from glm5_jax.inference.stop_checker import StopChecker
+from glm5_jax.inference.transfer import LiveRequest, RequestTransfer
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.text.tokenizer import Tokenizer
 
 FINISH, KEEP, RECOMPUTE = POLICIES = ("finish", "keep", "recompute")
-DEPTH = 1  # steps under way while the next is prepared
+MAX_STEPS_IN_FLIGHT = 1  # launched steps while the next one is prepared
 _log = logging.getLogger(__name__)
 
 
-class _Flight(NamedTuple):
-    """A step under way, and the version of the weights that draw it."""
-
-    parts: list[Part]
-    version: int
-
-
 class Engine:
-    """Serves a model.
+    """Inference engine of one model.
 
     Attributes:
-      cfg, version: of the model, and of its weights as `update_weights` was told.
-      max_length: tokens that a prompt and its reply may have.
-      paused: whether nothing more is sent off.
-      is_drained: whether no more requests are taken.
-      counts: what has been done so far.
+      cfg: config of the model.
+      version: version of its weights, set by `update_weights`.
+      max_length: maximum tokens of a prompt and its reply.
+      paused: whether no work is launched.
+      is_drained: whether requests are refused.
+      stats: counters since the start.
     """
 
     def __init__(
@@ -76,12 +72,12 @@ class Engine:
         *,
         page_size: int = 64,
         num_pages: int | None = None,
-        max_batch: int = 16,
+        max_num_seqs: int = 16,
         max_length: int | None = None,
-        chunk: int = 512,
-        step_tokens: int | None = None,
-        short_prompt: int = 32,
-        num_draft: int = 0,
+        prefill_chunk: int = 512,
+        max_batched_tokens: int | None = None,
+        min_prefill_bucket: int = 32,
+        num_speculative_tokens: int = 0,
         batch_invariant: bool = False,
         index_cache: str | None = None,
         latent_cache: str | None = None,
@@ -91,190 +87,195 @@ class Engine:
         max_bias: int = MAX_BIAS,
         seed: int | None = None,
         version: int = 0,
-        plan: Plan = Plan(),
+        execution: ExecutionConfig = ExecutionConfig(),
     ):
-        """model: on its mesh, if it has one. tokenizer: for stop texts and the ids that end a reply (without:
-        those of the model's config).
+        """Creates the engine and its pages. Raises ValueError for options that the model does not support.
 
-        page_size: tokens of a page. num_pages: of each group of devices that hold other sequences (default: for
-        max_batch sequences of max_length). max_batch: sequences decoded at once, in each group. max_length: of a
-        prompt and its reply (default: the model's positions). chunk: tokens of a prompt read at once; step_tokens: in
-        a step, of all prompts (default: chunk). short_prompt: prompts of so many tokens or less are read together, each
-        as if it had as many; fewer cost less, and one program more. num_draft: tokens that the MTP layer drafts for every
-        decode, kept or not so that what is drawn has the same distribution (4 in paper table 2). batch_invariant: every
-        reply has the same bits whatever else is served; slower. index_cache, latent_cache: "int8" or "fp8", in which
-        the pages hold index keys and latents (`init_pages`); None: in the model's dtype. token_chunk, vocab_block: on a mesh,
-        tokens of a device that travel to the experts at a time, and of the vocabulary whose embedding it brings together
-        (`Plan`). replicated: whether every device of a mesh has all weights but routed experts, embedding and head; otherwise
-        a part of them, and each step gathers them over the network. max_bias: tokens in a request's logit_bias at most.
-        seed: of the seeds of requests that bring none; None: fresh ones. ValueError for what cannot be.
+        Args:
+          model: model, on its mesh if it has one.
+          tokenizer: tokenizer for stop texts and end tokens; None: no stop texts, end tokens of the model's config.
+          max_bias: maximum tokens in a request's logit_bias.
+          version: version of the weights.
+          execution: execution options that the engine's options do not set.
+
+        The other arguments are the fields of `EngineConfig`.
         """
-        sizes = page_size, num_pages, max_batch, max_length, chunk, step_tokens, short_prompt
-        kinds = num_draft, batch_invariant, index_cache, latent_cache
-        cuts = token_chunk, vocab_block, replicated
-        cfg, options = model.cfg, EngineConfig(*sizes, *kinds, *cuts, seed)
-        self._shape, limits = sized(cfg, options, max_bias)
+        options = EngineConfig(
+            page_size=page_size,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_length=max_length,
+            prefill_chunk=prefill_chunk,
+            max_batched_tokens=max_batched_tokens,
+            min_prefill_bucket=min_prefill_bucket,
+            num_speculative_tokens=num_speculative_tokens,
+            batch_invariant=batch_invariant,
+            index_cache=index_cache,
+            latent_cache=latent_cache,
+            token_chunk=token_chunk,
+            vocab_block=vocab_block,
+            replicated=replicated,
+            seed=seed,
+        )
+        cfg = model.cfg
+        self._shape, limits = resolve_shapes(cfg, options, max_bias)
         max_length = max_length or cfg.max_position_embeddings
         self.cfg, self._tokenizer, self.max_length = cfg, tokenizer, max_length
-        self._runner = Runner(model, self._shape, options.plan(plan))
+        self._runner = Runner(model, self._shape, options.execution(execution))
         self._schedulers = [
-            Scheduler(self._shape.num_pages, page_size, limits) for _ in range(self._runner.groups)
+            Scheduler(self._shape.num_pages, page_size, limits) for _ in range(self._runner.dp_size)
         ]
-        self._flights: collections.deque[_Flight] = collections.deque()
-        self._live: dict[Running, _Live] = {}
+        self._in_flight: collections.deque[LaunchedStep] = collections.deque()
+        self._live: dict[Running, LiveRequest] = {}
         self._cancelled: collections.deque[Running] = collections.deque()
         self._deadlines: list[tuple[float, int, weakref.ref]] = []
         self._numbers = itertools.count()
-        self._parcels: collections.deque[Parcel] = collections.deque()
-        self._ends = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
+        self._transfers: collections.deque[RequestTransfer] = collections.deque()
+        self._eos_ids = frozenset(tokenizer.eos_ids if tokenizer else cfg.eos_token_id)
         self._seeds = np.random.default_rng(seed)
         self.paused = self.is_drained = False
         self.version = version
-        self.counts = Counts(accepted=[0] * (num_draft + 1))
+        self.stats = EngineStats(accepted=[0] * (num_speculative_tokens + 1))
 
     def submit(self, request: Request, listener: Callable[[Handle], None] | None = None) -> Handle:
-        """Takes a request; listener: see `Handle`. ValueError if it can never be served."""
+        """Queues a request. listener: see `Handle`. Raises ValueError if it can never be served."""
         if self.is_drained:
-            raise ValueError("the engine is drained and takes no requests; make another")
+            raise ValueError("the engine is drained and takes no requests; create another")
         limit = self.check(request)
         handle, sampling = Handle(request, listener), request.sampling
         seed = sampling.seed if sampling.seed is not None else int(self._seeds.integers(2**63))
-        sequence = Running(handle, list(request.ids), limit, seed, self.version)
-        group = self._choose(sequence) if request.group is None else request.group
-        stops = Stops(sampling, limit - len(request.ids), self._ends, self._tokenizer)
-        self._live[sequence] = _Live(group, stops)
+        sequence = Running(
+            handle=handle,
+            ids=list(request.ids),
+            limit=limit,
+            seed=seed,
+            prefix_namespace=self.version,
+        )
+        dp_rank = self._choose_rank(sequence) if request.dp_rank is None else request.dp_rank
+        stops = StopChecker(sampling, limit - len(request.ids), self._eos_ids, self._tokenizer)
+        self._live[sequence] = LiveRequest(dp_rank, stops)
         self._watch(sequence)
-        self._schedulers[group].add(sequence)
-        self.counts.num_requests += 1
-        self.counts.prompt_tokens += len(request.ids)
+        self._schedulers[dp_rank].add(sequence)
+        self.stats.num_requests += 1
+        self.stats.prompt_tokens += len(request.ids)
         return handle
 
     def check(self, request: Request) -> int:
-        """Tokens that a request may have, prompt included; ValueError if it can never be served. From any thread."""
-        sampling, v = request.sampling, self.cfg.vocab_size
-        prompt = (request.ids.lowest, request.ids.highest)
-        for ids, name in ((prompt, "the prompt"), (sampling.logit_bias, "logit_bias")):
-            if wrong := [i for i in ids if not 0 <= i < v]:
-                raise ValueError(f"{name} has the token id {wrong[0]}; ids are from 0 to {v - 1}")
-        if (most := self._shape.max_bias) < len(sampling.logit_bias):
-            raise ValueError(
-                f"logit_bias has {len(sampling.logit_bias)} tokens; at most {most} are possible"
-            )
-        if request.group is not None and request.group >= self.num_groups:
-            raise ValueError(
-                f"data-parallel group {request.group} is not there; there are {self.num_groups}, numbered from 0"
-            )
-        if sampling.stop and self._tokenizer is None:
-            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_ids")
-        num = len(request.ids)
-        if num >= self.max_length:
-            raise TooLong(
-                f"the prompt has {num} tokens; with a reply at most {self.max_length} are possible"
-            )
-        if sampling.max_tokens is None:
-            room = self._shape.num_pages * self._shape.page_size
-            limit = max(num + 1, min(self.max_length, room))
-        else:
-            limit = num + sampling.max_tokens
-            if limit > self.max_length:
-                raise TooLong(
-                    f"a prompt of {num} tokens and max_tokens {sampling.max_tokens} exceed the "
-                    f"{self.max_length} that are possible; shorten one of them"
-                )
+        """Returns the maximum tokens of a request, including its prompt. Any thread may call it.
+
+        Raises ValueError if the request can never be served.
+        """
+        limit = check_request(
+            request,
+            cfg=self.cfg,
+            shape=self._shape,
+            max_length=self.max_length,
+            dp_size=self.dp_size,
+            has_tokenizer=self._tokenizer is not None,
+        )
         self._schedulers[0].check(limit)
         return limit
 
     def step(self) -> bool:
-        """Sends off the next work and takes what has come back; whether anything is left to do."""
+        """Launches the next work and processes arrived results. Returns whether requests are left."""
         began = time.perf_counter()
-        self._end_those_due()
-        self._unpack()
-        parts = []
+        self._expire_requests()
+        self._admit_transferred()
+        batches = []
         if not self.paused:
             works = [scheduler.schedule() for scheduler in self._schedulers]
-            self.counts.read_tokens += sum(one.count for work in works for one in work.prefills)
-            parts = self._runner.launch(works)
-        if parts:
-            if self._flights:
-                # Its last part ends last.
-                last = self._flights[-1].parts[-1].drew.count
-                self.counts.num_overlapped += not last.is_ready()
-            self._flights.append(_Flight(parts, self.version))
-            self.counts.num_steps += 1
-        self.counts.host_seconds += time.perf_counter() - began
-        while len(self._flights) > (DEPTH if parts else 0):
+            self.stats.read_tokens += sum(one.count for work in works for one in work.prefills)
+            batches = self._runner.launch(works)
+        if batches:
+            if self._in_flight:
+                # A step's last batch finishes last.
+                last = self._in_flight[-1].batches[-1].output.count
+                self.stats.num_overlapped += not last.is_ready()
+            self._in_flight.append(LaunchedStep(batches, self.version))
+            self.stats.num_steps += 1
+        self.stats.host_seconds += time.perf_counter() - began
+        while len(self._in_flight) > (MAX_STEPS_IN_FLIGHT if batches else 0):
             self._receive()
         return bool(self._live)
 
-    def release(self, handle: Handle) -> "Parcel":
-        """Takes a request out of this engine once its prompt is read, for another engine's `adopt`: one reads
-        prompts, the other decodes. Steps until it can be; ValueError if it ends before, is not here, or the engine
-        is paused."""
+    def export_request(self, handle: Handle) -> RequestTransfer:
+        """Removes a request after its prefill, for `import_request` of another engine, which decodes it.
+
+        Steps the engine until the prefill is done. Raises ValueError if the request ends before, belongs to another
+        engine, or the engine is paused.
+        """
         if self.paused:
             raise ValueError("the engine is paused, so no prompt is read; resume it first")
-        [sequence] = [own for own in self._live if own.handle is handle] or [None]
-        while sequence in self._live and not (sequence.ready and sequence.slot is not None):
+        [sequence] = [one for one in self._live if one.handle is handle] or [None]
+        while sequence in self._live and not (sequence.is_ready and sequence.slot is not None):
             self.step()
-        self._land()
+        self._drain_steps()
         if sequence not in self._live:
-            raise ValueError("the request has ended, or is none of this engine's")
+            raise ValueError("the request has ended, or belongs to another engine")
         live = self._live.pop(sequence)
-        carried = self._runner.fetch(live.group, sequence)
-        self._schedulers[live.group].remove(sequence)
-        live.group = None
-        return Parcel(sequence, live, carried, self.version)
+        kv_state = self._runner.fetch(live.dp_rank, sequence)
+        self._schedulers[live.dp_rank].remove(sequence)
+        live.dp_rank = None
+        return RequestTransfer(sequence, live, kv_state, self.version)
 
-    def adopt(self, parcel: "Parcel") -> None:
-        """Goes on with what another engine released, as soon as there is room. ValueError if the parcel is of other
-        weights or another kind of engine."""
-        theirs, mine = parcel.sequence.limit, self.max_length
-        if parcel.version != self.version:
+    def import_request(self, transfer: RequestTransfer) -> None:
+        """Continues a request of another engine as soon as there is room.
+
+        Raises ValueError if it comes from other weights or another kind of engine.
+        """
+        limit = transfer.sequence.limit
+        if transfer.version != self.version:
             raise ValueError(
-                f"the parcel is of version {parcel.version}, this engine's is {self.version}"
+                f"the transfer is of version {transfer.version}, this engine's is {self.version}"
             )
-        if theirs > mine:
-            raise ValueError(f"the request may have {theirs} tokens, at most {mine} are possible")
-        self._runner.check(parcel.carried)
-        self._schedulers[0].check(theirs)
-        self._parcels.append(parcel)
-        self._live[parcel.sequence] = parcel.live
-        self._watch(parcel.sequence)
+        if limit > self.max_length:
+            raise ValueError(
+                f"the request may have {limit} tokens, at most {self.max_length} are possible"
+            )
+        self._runner.check(transfer.kv_state)
+        self._schedulers[0].check(limit)
+        self._transfers.append(transfer)
+        self._live[transfer.sequence] = transfer.live
+        self._watch(transfer.sequence)
 
-    def _unpack(self) -> None:
-        """Gives room to what was adopted, in the order it came."""
-        while self._parcels:
-            parcel = self._parcels[0]
-            if parcel.sequence in self._live:
-                group = max(
-                    range(len(self._schedulers)), key=lambda g: self._schedulers[g].pool.num_free
-                )
-                if not self._schedulers[group].adopt(parcel.sequence):
+    def _admit_transferred(self) -> None:
+        """Admits imported requests in order of arrival, while there is room."""
+        while self._transfers:
+            transfer = self._transfers[0]
+            if transfer.sequence in self._live:
+                free = [scheduler.pool.num_free for scheduler in self._schedulers]
+                dp_rank = free.index(max(free))
+                if not self._schedulers[dp_rank].admit_transferred(transfer.sequence):
                     return
-                parcel.live.group = group
-                self._runner.store(group, parcel.sequence, parcel.carried)
-            self._parcels.popleft()
+                transfer.live.dp_rank = dp_rank
+                self._runner.store(dp_rank, transfer.sequence, transfer.kv_state)
+            self._transfers.popleft()
 
-    def _unpacked_anew(self, sequence: Running, version: int) -> None:
-        """Has what was adopted, and has no room yet, computed from its beginning."""
+    def _requeue_transferred(self, sequence: Running, version: int) -> None:
+        """Queues an imported request that has no room yet to be computed from its start."""
         if sequence in self._live:
-            sequence.computed, sequence.ready, sequence.space = 0, False, version
-            self._live[sequence].group = group = self._choose(sequence)
-            self._schedulers[group].add(sequence)
+            sequence.num_computed_tokens, sequence.is_ready = 0, False
+            sequence.prefix_namespace = version
+            self._live[sequence].dp_rank = dp_rank = self._choose_rank(sequence)
+            self._schedulers[dp_rank].add(sequence)
 
-    def _land(self) -> None:
-        """Takes all that is under way."""
-        while self._flights:
+    def _drain_steps(self) -> None:
+        """Processes all launched steps."""
+        while self._in_flight:
             self._receive()
 
     def warm(self, show: bool = False) -> None:
-        """Compiles all programs that requests without top_logprobs can need. show: a progress bar."""
+        """Compiles all programs for requests without top_logprobs. show: whether to print a progress bar."""
         self._runner.warm(show)
 
     def generate(
         self, prompts: Iterable[Sequence[int]], sampling: Sampling | Sequence[Sampling] = Sampling()
     ) -> list[Completion]:
-        """The replies to prompts of token ids, with one sampling for all or one for each. Nothing is begun if one
-        of them cannot be served (ValueError)."""
+        """Returns the replies to prompts of token ids.
+
+        sampling: parameters of all prompts, or of each. Raises ValueError, before any work, if a request cannot be
+        served.
+        """
         prompts = list(prompts)
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(prompts)
@@ -282,7 +283,7 @@ class Engine:
             raise ValueError(f"{len(prompts)} prompts came with {len(sampling)} samplings")
         if self.paused:
             raise ValueError("the engine is paused; resume it first")
-        requests = [Request(ids, own) for ids, own in zip(prompts, sampling)]
+        requests = [Request(ids, one) for ids, one in zip(prompts, sampling)]
         for request in requests:
             self.check(request)
         handles = [self.submit(request) for request in requests]
@@ -291,40 +292,46 @@ class Engine:
         return [handle.completion for handle in handles]
 
     def pause(self) -> None:
-        """Nothing more is sent off; what is under way comes back with the next step."""
+        """Stops launching work. The next step processes what was launched."""
         self.paused = True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Launches work again after `pause`."""
         self.paused = False
 
     def fail(self) -> None:
-        """Ends all that was submitted as failed, without the device, and takes nothing more."""
+        """Ends all requests as failed, without using the device, and refuses new ones."""
         self.is_drained = True
         for sequence in list(self._live):
             self._end(sequence, FAILED)
 
     def drain(self) -> None:
-        """Ends all that was submitted, and takes nothing more."""
+        """Completes all requests and refuses new ones."""
         self.is_drained, self.paused = True, False
         while self.step():
             pass
 
-    def update_weights(self, params, version: int, policy: str = FINISH) -> None:
-        """Replaces the weights, in place; every token after it has the new version.
+    def update_weights(self, params: PyTree, version: int, policy: str = FINISH) -> None:
+        """Replaces the weights. All later tokens have the new version.
 
-        params: a tree as `glm5.params_of` gives it; `core.tree.Lazy` leaves are made some at a time. Plain weights take
-        the place of quantised ones quantised alike. policy, for what is under way: "finish" ends it first, while nothing
-        new begins; "keep" goes on from what the old weights computed; "recompute" computes all of it again with the new
-        ones. Prefixes of the old weights are forgotten. ValueError for another tree, other shapes or another policy; the
-        engine is then as before. WeightsLost if it breaks off in between; the engine has then failed.
+        Prefixes of the old weights are cleared. Raises ValueError for another tree, other shapes or an unknown policy;
+        the engine is then unchanged. Raises WeightsLost if loading fails midway; the engine has then failed.
+
+        Args:
+          params: tree as of `glm5.params_of`, whose leaves may be `core.tree.Lazy`; plain weights are quantised if
+            those that they replace are.
+          version: version of the new weights.
+          policy: treatment of running requests:
+            "finish" completes them with the old weights and starts no others meanwhile;
+            "keep" continues from the cache of the old weights;
+            "recompute" computes their cache again with the new weights.
         """
         if policy not in POLICIES:
             raise ValueError(f"policy is {policy!r}; use one of {', '.join(POLICIES)}")
         self._runner.check_params(params)
         if policy == FINISH:
-            if self.paused and self._num_begun:
-                raise Paused("the engine is paused, so nothing finishes; use keep or recompute")
+            if self.paused and self._num_started:
+                raise Paused("the engine is paused, so no request finishes; use keep or recompute")
             self._finish()
         try:
             self._runner.load(params)
@@ -332,82 +339,84 @@ class Engine:
             self.fail()
             raise
         for scheduler in self._schedulers:
-            scheduler.renew(self.version, version, policy == RECOMPUTE)
-        for parcel in self._parcels:
+            scheduler.on_weights_updated(self.version, version, policy == RECOMPUTE)
+        for transfer in self._transfers:
             if policy == RECOMPUTE:
-                self._unpacked_anew(parcel.sequence, version)
+                self._requeue_transferred(transfer.sequence, version)
             else:
-                parcel.sequence.space = None
+                transfer.sequence.prefix_namespace = None
         if policy == RECOMPUTE:
-            self._parcels.clear()
+            self._transfers.clear()
         self.version = version
 
     @property
     def computation(self) -> Computation:
-        """By what it computes now, for those who compute the same."""
+        """Inputs of the forward at this moment, to compute the same elsewhere."""
         return self._runner.computation
 
     @property
     def description(self) -> dict:
-        """What it was made with, in plain values."""
+        """Sizes and limits of the engine as JSON values."""
         return {**dataclasses.asdict(self._shape), "max_length": self.max_length}
 
     @property
-    def num_groups(self) -> int:
-        """Groups of devices that hold other sequences, each with pages and prefixes of its own: data-parallel ranks."""
+    def dp_size(self) -> int:
+        """Data-parallel size. Each rank has its own pages and prefixes."""
         return len(self._schedulers)
 
     @property
     def num_free_pages(self) -> int:
-        """Pages, of all groups, that nothing uses; those of prefixes that could be had count as used."""
+        """Number of free pages of all ranks, without those of prefixes that could be evicted."""
         return sum(scheduler.pool.num_free for scheduler in self._schedulers)
 
     @property
     def num_cached_pages(self) -> int:
-        """Pages that hold prefixes."""
+        """Number of pages that hold prefixes."""
         return sum(len(scheduler.prefixes) for scheduler in self._schedulers)
 
     @property
     def num_running(self) -> int:
-        """Requests with pages."""
+        """Number of requests with pages."""
         return sum(len(scheduler.running) for scheduler in self._schedulers)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for some."""
+        """Number of requests that wait for pages."""
         return sum(scheduler.num_waiting for scheduler in self._schedulers)
 
     @property
     def num_preempted(self) -> int:
-        """How often a request had to give its pages back."""
+        """Number of preemptions."""
         return sum(scheduler.num_preempted for scheduler in self._schedulers)
 
     @property
-    def _num_begun(self) -> int:
-        """Requests that have or had pages: those that gave theirs back must end as well."""
-        return len(self._parcels) + sum(own.num_begun for own in self._schedulers)
+    def _num_started(self) -> int:
+        """Number of requests that have, or had, pages. Preempted ones count, because they must end as well."""
+        return len(self._transfers) + sum(one.num_started for one in self._schedulers)
 
-    def _choose(self, sequence: Running) -> int:
-        """The group that knows most of a prompt, and of those the one with the least to do."""
+    def _choose_rank(self, sequence: Running) -> int:
+        """Returns the rank with the longest cached prefix, of equal ones the least loaded."""
 
-        def merit(group):
-            scheduler = self._schedulers[group]
-            known = scheduler.prefixes.count(sequence.ids, sequence.space)
-            return known, -sum(one.total for one in scheduler.sequences)
+        def merit(dp_rank: int) -> tuple[int, int]:
+            scheduler = self._schedulers[dp_rank]
+            num_cached = scheduler.prefixes.count(sequence.ids, sequence.prefix_namespace)
+            return num_cached, -sum(one.total for one in scheduler.sequences)
 
-        groups = range(len(self._schedulers))
-        return 0 if len(groups) == 1 else max(groups, key=merit)
+        ranks = range(len(self._schedulers))
+        return 0 if len(ranks) == 1 else max(ranks, key=merit)
 
     def _watch(self, sequence: Running) -> None:
-        """Has a sequence ended here when it is cancelled or late."""
+        """Registers a sequence for cancellation and its time limit."""
         # A deque may be appended to from any thread.
-        sequence.handle.on_cancel = functools.partial(self._cancelled.append, sequence)
-        if (seconds := sequence.handle.request.deadline) is not None:
-            until = sequence.handle.submitted + seconds
-            # Weakly: most have ended long before.
-            heapq.heappush(self._deadlines, (until, next(self._numbers), weakref.ref(sequence)))
+        sequence.handle.cancel_callback = functools.partial(self._cancelled.append, sequence)
+        if (timeout_s := sequence.handle.request.timeout_s) is not None:
+            deadline = sequence.handle.submitted_at + timeout_s
+            # A weak reference, because most requests end long before their deadline.
+            entry = (deadline, next(self._numbers), weakref.ref(sequence))
+            heapq.heappush(self._deadlines, entry)
 
-    def _end_those_due(self) -> None:
+    def _expire_requests(self) -> None:
+        """Ends requests that are cancelled or past their time limit."""
         while self._cancelled:
             sequence = self._cancelled.popleft()
             if sequence in self._live:
@@ -419,82 +428,71 @@ class Engine:
                 self._end(sequence, DEADLINE)
 
     def _receive(self) -> None:
-        """Waits for the oldest step under way and takes what it has drawn."""
-        flight, began = self._flights.popleft(), time.perf_counter()
-        parts = [(part.rows, jax.tree.map(np.asarray, part.drew)) for part in flight.parts]
+        """Waits for the oldest launched step and processes its tokens."""
+        # Waits for the device.
+        step, began = self._in_flight.popleft(), time.perf_counter()
+        batches = [(one.rows, jax.tree.map(np.asarray, one.output)) for one in step.batches]
         ready = time.perf_counter()
-        self.counts.waiting_seconds += ready - began
-        for where, drew in parts:
-            for row, work in where:
+        self.stats.waiting_seconds += ready - began
+        # Hands the tokens to their requests.
+        for rows, output in batches:
+            for row, work in rows:
                 if work.sequence in self._live:
                     try:
-                        self._take(work, drew, row, flight.version)
-                    except Exception:  # ends this request, and no other
+                        self._take(work, output, row, step.version)
+                    except Exception:  # ends only this request
                         _log.exception("a request has failed")
                         if work.sequence in self._live:
                             self._end(work.sequence, FAILED)
-        self.counts.host_seconds += time.perf_counter() - ready
+        self.stats.host_seconds += time.perf_counter() - ready
 
-    def _take(self, work: Decode | Prefill, drew: Drew, row: int, version: int) -> None:
-        """Gives a sequence what it has drawn, up to what ends it."""
+    def _take(self, work: Decode | Prefill, output: StepOutput, row: int, version: int) -> None:
+        """Appends a row's tokens to its sequence, up to the end of the reply."""
         sequence, sampling = work.sequence, work.sequence.handle.request.sampling
-        live, handle, drawn = self._live[sequence], sequence.handle, drew.drawn
-        count = int(drew.count[row])
-        tokens, logprobs = (a[row, :count].tolist() for a in (drawn.tokens, drawn.logprobs))
-        if isinstance(work, Decode) and self._shape.num_draft:
-            self.counts.accepted[count - 1] += 1
-        self._schedulers[live.group].came_back(work, tokens)
-        told, end = [], None
-        for i, (token, logprob) in enumerate(zip(tokens, logprobs)):
+        live, handle, sampled = self._live[sequence], sequence.handle, output.sampled
+        count = int(output.count[row])
+        ids, logprobs = (a[row, :count].tolist() for a in (sampled.tokens, sampled.logprobs))
+        if isinstance(work, Decode) and self._shape.num_speculative_tokens:
+            self.stats.accepted[count - 1] += 1
+        self._schedulers[live.dp_rank].update_from_output(work, ids)
+        # Tokens with their log-probs, until one ends the reply.
+        tokens, end = [], None
+        for i, (token, logprob) in enumerate(zip(ids, logprobs)):
             top = ()
             if sampling.top_logprobs:
-                ids, values = (a[row, i].tolist() for a in (drawn.top_ids, drawn.top_logprobs))
-                top = tuple(zip(ids, values))[: sampling.top_logprobs]
-            told.append(Token(token, logprob, version, top))
+                top_ids, values = (
+                    a[row, i].tolist() for a in (sampled.top_ids, sampled.top_logprobs)
+                )
+                top = tuple(zip(top_ids, values))[: sampling.top_logprobs]
+            tokens.append(Token(token, logprob, version, top))
             end = live.stops.feed(token)
             if end:
                 break
-        self.counts.new_tokens += len(told)
+        self.stats.new_tokens += len(tokens)
         if end:
-            self._end(sequence, *end, told)
+            self._end(sequence, *end, tokens)
         else:
-            handle.tell(told, None)
+            handle.append_output(tokens, None)
 
     def _end(
         self,
         sequence: Running,
         reason: str,
         stopped_by: int | str | None = None,
-        told: Iterable[Token] = (),
+        tokens: Iterable[Token] = (),
     ) -> None:
+        """Ends a request with its last tokens and frees its pages."""
         live, handle = self._live.pop(sequence), sequence.handle
-        if live.group is not None:
-            self._schedulers[live.group].remove(sequence)
-        self.counts.cached_tokens += handle.cached_tokens or 0
-        handle.tell(told, reason, stopped_by)
+        if live.dp_rank is not None:
+            self._schedulers[live.dp_rank].remove(sequence)
+        self.stats.cached_tokens += handle.cached_tokens or 0
+        handle.append_output(tokens, reason, stopped_by)
 
     def _finish(self) -> None:
-        """Ends what runs, while nothing new begins."""
+        """Completes all started requests without starting others."""
         for scheduler in self._schedulers:
-            scheduler.admits = False
-        while self._flights or self._num_begun:
+            scheduler.is_admitting = False
+        while self._in_flight or self._num_started:
             self.step()
         for scheduler in self._schedulers:
-            scheduler.admits = True
-
-
-class Parcel(NamedTuple):
-    """A request between two engines, and the weights that read its prompt."""
-
-    sequence: Running
-    live: "_Live"
-    carried: Carried
-    version: int
-
-
-@dataclasses.dataclass
-class _Live:
-    """What the engine keeps beside a sequence: its group, and what ends it."""
-
-    group: int | None  # None on the way from another engine
-    stops: Stops
+            scheduler.is_admitting = True

@@ -1,14 +1,14 @@
-"""Pages of a cache by number: which are free, and how many hold on to each of the others."""
+"""Allocates pages of a cache by number, with a reference count for each."""
 
 from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(Exception):
-    """More pages were asked for than are free; none was taken."""
+    """Raised if more pages are requested than are free; none is taken."""
 
 
 class PagePool:
-    """`num_pages` pages, all free at first. A page that several hold is shared, and free when the last lets go."""
+    """Pool of pages, all free at first. A shared page becomes free when its last holder drops it."""
 
     def __init__(self, num_pages: int):
         if num_pages < 1:
@@ -21,29 +21,29 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without a holder."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many free pages, each then held once. OutOfPages if there are fewer."""
+        """Takes `count` free pages, each with one holder. Raises OutOfPages if fewer are free."""
         if count < 0:
             raise ValueError(f"count is {count}; it must not be negative")
         if count > len(self._free):
             raise OutOfPages(f"{count} pages are needed, {len(self._free)} of {len(self)} are free")
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
             self._holders[page] = 1
-        return taken
+        return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each; ValueError for a page that is free."""
+        """Adds a holder to each page. Raises ValueError for a page that is free."""
         pages = list(pages)
         self._check(pages)
         for page in pages:
             self._holders[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One holder fewer for each; ValueError, with nothing dropped, for a page held less often."""
+        """Removes a holder from each page. Raises ValueError for a page that has fewer holders."""
         pages = list(pages)
         self._check(pages)
         for page in pages:
@@ -54,7 +54,7 @@ class PagePool:
                 self._free.append(page)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
+        """Returns the number of holders of a page."""
         return self._holders[page]
 
     def _check(self, pages: Sequence[int]) -> None:

@@ -1,45 +1,54 @@
-"""Reads prompts of requests as token ids, and refuses what is too long before it is encoded or copied.
+"""Reads prompts of requests as token ids, and refuses those that are too long before they are encoded or copied.
 
-A text has at least as many tokens as its bytes divided by the longest token. Where that does not decide, a long text is
-counted block by block, which ends as soon as there are too many: encoding 15 MB at once takes 20 s and 2 GB.
+1. The number of tokens is at least the number of bytes divided by those of the longest token.
+2. If that is not conclusive, a long text is encoded block by block until there are too many tokens. Encoding 15 MB at
+   once would take 20 s and 2 GB.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from glm5_jax.core.json_body import WHOLE_BYTES, Limits, NumberList
+from glm5_jax.core.json_body import (
+    MAX_SINGLE_PASS_BYTES,
+    MAX_VALUES,
+    JsonLimits,
+    NumberList,
+    WideText,
+)
 from glm5_jax.core.server import ApiError
 from glm5_jax.inference.request import TokenIds
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048  # of one body
-MAX_VALUES = 50_000  # of one body; a list of numbers counts as one
-_ESCAPED = 6  # bytes that one byte of a text takes in JSON at most, as \u0041
-_BLOCK = 2**14  # characters that are counted at once
-# Cutting a text into blocks adds tokens at the cuts, far fewer than a quarter.
+_ESCAPED = 6  # maximum bytes of JSON for one byte of a text, as \u0041
+_BLOCK = 2**14  # characters that are encoded at once
+_MAX_PARAM = 100  # characters of a field's name in an error
+# Splitting a text into blocks adds tokens at the splits, far fewer than a quarter.
 _SURPLUS = 1.25
 
 
 class PromptReader:
-    """Reads the prompts of one model.
+    """Reader of the prompts for one model.
 
     Attributes:
-      limits: bounds of a body, by which it is refused while it is read.
+      limits: limits of a body, checked while it is read.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int | None = None):
-        """max_length: tokens of a prompt and its reply; None: no limit."""
+        """max_length: maximum tokens of a prompt and its reply; None: no limit."""
         self._tokenizer, self._max_length = tokenizer, max_length
         names = max((len(name.encode()) for name in tokenizer.special_ids), default=1)
         self._longest = max(int(tokenizer.token_bytes().max()), names)
         if max_length is None:
-            self.limits = Limits()
+            self.limits = JsonLimits()
         else:
-            text_bytes = max(WHOLE_BYTES, _ESCAPED * self._longest * max_length)
-            num_numbers = max(WHOLE_BYTES, max_length)
-            self.limits = Limits(text_bytes, num_numbers, MAX_VALUES, "context_length_exceeded")
+            text_bytes = max(MAX_SINGLE_PASS_BYTES, _ESCAPED * self._longest * max_length)
+            num_numbers = max(MAX_SINGLE_PASS_BYTES, max_length)
+            code = "context_length_exceeded"
+            self.limits = JsonLimits(text_bytes, num_numbers, MAX_VALUES, code, self._check_body)
 
-    def split(self, value, param: str) -> Sequence:
-        """Returns the prompts of a field: of a text, texts, ids or lists of ids. Raises ApiError for too many."""
+    def split(self, value: Any, param: str) -> Sequence:
+        """Splits a field (a text, texts, ids or lists of ids) into prompts. Raises ApiError for too many."""
         is_one = isinstance(value, str | NumberList) or (
             value and isinstance(value[0], int | float)
         )
@@ -50,8 +59,8 @@ class PromptReader:
             )
         return prompts
 
-    def read(self, prompt, param: str) -> TokenIds:
-        """Returns the token ids of one prompt. Raises ApiError."""
+    def read(self, prompt: str | list | NumberList, param: str) -> TokenIds:
+        """Returns the token ids of one prompt. Raises ApiError if it is invalid or too long."""
         if isinstance(prompt, str):
             self.check_text(prompt, param)
             try:
@@ -69,24 +78,39 @@ class PromptReader:
             raise ApiError(f"{param}: {error}", param=param) from None
 
     def is_long(self, num_characters: int) -> bool:
-        """Returns whether a text of this length may have to be counted before it is encoded."""
-        most = self._max_length
-        return most is not None and 4 * num_characters > max(_BLOCK, most)
+        """Returns whether a text of this length must be checked before it is encoded."""
+        maximum = self._max_length
+        return maximum is not None and 4 * num_characters > max(_BLOCK, maximum)
 
     def check_text(self, text: str, param: str) -> None:
-        """Raises ApiError if a text has more tokens than a sequence may have, as far as blocks of it show.
+        """Raises ApiError if a text is found to have more tokens than a sequence may have.
 
-        A text whose first block says that it fills less than half of a sequence is not counted to its end.
+        The check stops early if the blocks so far predict less than half of that.
         """
-        if not self.is_long(len(text)):
+        self._check_texts([text], param)
+
+    def _check_body(self, body) -> None:
+        """Raises ApiError if a body's messages together, or any of its other texts, are too long."""
+        if not isinstance(body, dict):
             return
-        size, most = sum(map(len, _blocks(text))), self._max_length
+        for param, value in body.items():
+            texts = list(_texts(value))
+            for group in [texts] if param == "messages" else [[text] for text in texts]:
+                self._check_texts(group, param[:_MAX_PARAM])
+
+    def _check_texts(self, texts: Sequence[str | WideText], param: str) -> None:
+        if not self.is_long(sum(map(len, texts))):
+            return
+        # The bound by the longest token.
+        size, maximum = sum(map(len, _blocks(texts))), self._max_length
         self._check_count(-(-size // self._longest), param, "at least ")
+        # Counts block by block.
         count = done = 0
-        for block in _blocks(text):
-            count, done = count + len(self._tokenizer.encode(block.decode())), done + len(block)
+        for block in _blocks(texts):
+            text = block.decode("utf-8", "replace")
+            count, done = count + len(self._tokenizer.encode(text)), done + len(block)
             self._check_count(int(count / _SURPLUS), param, "at least ")
-            if count * size < done * most / 2:
+            if count * size < done * maximum / 2:
                 return
 
     def _check_count(self, count: int, param: str, about: str = "") -> None:
@@ -98,14 +122,27 @@ class PromptReader:
             )
 
 
-def _blocks(text: str) -> Iterator[bytes]:
-    """Yields a text in UTF-8, block by block."""
-    for first in range(0, len(text), _BLOCK):
-        yield text[first : first + _BLOCK].encode("utf-8", "replace")
+def _blocks(texts: Sequence[str | WideText]) -> Iterator[bytes]:
+    """Yields blocks of texts in UTF-8; a block may end within a character."""
+    for text in texts:
+        for first in range(0, len(text), _BLOCK):
+            if isinstance(text, WideText):
+                yield bytes(text.data[first : first + _BLOCK])
+            else:
+                yield text[first : first + _BLOCK].encode("utf-8", "replace")
 
 
-def num_characters(value) -> int:
-    """Returns the characters of all texts in a value of JSON."""
+def _texts(value) -> Iterator[str | WideText]:
+    """Yields all texts of a JSON value."""
+    if isinstance(value, str | WideText):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+
+
+def num_characters(value: Any) -> int:
+    """Returns the number of characters of all texts in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -114,7 +151,7 @@ def num_characters(value) -> int:
 
 
 def _integers(values) -> Iterator[int]:
-    """Yields the ids of a list. Raises ValueError for what is no whole number."""
+    """Yields the ids of a list as int. Raises ValueError for a value that is no whole number."""
     for value in values:
         if type(value) is int:
             yield value

@@ -1,8 +1,7 @@
-"""Prefixes of token ids whose pages are still there: what a request need not compute again.
+"""Cache of prefixes: a radix tree that maps token ids to the pages of sequences computed before.
 
-A tree of whole pages: a node is a page's tokens behind those of its ancestors. The tree holds each of its
-pages once (pages.py); a page that nobody else holds can be given back, the least recently used first and
-leaves before what they stand on.
+A node is one full page of tokens, after those of its ancestors. The tree holds each of its pages once (pages.py). Pages
+without another holder can be evicted: the least recently used first, and children before their parents.
 """
 
 import dataclasses
@@ -13,18 +12,19 @@ from collections.abc import Hashable, Sequence
 from glm5_jax.inference.pages import PagePool
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class _Node:
+    """Page of the tree."""
+
     page: int
     tokens: tuple[int, ...]
     parent: "_Node | None"
     children: dict[tuple[int, ...], "_Node"] = dataclasses.field(default_factory=dict)
-    used: int = 0  # when it was last matched or inserted
+    last_used: int = 0  # time of the last match or insertion
 
 
 class PrefixCache:
-    """Finds and keeps the pages of prefixes. space: prefixes of different spaces (versions of the weights, say)
-    share nothing."""
+    """Cache of the pages of prefixes. Prefixes of different namespaces, such as weight versions, share nothing."""
 
     def __init__(self, pool: PagePool, page_size: int):
         if page_size < 1:
@@ -32,43 +32,45 @@ class PrefixCache:
         self._pool, self._page_size = pool, page_size
         self._roots: dict[Hashable, _Node] = {}
         self._clock = itertools.count(1)
-        # (used, number, leaf); a leaf that was used since has a later entry.
+        # (last_used, number, leaf). An entry is stale if its leaf was used after it.
         self._leaves: list[tuple[int, int, _Node]] = []
         self._numbers = itertools.count()
         self._size = 0
 
     def __len__(self) -> int:
-        """Pages that it keeps."""
+        """Returns the number of pages of the tree."""
         return self._size
 
-    def match(self, ids: Sequence[int], space: Hashable = None) -> list[int]:
-        """Pages of the longest known beginning of ids in whole pages, held once more for the caller."""
-        found = self._walk(ids, space)
-        self._touch(found)
-        pages = [node.page for node in found]
+    def match(self, ids: Sequence[int], namespace: Hashable = None) -> list[int]:
+        """Returns the pages of the longest cached prefix of ids, with one more holder: the caller."""
+        path = self._walk(ids, namespace)
+        self._touch(path)
+        pages = [node.page for node in path]
         self._pool.hold(pages)
         return pages
 
-    def count(self, ids: Sequence[int], space: Hashable = None) -> int:
-        """How many pages `match` would find; nothing is held."""
-        return len(self._walk(ids, space))
+    def count(self, ids: Sequence[int], namespace: Hashable = None) -> int:
+        """Returns the number of pages that `match` would return."""
+        return len(self._walk(ids, namespace))
 
-    def insert(self, ids: Sequence[int], pages: Sequence[int], space: Hashable = None) -> list[int]:
-        """Keeps the pages of ids, as many as are whole, and returns those that now stand for them: where a
-        prefix is known already, its page stays, and the one given is not kept.
+    def insert(
+        self, ids: Sequence[int], pages: Sequence[int], namespace: Hashable = None
+    ) -> list[int]:
+        """Adds the full pages of ids and returns the tree's pages of them.
 
-        ValueError if there are fewer pages than whole ones in ids.
+        Where a prefix is cached already, its page stays and the argument's is not added. Raises ValueError if there are
+        fewer pages than ids fill.
         """
         parts = self._parts(ids)
         if len(pages) < len(parts):
             raise ValueError(f"{len(parts)} pages of tokens came with {len(pages)} pages; give all")
-        node = self._roots.setdefault(space, _Node(-1, (), None))
+        node = self._roots.setdefault(namespace, _Node(page=-1, tokens=(), parent=None))
         path = []
         for part, page in zip(parts, pages):
             child = node.children.get(part)
             if child is None:
                 self._pool.hold([page])
-                child = node.children[part] = _Node(page, part, node)
+                child = node.children[part] = _Node(page=page, tokens=part, parent=node)
                 self._size += 1
             path.append(child)
             node = child
@@ -76,63 +78,63 @@ class PrefixCache:
         return [node.page for node in path]
 
     def evict(self, count: int) -> int:
-        """Lets go of up to so many pages that nobody else holds; how many those were."""
-        held, freed = [], 0
-        while freed < count and self._leaves:
+        """Evicts up to `count` pages without another holder. Returns how many were evicted."""
+        held, num_evicted = [], 0
+        while num_evicted < count and self._leaves:
             entry = heapq.heappop(self._leaves)
-            used, _, node = entry
-            if node.children or node.used != used or node.parent is None:
+            last_used, _, node = entry
+            if node.children or node.last_used != last_used or node.parent is None:
                 continue
             if self._pool.holders(node.page) > 1:
                 held.append(entry)
                 continue
-            freed += 1
+            num_evicted += 1
             self._remove(node)
         for entry in held:
             heapq.heappush(self._leaves, entry)
-        return freed
+        return num_evicted
 
-    def clear(self, space: Hashable = None) -> None:
-        """Forgets a space; pages that somebody holds stay theirs."""
-        root = self._roots.pop(space, None)
-        waiting = list(root.children.values()) if root else []
-        while waiting:
-            node = waiting.pop()
-            waiting += node.children.values()
+    def clear(self, namespace: Hashable = None) -> None:
+        """Removes a namespace. Pages with other holders stay allocated."""
+        root = self._roots.pop(namespace, None)
+        stack = list(root.children.values()) if root else []
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
             node.parent = None
             self._pool.drop([node.page])
             self._size -= 1
 
     def _parts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
         size = self._page_size
-        whole = len(ids) // size * size
-        return [tuple(ids[first : first + size]) for first in range(0, whole, size)]
+        end = len(ids) // size * size
+        return [tuple(ids[first : first + size]) for first in range(0, end, size)]
 
-    def _walk(self, ids: Sequence[int], space: Hashable) -> list[_Node]:
-        found, node, size = [], self._roots.get(space), self._page_size
+    def _walk(self, ids: Sequence[int], namespace: Hashable) -> list[_Node]:
+        path, node, size = [], self._roots.get(namespace), self._page_size
         for first in range(0, len(ids) // size * size, size):
             node = node and node.children.get(tuple(ids[first : first + size]))
             if node is None:
                 break
-            found.append(node)
-        return found
+            path.append(node)
+        return path
 
     def _touch(self, path: list[_Node]) -> None:
         now = next(self._clock)
         for node in path:
-            node.used = now
+            node.last_used = now
         if path and not path[-1].children:
             self._push(path[-1])
 
     def _push(self, node: _Node) -> None:
-        if len(self._leaves) > 2 * self._size + 64:  # mostly entries of leaves that were used since
+        if len(self._leaves) > 2 * self._size + 64:  # most entries are stale
             self._leaves = [
                 entry
                 for entry in self._leaves
-                if entry[2].parent and not entry[2].children and entry[2].used == entry[0]
+                if entry[2].parent and not entry[2].children and entry[2].last_used == entry[0]
             ]
             heapq.heapify(self._leaves)
-        heapq.heappush(self._leaves, (node.used, next(self._numbers), node))
+        heapq.heappush(self._leaves, (node.last_used, next(self._numbers), node))
 
     def _remove(self, node: _Node) -> None:
         parent = node.parent

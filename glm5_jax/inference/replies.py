@@ -1,7 +1,7 @@
-"""What a server answers: replies as OpenAI's API and SGLang's `/generate` have them, whole or in pieces.
+"""Builds responses in the formats of OpenAI's API and SGLang's `/generate`, complete or streamed.
 
-A tool call that is cut off or cannot be parsed has its text as arguments, which is no JSON, and `finish_reason` is
-"tool_calls" only if all calls are whole. Reasoning is `reasoning_content`.
+A tool call that is cut off or cannot be parsed has its text as arguments, which is not JSON. `finish_reason` is
+"tool_calls" only if all calls are complete. Reasoning is returned as `reasoning_content`.
 """
 
 import dataclasses
@@ -10,98 +10,126 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from glm5_jax.inference.protocol import Asked
+from glm5_jax.inference.protocol import ParsedRequest
 from glm5_jax.inference.request import DEADLINE, LENGTH, STOP, Handle, Token
 from glm5_jax.text.tokenizer import Detokenizer, Tokenizer
 from glm5_jax.text.tool_calls import Delta, ReplyParser, ToolCall
 
+_MIN_GROWTH = 1 / 32  # of a reply, between two pieces of a cumulative stream
+
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Of an answer: the model's name, the weights' version when it was asked, and its id and time."""
+    """Metadata of a response.
+
+    Attributes:
+      model: name of the model.
+      version: version of the weights at submission.
+      id: unique id.
+      created: time of creation, in seconds since 1970.
+    """
 
     model: str
     version: int
+    _: dataclasses.KW_ONLY
     id: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
 
-class Held:
-    """Text as it comes, without what a text to stop at may still begin in, and up to that text at the end."""
+class StopFilter:
+    """Filter of streamed text that holds back possible starts of a stop text and cuts at a stop text."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
-        self._room = max(map(len, stops), default=1) - 1
+        self._max_start = max(map(len, stops), default=1) - 1
         self._text = ""
 
     def feed(self, text: str) -> str:
-        """What can be told."""
+        """Appends text and returns what cannot be part of a stop text."""
         self._text += text
-        whole = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
-        told = self._text[: min([max(0, len(self._text) - self._room), *whole])]
-        self._text = self._text[len(told) :]
-        return told
+        matches = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        ready = self._text[: min([max(0, len(self._text) - self._max_start), *matches])]
+        self._text = self._text[len(ready) :]
+        return ready
 
-    def close(self, stopped: bool) -> str:
-        """The rest; stopped: up to the first stop in it."""
+    def close(self, stopped: bool, stopped_by: str | None = None) -> str:
+        """Returns the rest, up to the first stop text if `stopped`.
+
+        stopped_by: stop text that ended a text whose last blanks were stripped. Its start may end the rest.
+        """
         rest, self._text = self._text, ""
-        found = [at for stop in self._stops if (at := rest.find(stop)) >= 0] if stopped else []
-        return rest[: min(found)] if found else rest
+        matches = [at for stop in self._stops if (at := rest.find(stop)) >= 0] if stopped else []
+        if matches:
+            return rest[: min(matches)]
+        return rest.removesuffix((stopped_by or "").rstrip())
 
 
 class Chat:
-    """One choice of a chat, taken apart as its tokens come."""
+    """Incremental parser of one choice of a chat."""
 
-    def __init__(self, asked: Asked, handle: Handle, tokenizer: Tokenizer):
+    def __init__(self, parsed: ParsedRequest, handle: Handle, tokenizer: Tokenizer):
         self._handle = handle
-        self._parser = ReplyParser(asked.tools, tokenizer=tokenizer, thinking=asked.thinking)
+        self._parser = ReplyParser(parsed.tools, tokenizer=tokenizer, thinking=parsed.thinking)
         self._close = tokenizer.special_ids.get("</think>")
         sampling = handle.request.sampling
         in_reasoning = () if sampling.stop_after is not None else sampling.stop
-        self._held = {"reasoning": Held(in_reasoning), "content": Held(sampling.stop)}
-        self._thinking, self._seen = asked.thinking, 0
+        self._filters = {
+            "reasoning": StopFilter(in_reasoning),
+            "content": StopFilter(sampling.stop),
+        }
+        self._thinking, self._num_read = bool(parsed.thinking), 0
         self.num_reasoning, self.ended = 0, False
         self.text = {"reasoning": "", "content": ""}
         self.calls: list[dict] = []
         self._has_problem = False  # of a call
 
     def take(self) -> tuple[list[dict], list[Token]]:
-        """(deltas of OpenAI's form, tokens) that have come since it was last asked, the last ones with the end."""
-        tokens, reason = self._handle.since(self._seen)
+        """Returns (OpenAI's deltas, tokens) since the last call; the last ones include the end."""
+        tokens, reason = self._handle.tokens_after(self._num_read)
         self.ended = reason is not None
-        self._seen += len(tokens)
+        self._num_read += len(tokens)
         for token in tokens:
             self.num_reasoning += self._thinking
-            self._thinking &= token.id != self._close
-        found = [d for delta in self._parser.feed(t.id for t in tokens) for d in self._told(delta)]
+            self._thinking = self._thinking and token.id != self._close
+        deltas = [
+            d for delta in self._parser.feed(t.id for t in tokens) for d in self._convert(delta)
+        ]
         if self.ended:
-            found += [d for delta in self._parser.finish() for d in self._told(delta)]
+            deltas += [d for delta in self._parser.finish() for d in self._convert(delta)]
             stopped = isinstance(self._handle.stopped_by, str)
-            for part in self._held:
-                found += self._piece(part, self._held[part].close(stopped))
-        return list(_joined(found)), tokens
+            for part in self._filters:
+                # A stop within a call is not at the end of the content before it.
+                is_last = stopped and not self.calls and (part == "reasoning") == self._thinking
+                stopped_by = self._handle.stopped_by if is_last else None
+                deltas += self._append(part, self._filters[part].close(stopped, stopped_by))
+        return list(_merge_deltas(deltas)), tokens
 
-    def _told(self, delta: Delta) -> Iterator[dict]:
+    def _convert(self, delta: Delta) -> Iterator[dict]:
+        """Yields the OpenAI deltas of a parsed delta."""
         if delta.part == "call":
-            yield from self._called(delta.call)
+            yield from self._append_call(delta.call)
         else:
-            yield from self._piece(delta.part, self._held[delta.part].feed(delta.text))
+            yield from self._append(delta.part, self._filters[delta.part].feed(delta.text))
 
-    def _piece(self, part: str, text: str) -> Iterator[dict]:
+    def _append(self, part: str, text: str) -> Iterator[dict]:
         if text:
             self.text[part] += text
             yield {"reasoning_content" if part == "reasoning" else "content": text}
 
-    def _called(self, call: ToolCall) -> Iterator[dict]:
+    def _append_call(self, call: ToolCall) -> Iterator[dict]:
         index = len(self.calls)
         self._has_problem |= call.problem is not None
-        own = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call.function}
-        self.calls.append(own)
-        yield {"tool_calls": [{"index": index, **own}]}
+        entry = {
+            "id": f"call_{secrets.token_hex(12)}",
+            "type": "function",
+            "function": call.function,
+        }
+        self.calls.append(entry)
+        yield {"tool_calls": [{"index": index, **entry}]}
 
     @property
     def finish_reason(self) -> str:
-        """Why the reply ended, as OpenAI's API has it."""
+        """Finish reason in OpenAI's terms."""
         has_calls = self.calls and not self._has_problem
         return (
             "tool_calls"
@@ -111,7 +139,7 @@ class Chat:
 
     @property
     def message(self) -> dict:
-        """Of the whole reply."""
+        """Message of the complete reply."""
         content = self.text["content"]
         message = {"role": "assistant", "content": content if content or not self.calls else None}
         if self.text["reasoning"]:
@@ -120,64 +148,72 @@ class Chat:
 
 
 class Text:
-    """One choice of a completion."""
+    """Incremental decoder of one choice of a completion."""
 
     def __init__(self, handle: Handle, tokenizer: Tokenizer):
-        self._handle, self._seen = handle, 0
+        self._handle, self._num_read = handle, 0
         self._bytes = Detokenizer(tokenizer, errors="replace")
-        self._held = Held(handle.request.sampling.stop)
+        self._filters = StopFilter(handle.request.sampling.stop)
         self.text, self.ended = "", False
 
     def take(self) -> tuple[str, list[Token]]:
-        """(text, tokens) that have come since it was last asked. A token that ends the reply is no text."""
+        """Returns (text, tokens) since the last call. The text excludes a token that ends the reply."""
         handle = self._handle
-        tokens, reason = handle.since(self._seen)
+        tokens, reason = handle.tokens_after(self._num_read)
         self.ended = reason is not None
-        self._seen += len(tokens)
+        self._num_read += len(tokens)
         ids = [token.id for token in tokens]
         if self.ended and isinstance(handle.stopped_by, int):
             ids = ids[:-1]
-        text = self._held.feed(self._bytes.feed(ids))
+        text = self._filters.feed(self._bytes.feed(ids))
         if self.ended:
-            text += self._held.feed(self._bytes.close())
-            text += self._held.close(isinstance(handle.stopped_by, str))
+            text += self._filters.feed(self._bytes.close())
+            text += self._filters.close(isinstance(handle.stopped_by, str))
         self.text += text
         return text, tokens
 
 
 class Chats:
-    """Answers of `/v1/chat/completions`."""
+    """Responses of `/v1/chat/completions`.
+
+    Attributes:
+      is_cumulative: whether each piece of a stream repeats the pieces before it.
+    """
+
+    is_cumulative = False
 
     def __init__(
-        self, asked: Asked, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
+        self, parsed: ParsedRequest, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
     ):
-        self._asked, self._handles = asked, handles
+        self._parsed, self._handles = parsed, handles
         self._origin, self._tokenizer = origin, tokenizer
-        self._chats = [Chat(asked, handle, tokenizer) for handle in handles]
+        self._chats = [Chat(parsed, handle, tokenizer) for handle in handles]
 
-    def whole(self) -> dict:
-        """The answer, when all have ended."""
+    def complete(self) -> dict:
+        """Returns the complete response, after all replies have ended."""
         choices = []
         for index, (chat, handle) in enumerate(zip(self._chats, self._handles)):
             _, tokens = chat.take()
             choice = {"index": index, "message": chat.message, "finish_reason": chat.finish_reason}
-            choice |= self._extras(handle, tokens) | _prompt(self._asked, handle)
+            choice |= self._extras(handle, tokens) | _prompt(self._parsed, handle)
             choices.append(choice)
         return _answer(self._origin, "chat.completion", choices) | {"usage": self._usage()}
 
     def first(self) -> list[dict]:
-        """What a stream begins with."""
+        """Returns the first chunks of a stream."""
         role = {"role": "assistant", "content": ""}
         chunks = [self._chunk(index, role) for index in range(len(self._chats))]
         for chunk, handle in zip(chunks, self._handles):
-            chunk["choices"][0] |= _prompt(self._asked, handle)
+            chunk["choices"][0] |= _prompt(self._parsed, handle)
         return chunks
 
     def piece(self, index: int) -> list[dict]:
-        """What a stream has of a choice since it was last asked."""
+        """Returns the chunks of a choice since the last call."""
         handle, chat = self._handles[index], self._chats[index]
+        if chat.ended:  # it ended while its last piece was built
+            return []
         deltas, tokens = chat.take()
-        if not deltas and tokens and (self._asked.logprobs or self._asked.token_ids):
+        if not deltas and tokens and (self._parsed.logprobs or self._parsed.token_ids):
             deltas = [{}]
         chunks = [self._chunk(index, delta) for delta in deltas]
         if chunks:
@@ -187,8 +223,8 @@ class Chats:
         return chunks
 
     def last(self) -> list[dict]:
-        """What a stream ends with."""
-        if not self._asked.usage:
+        """Returns the last chunks of a stream."""
+        if not self._parsed.usage:
             return []
         return [_answer(self._origin, "chat.completion.chunk", []) | {"usage": self._usage()}]
 
@@ -197,97 +233,115 @@ class Chats:
         return _answer(self._origin, "chat.completion.chunk", [choice])
 
     def _usage(self) -> dict:
-        return _usage(self._asked, self._handles, sum(chat.num_reasoning for chat in self._chats))
+        return _usage(self._parsed, self._handles, sum(chat.num_reasoning for chat in self._chats))
 
     def _extras(self, handle: Handle, tokens: Sequence[Token]) -> dict:
-        found = {"logprobs": None}
-        if self._asked.logprobs:
-            found["logprobs"] = {
+        extras = {"logprobs": None}
+        if self._parsed.logprobs:
+            extras["logprobs"] = {
                 "content": [
-                    _told(token.id, token.logprob, self._tokenizer)
-                    | {"top_logprobs": [_told(*top, self._tokenizer) for top in token.top]}
+                    _logprob_entry(token.id, token.logprob, self._tokenizer)
+                    | {"top_logprobs": [_logprob_entry(*top, self._tokenizer) for top in token.top]}
                     for token in tokens
                 ]
             }
-        return found | _ids(self._asked, tokens)
+        return extras | _token_ids_of(self._parsed, tokens)
 
 
 class Completions:
-    """Answers of `/v1/completions`; methods as of `Chats`."""
+    """Responses of `/v1/completions`; see `Chats` for the methods."""
+
+    is_cumulative = False
 
     def __init__(
-        self, asked: Asked, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
+        self, parsed: ParsedRequest, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
     ):
-        self._asked, self._handles = asked, handles
+        self._parsed, self._handles = parsed, handles
         self._origin, self._tokenizer = origin, tokenizer
         self._texts = [Text(handle, tokenizer) for handle in handles]
 
-    def whole(self) -> dict:
+    def complete(self) -> dict:
         choices = [self._choice(index) for index in range(len(self._texts))]
         for index, choice in enumerate(choices):
             choice["text"] = self._echo(index) + choice["text"]
-            choice |= _prompt(self._asked, self._handles[index])
+            choice |= _prompt(self._parsed, self._handles[index])
         return _answer(self._origin, "text_completion", choices) | {"usage": self._usage()}
 
     def first(self) -> list[dict]:
-        if not self._asked.echo:
+        if not self._parsed.echo:
             return []
         none = {"logprobs": None, "finish_reason": None}
         choices = [{"index": i, "text": self._echo(i)} | none for i in range(len(self._texts))]
         return [_answer(self._origin, "text_completion", [choice]) for choice in choices]
 
     def piece(self, index: int) -> list[dict]:
+        if self._texts[index].ended:
+            return []
         return [_answer(self._origin, "text_completion", [self._choice(index)])]
 
     def last(self) -> list[dict]:
-        if not self._asked.usage:
+        if not self._parsed.usage:
             return []
         return [_answer(self._origin, "text_completion", []) | {"usage": self._usage()}]
 
     def _echo(self, index: int) -> str:
-        return self._asked.echo[index // self._asked.num_choices] if self._asked.echo else ""
+        return self._parsed.echo[index // self._parsed.num_choices] if self._parsed.echo else ""
 
     def _usage(self) -> dict:
-        return _usage(self._asked, self._handles, 0)
+        return _usage(self._parsed, self._handles, 0)
 
     def _choice(self, index: int) -> dict:
         handle = self._handles[index]
         text, tokens = self._texts[index].take()
         reason = _reason(handle) if self._texts[index].ended else None
-        found = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-        if self._asked.logprobs:
-            names = [_name(token.id, self._tokenizer) for token in tokens]
-            found["logprobs"] = {
+        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        if self._parsed.logprobs:
+            names = [_token_text(token.id, self._tokenizer) for token in tokens]
+            choice["logprobs"] = {
                 "tokens": names,
                 "token_logprobs": [token.logprob for token in tokens],
                 "top_logprobs": [
-                    {_name(i, self._tokenizer): value for i, value in token.top} for token in tokens
+                    {_token_text(i, self._tokenizer): value for i, value in token.top}
+                    for token in tokens
                 ],
                 "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=0)),
             }
-        return found | _ids(self._asked, tokens)
+        return choice | _token_ids_of(self._parsed, tokens)
 
 
 class Generated:
-    """Answers of `/generate`; methods as of `Chats`. A piece tells all of its reply so far."""
+    """Responses of `/generate`; see `Chats` for the methods.
+
+    Each piece of a stream repeats the reply so far, as in SGLang. A piece is sent only after the reply has grown by
+    1/32, because with one per token the size of the stream would grow with the square of the tokens.
+    """
+
+    is_cumulative = True
 
     def __init__(
-        self, asked: Asked, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
+        self, parsed: ParsedRequest, handles: Sequence[Handle], origin: Origin, tokenizer: Tokenizer
     ):
-        self._asked, self._handles, self._origin = asked, handles, origin
+        self._parsed, self._handles, self._origin = parsed, handles, origin
         self._texts = [Text(handle, tokenizer) for handle in handles]
         self._tokens: list[list[Token]] = [[] for _ in handles]
+        self._num_sent = [0] * len(handles)  # tokens of the last piece of each
 
-    def whole(self) -> dict | list[dict]:
-        found = [self._reply(index) for index in range(len(self._texts))]
-        return found if len(found) > 1 or self._asked.batch else found[0]
+    def complete(self) -> dict | list[dict]:
+        replies = [self._reply(index) for index in range(len(self._texts))]
+        return replies if len(replies) > 1 or self._parsed.batch else replies[0]
 
     def first(self) -> list[dict]:
         return []
 
     def piece(self, index: int) -> list[dict]:
-        several = len(self._texts) > 1 or self._asked.batch
-        return [self._reply(index) | ({"index": index} if several else {})]
+        is_batch = len(self._texts) > 1 or self._parsed.batch
+        num_sent = self._num_sent[index]
+        tokens, reason = self._handles[index].tokens_after(num_sent)
+        if self._texts[index].ended or (reason is None and len(tokens) < num_sent * _MIN_GROWTH):
+            return []
+        reply = self._reply(index)
+        self._num_sent[index] = len(reply["output_ids"])
+        return [reply | ({"index": index} if is_batch else {})]
 
     def last(self) -> list[dict]:
         return []
@@ -300,7 +354,7 @@ class Generated:
             LENGTH: {"type": "length", "length": len(tokens)},
         }
         abort = {"type": "abort", "message": handle.finish_reason}
-        rid = self._asked.rid or self._origin.id
+        rid = self._parsed.rid or self._origin.id
         meta = {
             "id": rid if len(self._texts) == 1 else f"{rid}-{index}",
             "finish_reason": ended.get(handle.finish_reason, abort) if text.ended else None,
@@ -310,7 +364,7 @@ class Generated:
             "weight_version": str(tokens[-1].version if tokens else self._origin.version),
             "weight_versions": [token.version for token in tokens],
         }
-        if self._asked.logprobs:
+        if self._parsed.logprobs:
             meta["output_token_logprobs"] = [[token.logprob, token.id, None] for token in tokens]
             if handle.request.sampling.top_logprobs:
                 meta["output_top_logprobs"] = [
@@ -319,9 +373,9 @@ class Generated:
         return {"text": text.text, "output_ids": [t.id for t in tokens], "meta_info": meta}
 
 
-def _usage(asked: Asked, handles: Sequence[Handle], num_reasoning: int) -> dict:
-    """What an answer cost, in tokens. The choices of a prompt count it once."""
-    first = handles[:: asked.num_choices]
+def _usage(parsed: ParsedRequest, handles: Sequence[Handle], num_reasoning: int) -> dict:
+    """Returns the token counts of a response. All choices of a prompt count its tokens once."""
+    first = handles[:: parsed.num_choices]
     prompt = sum(len(handle.request.ids) for handle in first)
     completion = sum(len(handle.tokens) for handle in handles)
     return {
@@ -333,12 +387,12 @@ def _usage(asked: Asked, handles: Sequence[Handle], num_reasoning: int) -> dict:
     }
 
 
-def _prompt(asked: Asked, handle: Handle) -> dict:
-    return {"prompt_token_ids": list(handle.request.ids)} if asked.token_ids else {}
+def _prompt(parsed: ParsedRequest, handle: Handle) -> dict:
+    return {"prompt_token_ids": list(handle.request.ids)} if parsed.token_ids else {}
 
 
-def _ids(asked: Asked, tokens: Sequence[Token]) -> dict:
-    if not asked.token_ids:
+def _token_ids_of(parsed: ParsedRequest, tokens: Sequence[Token]) -> dict:
+    if not parsed.token_ids:
         return {}
     return {
         "token_ids": [token.id for token in tokens],
@@ -346,8 +400,8 @@ def _ids(asked: Asked, tokens: Sequence[Token]) -> dict:
     }
 
 
-def _joined(deltas: Iterable[dict]) -> Iterator[dict]:
-    """Neighbours that append to the same text as one."""
+def _merge_deltas(deltas: Iterable[dict]) -> Iterator[dict]:
+    """Merges adjacent deltas that append to the same text."""
     for names, group in itertools.groupby(deltas, key=tuple):
         if names == ("tool_calls",):
             yield from group
@@ -367,17 +421,17 @@ def _answer(origin: Origin, kind: str, choices: list[dict]) -> dict:
     }
 
 
-def _told(token: int, logprob: float, tokenizer: Tokenizer) -> dict:
-    own = tokenizer.bytes_of(token, errors="replace")
-    return {"token": own.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(own)}
+def _logprob_entry(token: int, logprob: float, tokenizer: Tokenizer) -> dict:
+    data = tokenizer.bytes_of(token, errors="replace")
+    return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def _name(token: int, tokenizer: Tokenizer) -> str:
+def _token_text(token: int, tokenizer: Tokenizer) -> str:
     return tokenizer.bytes_of(token, errors="replace").decode("utf-8", "replace")
 
 
 def _reason(handle: Handle) -> str:
-    """A request that ran out of time was cut off, as one that ran out of tokens."""
+    """Returns the finish reason in OpenAI's terms; a timeout counts as "length"."""
     if handle.finish_reason in (LENGTH, DEADLINE):
         return "length"
     return "stop" if handle.finish_reason == STOP else "abort"

@@ -1,4 +1,4 @@
-"""What an engine is made with, what it is asked, and what it has answered so far."""
+"""Options of an engine, its requests and their replies."""
 
 import dataclasses
 import logging
@@ -9,31 +9,52 @@ from typing import NamedTuple
 
 from glm5_jax.inference.sampling import Sampling, as_integer
 from glm5_jax.model.cache import check_formats
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 
 STOP, LENGTH, CANCELLED, DEADLINE = "stop", "length", "cancelled", "deadline"
-FAILED = "failed"  # the engine could not go on with it
+FAILED = "failed"  # an error in the engine ended the request
 _log = logging.getLogger(__name__)
-# All weights but routed experts and those with a row or a column of each token.
+# All weights except routed experts, embedding and head.
 REPLICATED = (r"^(?!embed/|lm_head/)(?!.*/experts/)",)
 
 
 class Paused(ValueError):
-    """Something would wait for a paused engine for ever."""
+    """Raised instead of waiting forever for a paused engine."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Options of `Engine`, which says what they mean."""
+    """Options of `Engine`. Raises ValueError for an unknown format of the cache.
+
+    Attributes:
+      page_size: tokens of a page.
+      num_pages: pages of each data-parallel rank; None: enough for max_num_seqs sequences of max_length.
+      max_num_seqs: maximum sequences decoded at once on each data-parallel rank.
+      max_length: maximum tokens of a prompt and its reply; None: the model's positions.
+      prefill_chunk: maximum tokens of one prompt in a step.
+      max_batched_tokens: maximum prompt tokens of a step; None: prefill_chunk.
+      min_prefill_bucket: prompts up to this length are padded to it and read together. A lower number computes
+        fewer padded tokens and needs one more program.
+      num_speculative_tokens: tokens that the MTP layer drafts for each decode (4 in paper table 2). They are
+        accepted such that the distribution of replies stays the same.
+      batch_invariant: whether the bits of a reply are independent of other requests; slower.
+      index_cache, latent_cache: format of index keys and latents in the pages, "int8" or "fp8" (`init_pages`);
+        None: the model's dtype.
+      token_chunk, vocab_block: tokens of a device that are sent to the experts at a time, and vocabulary entries
+        whose embedding is gathered at a time, on a mesh (`ExecutionConfig`); None: as of `Engine`'s execution.
+      replicated: whether each device of a mesh has all weights except routed experts, embedding and head. Otherwise
+        each step gathers them over the network.
+      seed: seed of the seeds of requests that have none; None: random.
+    """
 
     page_size: int = 64
     num_pages: int | None = None
-    max_batch: int = 16
+    max_num_seqs: int = 16
     max_length: int | None = None
-    chunk: int = 512
-    step_tokens: int | None = None
-    short_prompt: int = 32
-    num_draft: int = 0
+    prefill_chunk: int = 512
+    max_batched_tokens: int | None = None
+    min_prefill_bucket: int = 32
+    num_speculative_tokens: int = 0
     batch_invariant: bool = False
     index_cache: str | None = None
     latent_cache: str | None = None
@@ -44,69 +65,79 @@ class EngineConfig:
 
     def __post_init__(self):
         check_formats(self.index_cache, self.latent_cache)
-        self.plan()
+        self.execution()
 
-    def plan(self, base: Plan = Plan()) -> Plan:
-        """How an engine carries out its forward, otherwise as `base` has it."""
-        found = {"token_chunk": self.token_chunk, "vocab_block": self.vocab_block}
-        given = {name: value for name, value in found.items() if value is not None}
-        replicated = REPLICATED if self.replicated else base.replicated
-        return dataclasses.replace(base, few_tokens=True, replicated=replicated, **given)
+    def execution(self, base: ExecutionConfig = ExecutionConfig()) -> ExecutionConfig:
+        """Returns the execution options of the engine's forward, with those not set here taken from `base`."""
+        options = {"token_chunk": self.token_chunk, "vocab_block": self.vocab_block}
+        changed = {name: value for name, value in options.items() if value is not None}
+        replicated = REPLICATED if self.replicated else base.replicated_weights
+        return dataclasses.replace(
+            base, keep_vocab_sharded=True, replicated_weights=replicated, **changed
+        )
 
 
 class TooLong(ValueError):
-    """A prompt, or a prompt and its reply, exceed what a sequence or the cache can hold."""
+    """Raised if a prompt, or a prompt and its reply, exceed the maximum length or the cache."""
 
 
 class TokenIds(tuple):
-    """Token ids of a prompt, checked once however many requests share them. Raises ValueError for what is no integer.
+    """Token ids of a prompt, checked once for all requests that share them.
+
+    Raises ValueError for a value that is not an integer.
 
     Attributes:
-      lowest, highest: the smallest and the largest id; 0 if there is none.
+      lowest, highest: smallest and largest id; 0 if the prompt is empty.
     """
 
     def __new__(cls, ids: Iterable[int]):
         try:
-            made = super().__new__(cls, map(operator.index, ids))
+            self = super().__new__(cls, map(operator.index, ids))
         except TypeError as error:
             raise ValueError(f"the prompt has a token that is no integer: {error}") from None
-        made.lowest, made.highest = min(made, default=0), max(made, default=0)
-        return made
+        self.lowest, self.highest = min(self, default=0), max(self, default=0)
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Token ids to continue. Construction refuses an empty prompt and values out of range (ValueError).
+    """Prompt to continue. Raises ValueError for an empty prompt and for values out of range.
 
     Attributes:
-      ids: the prompt.
-      sampling: how tokens are drawn, and what ends them.
-      deadline: seconds from its submission after which it ends with what it has; None: no limit.
-      group: of the engine's `num_groups`, the one that serves it, for a caller who knows where its beginning is; None:
-        the engine chooses.
+      ids: token ids of the prompt.
+      sampling: sampling parameters and stop conditions.
+      timeout_s: time limit from submission, in seconds; the reply then ends with its tokens so far. None: no limit.
+      dp_rank: data-parallel rank that serves it, such as the one that caches its prefix; None: the engine chooses.
     """
 
     ids: tuple[int, ...]
     sampling: Sampling = Sampling()
-    deadline: float | None = None
-    group: int | None = None
+    _: dataclasses.KW_ONLY
+    timeout_s: float | None = None
+    dp_rank: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.ids, TokenIds):
             object.__setattr__(self, "ids", TokenIds(self.ids))
         if not self.ids:
             raise ValueError("the prompt is empty; give at least one token")
-        if self.deadline is not None and not self.deadline > 0:
-            raise ValueError(f"deadline is {self.deadline} s; it must be positive")
-        if self.group is not None:
-            object.__setattr__(self, "group", as_integer("group", self.group))
-        if self.group is not None and self.group < 0:
-            raise ValueError(f"group is {self.group}; groups are numbered from 0")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be positive")
+        if self.dp_rank is not None:
+            object.__setattr__(self, "dp_rank", as_integer("dp_rank", self.dp_rank))
+        if self.dp_rank is not None and self.dp_rank < 0:
+            raise ValueError(f"dp_rank is {self.dp_rank}; ranks are numbered from 0")
 
 
 class Token(NamedTuple):
-    """A token of a reply: logprob as of `sampling.draw`, in nats; version of the weights that drew it; top: the
-    likeliest tokens in its place with their log-probs, as many as asked for."""
+    """Token of a reply.
+
+    Attributes:
+      id: token id.
+      logprob: log-prob in nats, see `sampling.draw`.
+      version: version of the weights that drew it.
+      top: (id, log-prob) of the most likely tokens at its position, as many as requested.
+    """
 
     id: int
     logprob: float
@@ -115,9 +146,15 @@ class Token(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A finished reply: ids with the end token, if one ended it; their logprobs and versions; top as of `Token`;
-    finish_reason: "stop", "length", "cancelled" or "deadline"; stopped_by: the token or the text that ended it;
-    cached_tokens: of the prompt, found in the cache."""
+    """Finished reply.
+
+    Attributes:
+      ids: token ids, including the end token if one ended it.
+      logprobs, versions, top: see `Token`.
+      finish_reason: "stop", "length", "cancelled", "deadline" or "failed".
+      stopped_by: token or text that ended it; None if neither did.
+      cached_tokens: number of prompt tokens read from the cache.
+    """
 
     ids: list[int]
     logprobs: list[float]
@@ -129,80 +166,87 @@ class Completion(NamedTuple):
 
 
 class Handle:
-    """A submitted request. The engine's thread writes it, any thread may read.
+    """Submitted request. The engine's thread writes it; any thread may read it.
 
     Attributes:
-      request: what was asked.
-      cached_tokens: of the prompt, found in the cache; None before it was begun.
-      submitted, first, ended: seconds of `time.monotonic`; first: when its first token came. None before.
+      request: the request.
+      cached_tokens: number of prompt tokens read from the cache; None until the prompt is scheduled.
+      submitted_at: time of submission, in seconds of `time.monotonic`.
+      first_token_at: time of the first token; None before it.
+      ended_at: time of the end; None before it.
       stopped_by: see `Completion`.
-      on_cancel: the engine's, called by whoever cancels.
+      cancel_callback: function of the engine that cancels the request.
     """
 
     def __init__(self, request: Request, listener: Callable[["Handle"], None] | None = None):
-        """listener: called by the engine's thread whenever tokens have come, and when it has ended."""
+        """listener: called by the engine's thread after each new output and at the end."""
         self.request = request
         self.cached_tokens: int | None = None
-        self.submitted, self.first, self.ended = time.monotonic(), None, None
+        self.submitted_at, self.first_token_at, self.ended_at = time.monotonic(), None, None
         self.stopped_by: int | str | None = None
         self._listener = listener
         self._tokens: list[Token] = []
-        # In one assignment: whoever sees the last token sees that it was the last.
-        self._told: tuple[int, str | None] = (0, None)
-        self.on_cancel: Callable[[], None] | None = None
+        # (number of tokens, finish_reason) in one assignment, so that readers see the last token and the end together.
+        self._progress: tuple[int, str | None] = (0, None)
+        self.cancel_callback: Callable[[], None] | None = None
 
-    def tell(
+    def append_output(
         self,
         tokens: Iterable[Token],
         finish_reason: str | None,
         stopped_by: int | str | None = None,
     ) -> None:
-        """For the engine: what has come, and whether that is all."""
+        """Appends tokens and, unless `finish_reason` is None, ends the reply. Only the engine calls it."""
         self._tokens += tokens
         now = time.monotonic()
-        if self._tokens and self.first is None:
-            self.first = now
+        if self._tokens and self.first_token_at is None:
+            self.first_token_at = now
         if finish_reason:
-            self.ended, self.stopped_by = now, stopped_by
-        self._told = (len(self._tokens), finish_reason)
+            self.ended_at, self.stopped_by = now, stopped_by
+        self._progress = (len(self._tokens), finish_reason)
         if self._listener:
             try:
                 self._listener(self)
-            except Exception:  # the caller's fault, which must not end the engine
+            except Exception:  # an error of the caller must not end the engine
                 _log.exception("the listener of a request has failed")
 
-    def since(self, count: int) -> tuple[list[Token], str | None]:
-        """(tokens behind the first `count`, finish_reason), which belong together."""
-        end, reason = self._told
+    def tokens_after(self, count: int) -> tuple[list[Token], str | None]:
+        """Returns the tokens after the first `count` and the finish reason, of one moment."""
+        end, reason = self._progress
         return self._tokens[count:end], reason
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens so far."""
+        return self._progress[0]
+
+    @property
     def tokens(self) -> list[Token]:
-        """The reply so far."""
-        return self.since(0)[0]
+        """Tokens of the reply so far."""
+        return self.tokens_after(0)[0]
 
     @property
     def finish_reason(self) -> str | None:
-        """None until it has ended; see `Completion`."""
-        return self._told[1]
+        """Reason of the end, see `Completion`; None before the end."""
+        return self._progress[1]
 
     def cancel(self) -> None:
-        """Ends it with the engine's next step; nothing happens if it has ended."""
-        if self.on_cancel:
-            self.on_cancel()
+        """Ends the reply with the engine's next step. Does nothing if it has ended."""
+        if self.cancel_callback:
+            self.cancel_callback()
 
     @property
     def completion(self) -> Completion:
-        """The reply; ValueError before it has ended."""
-        tokens, reason = self.since(0)
+        """Finished reply. Raises ValueError before the end."""
+        tokens, reason = self.tokens_after(0)
         if reason is None:
             raise ValueError("the request has not ended; step the engine until it has")
         return Completion(
-            [token.id for token in tokens],
-            [token.logprob for token in tokens],
-            [token.version for token in tokens],
-            [token.top for token in tokens],
-            reason,
-            self.stopped_by,
-            self.cached_tokens or 0,
+            ids=[token.id for token in tokens],
+            logprobs=[token.logprob for token in tokens],
+            versions=[token.version for token in tokens],
+            top=[token.top for token in tokens],
+            finish_reason=reason,
+            stopped_by=self.stopped_by,
+            cached_tokens=self.cached_tokens or 0,
         )

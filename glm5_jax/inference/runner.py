@@ -1,4 +1,8 @@
-"""From the scheduler's work to arrays: the model's weights, its pages, and which of them each sequence has."""
+"""Runs scheduled work on the device.
+
+`Runner` holds the weights, the pages and the page table of each sequence. `launch` turns the scheduler's work into
+arrays and starts the programs of steps.py; the results arrive asynchronously.
+"""
 
 import contextlib
 import dataclasses
@@ -11,210 +15,267 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.tree import flatten, is_compound, made, map_with_path, unflatten
+from glm5_jax.core.tree import flatten, is_compound, map_with_path, materialize, unflatten
 from glm5_jax.inference.quantize import table
-from glm5_jax.inference.sampling import MOST_TOP_LOGPROBS, Sampling, cuts
-from glm5_jax.inference.scheduler import Decode, Prefill, Sequence, Work
-from glm5_jax.inference.steps import (
-    Device,
-    Draws,
-    Drew,
-    Reads,
-    Shape,
-    Slots,
-    Steps,
-    Variant,
+from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, needs_truncation
+from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
+from glm5_jax.inference.shapes import EngineShapes
+from glm5_jax.inference.step_arrays import (
+    DecodeBatch,
+    DeviceState,
+    PrefillBatch,
+    SamplingVariant,
+    SlotState,
+    StepOutput,
 )
+from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import LayerCache
-from glm5_jax.model.plan import Plan
-from glm5_jax.model.quant import settled
-from glm5_jax.model.turned import Turned
-from pallas_kernels.numerics import wide
-from pallas_kernels.quantised import Int4, Int8
+from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.quant import with_int4_experts
+from glm5_jax.model.rotated_norm import RotatedNorm
+from pallas_kernels.numerics import accum_dtype
+from pallas_kernels.quantized_weights import Int4, Int8
 
-LOADED_BYTES = 2**28  # of new weights that are made at once, beside the old ones; ours
+MAX_LOAD_BYTES = 2**28  # of new weights that exist at once next to the old ones; our choice
 
 
 class WeightsLost(Exception):
-    """New weights could not all be made once some of the old ones were gone: no forward is possible any more."""
+    """Raised if loading weights fails after some of the old ones were freed: the engine cannot run any more."""
 
 
-class Part(NamedTuple):
-    """Work that was sent off as one: each with its row in what the device draws."""
+class LaunchedBatch(NamedTuple):
+    """Launched prefill or decode.
+
+    Attributes:
+      rows: (row of `output`, its work) of each sampled token.
+      output: tokens that the device draws.
+    """
 
     rows: list[tuple[int, Decode | Prefill]]
-    drew: Drew
+    output: StepOutput
 
 
-class Carried(NamedTuple):
-    """A sequence on its way from one engine to another: layers and mtp with its pages [n z ...] in order, and
-    slots with what stood in its slot. Both engines have pages of one size and kind, and drafts or none."""
+class LaunchedStep(NamedTuple):
+    """Batches of one step, and the version of the weights that computes them."""
+
+    batches: list[LaunchedBatch]
+    version: int
+
+
+class KVState(NamedTuple):
+    """Cache of one sequence, to move it to another engine with the same page size, formats and drafts.
+
+    Attributes:
+      layers: pages [n z ...] of the layers, in order.
+      mtp: pages of the MTP layer; None without drafts.
+      slots: state of its slot.
+    """
 
     layers: tuple[LayerCache, ...]
     mtp: LayerCache | None
-    slots: Slots
+    slots: SlotState
 
 
 class Computation(NamedTuple):
-    """What an engine's forward depends on: weights in the form that they are computed with, layer by layer, and the config
-    that goes with them."""
+    """Inputs of an engine's forward.
+
+    Attributes:
+      params: weights in the form for computing, one entry per layer.
+      cfg: config of these weights.
+      shape: sizes of the arrays on the device.
+      mesh: mesh of the weights; None: one device.
+      execution: execution options.
+    """
 
     params: dict
     cfg: ModelConfig
-    shape: Shape
+    shape: EngineShapes
     mesh: jax.sharding.Mesh | None
-    plan: Plan
+    execution: ExecutionConfig
 
 
 class Runner:
-    """Owner of what an engine has on the device."""
+    """Owns an engine's weights and pages on the device."""
 
-    def __init__(self, model: glm5.Glm5, shape: Shape, plan: Plan):
-        # Experts become int4 once, not once per token.
+    def __init__(self, model: glm5.Glm5, shape: EngineShapes, execution: ExecutionConfig):
+        # Experts are converted to int4 once here, not once per token.
         plain = dataclasses.replace(model.cfg, int4_group=None)
-        self._cfg, self._shape, self._mesh, self._plan = model.cfg, shape, model.mesh, plan
-        self._steps = Steps(plain, shape, model.mesh, plan)
-        size = (self.groups, shape.slots + 1)
+        self._cfg, self._shape, self._mesh, self._execution = (
+            model.cfg,
+            shape,
+            model.mesh,
+            execution,
+        )
+        self._steps = Steps(plain, shape, model.mesh, execution)
+        size = (self.dp_size, shape.max_num_seqs + 1)
         self._tables = np.zeros((*size, shape.max_pages), np.int32)
-        self._listed = np.zeros(size, int)  # pages of each slot that its table shows
+        self._num_listed = np.zeros(size, int)  # pages of each slot that are in its table
         params = glm5.params_of(model)
         self._kinds = {path: _kind_of(leaf) for path, leaf in flatten(params).items()}
-        self._shardings = flatten(_shardings_of(params, model, plan))
+        self._shardings = flatten(_shardings_of(params, model, execution))
         self._device = self._steps.device(model.cfg.dtype)
         if model.mesh is None:
-            # Bound to it like the weights: the first program would not be that of later calls, whose pages it returns.
+            # Committed to the device like the weights. Otherwise the first call would compile another program than
+            # later calls, which get committed pages.
             [device] = set(jax.tree.leaves(self._shardings))
             self._device = jax.device_put(self._device, device)
         self._params = None
         self.load(params)
 
     @property
-    def groups(self) -> int:
-        """Groups of devices that hold other sequences."""
-        return self._steps.groups
+    def dp_size(self) -> int:
+        """Data-parallel size."""
+        return self._steps.dp_size
 
     @property
     def computation(self) -> Computation:
-        return Computation(self._params, self._steps.cfg, self._shape, self._mesh, self._plan)
+        """Inputs of the forward at this moment."""
+        return Computation(
+            params=self._params,
+            cfg=self._steps.cfg,
+            shape=self._shape,
+            mesh=self._mesh,
+            execution=self._execution,
+        )
 
-    def check_params(self, params) -> None:
-        """ValueError unless these can take the place of the weights that there are."""
+    def check_params(self, params: PyTree) -> None:
+        """Raises ValueError unless these weights can replace the engine's."""
         check_params(params, self._cfg)
         for path, leaf in flatten(params).items():
-            kind, held = type(leaf) if is_compound(leaf) else None, self._kinds[path][0]
-            if held is Turned and kind is None:
+            kind, engine_kind = type(leaf) if is_compound(leaf) else None, self._kinds[path][0]
+            if engine_kind is RotatedNorm and kind is None:
                 raise ValueError(
-                    f"the engine's weights are rotated, those that came are not ({path}); serve the model that is "
+                    f"the engine's weights are rotated, the new ones are not ({path}); serve the model that is "
                     "trained, or one that was quantised with --plain"
                 )
-            if kind not in (None, held):
+            if kind not in (None, engine_kind):
                 raise ValueError(f"the weights are quantised otherwise than the engine's: {path}")
 
-    def load(self, params) -> None:
-        """Takes the weights that all later work is done with, a part at a time: what they replace is let go before
-        the next part is made. Leaves may be `Lazy`; plain ones become what they replace is. ValueError if they are of
-        another model or kind; WeightsLost if it breaks off once some are replaced."""
+    def load(self, params: PyTree) -> None:
+        """Replaces the weights for all later work, a part at a time.
+
+        Each part frees the weights that it replaces before the next one is created. Leaves may be `Lazy`. Plain leaves
+        are quantised like those that they replace. Raises ValueError for weights of another model or kind, and
+        WeightsLost if loading fails after some were replaced.
+        """
         self.check_params(params)
         flat, parts = flatten(params), []
         old = flatten(self._params)
-        for paths in _in_parts(flat, jnp.dtype(self._cfg.dtype).itemsize):
+        for paths in _split_by_size(flat, jnp.dtype(self._cfg.dtype).itemsize):
             try:
-                own = unflatten({path: self._kept(path, made(flat.pop(path))) for path in paths})
-                own = jax.block_until_ready(self._computed(own))
+                new = unflatten(
+                    {path: self._convert(path, materialize(flat.pop(path))) for path in paths}
+                )
+                new = jax.block_until_ready(self._to_compute_form(new))
             except Exception as error:
                 if not parts:
                     raise
                 raise WeightsLost(
                     f"loading broke off at {', '.join(paths)[:200]}: {type(error).__name__} {error}"
                 ) from error
-            parts.append(own)
+            parts.append(new)
             self._params = None
-            for path in flatten(own):
+            for path in flatten(new):
                 old.pop(path, None)
-        self._params = _joined(parts)
+        self._params = _merge_trees(parts)
 
-    def _computed(self, params):
-        where = None
+    def _to_compute_form(self, params):
+        """Runs `to_compute_form` as one program, with the weights' shardings."""
+        shardings = None
         if self._mesh is not None:
-            shapes = jax.eval_shape(functools.partial(computed, cfg=self._cfg), params)
-            where = glm5.param_shardings(self._cfg, self._mesh, shapes, self._plan.replicated)
-        return jax.jit(computed, static_argnames="cfg", out_shardings=where)(params, cfg=self._cfg)
+            shapes = jax.eval_shape(functools.partial(to_compute_form, cfg=self._cfg), params)
+            shardings = glm5.param_shardings(
+                self._cfg, self._mesh, shapes, self._execution.replicated_weights
+            )
+        return jax.jit(to_compute_form, static_argnames="cfg", out_shardings=shardings)(
+            params, cfg=self._cfg
+        )
 
-    def _kept(self, path: str, leaf):
-        """A leaf as the one that it replaces is: quantised, and where."""
+    def _convert(self, path: str, leaf):
+        """Returns a leaf quantised and placed like the one that it replaces."""
         kind, group = self._kinds[path]
         if kind in (Int8, Int4) and not is_compound(leaf):
-            leaf = table.quantised(path, leaf, flatten(glm5.letters(self._cfg))[path], group)
+            leaf = table.quantised(path, leaf, flatten(glm5.axis_letters(self._cfg))[path], group)
         return jax.tree.map(jax.device_put, leaf, self._shardings[path])
 
-    def launch(self, works: list[Work]) -> list[Part]:
-        """Sends off the work of all groups; nothing waits for it."""
-        parts = []
+    def launch(self, works: list[ScheduledStep]) -> list[LaunchedBatch]:
+        """Launches the work of all data-parallel ranks without waiting for it."""
+        batches = []
         if any(work.decodes for work in works):
-            parts.append(self._decode([work.decodes for work in works]))
-        # Short ones are read together, others one of each group at a time.
-        for short, most in ((True, self._shape.prompts), (False, 1)):
-            own = [
-                [one for one in work.prefills if (one.count <= self._shape.short_prompt) == short]
+            batches.append(self._decode([work.decodes for work in works]))
+        # Short prompts are read together, longer ones one at a time on each rank.
+        for is_short, max_rows in ((True, self._shape.max_prefill_rows), (False, 1)):
+            of_ranks = [
+                [
+                    one
+                    for one in work.prefills
+                    if (one.count <= self._shape.min_prefill_bucket) == is_short
+                ]
                 for work in works
             ]
-            for first in range(0, max(map(len, own)), most):
-                parts.append(self._prefill([prefills[first : first + most] for prefills in own]))
-        for part in parts:
-            for array in jax.tree.leaves(part.drew):
+            for first in range(0, max(map(len, of_ranks)), max_rows):
+                batches.append(
+                    self._prefill([prefills[first : first + max_rows] for prefills in of_ranks])
+                )
+        for batch in batches:
+            for array in jax.tree.leaves(batch.output):
                 array.copy_to_host_async()
-        return parts
+        return batches
 
-    def fetch(self, group: int, sequence: Sequence) -> Carried:
-        """What the device has of a sequence of which no work is under way."""
-        pages = self._everywhere(group, sequence.pages)
-        return _fetch(self._device, pages, group, sequence.slot)
+    def fetch(self, dp_rank: int, sequence: Sequence) -> KVState:
+        """Returns the cache of a sequence that has no work in flight."""
+        pages = self._global_pages(dp_rank, sequence.pages)
+        return _read_slot(self._device, pages, dp_rank, sequence.slot)
 
-    def check(self, carried: Carried) -> None:
-        """ValueError unless what another engine fetched can be stored here."""
-        own, theirs = self._device, jax.tree.structure(carried)
-        pages = zip(*(jax.tree.leaves(tree[:2]) for tree in (carried, own)))
-        alike = theirs == jax.tree.structure(Carried(*own))
-        if not alike or any((a.shape[1:], a.dtype) != (b.shape[1:], b.dtype) for a, b in pages):
+    def check(self, kv_state: KVState) -> None:
+        """Raises ValueError unless a cache from another engine fits this one."""
+        structure = jax.tree.structure(kv_state)
+        pages = zip(*(jax.tree.leaves(tree[:2]) for tree in (kv_state, self._device)))
+        is_same = structure == jax.tree.structure(KVState(*self._device))
+        if not is_same or any((a.shape[1:], a.dtype) != (b.shape[1:], b.dtype) for a, b in pages):
             raise ValueError(
-                "the parcel is of another kind of engine; model, page_size, num_draft, index_cache and latent_cache "
-                "must be the same"
+                "the transfer comes from another kind of engine; model, page_size, num_speculative_tokens, "
+                "index_cache and latent_cache must be the same"
             )
 
-    def store(self, group: int, sequence: Sequence, carried: Carried) -> None:
-        """Puts it into the pages and the slot that a sequence has been given here."""
-        pages = self._everywhere(group, sequence.pages)
+    def store(self, dp_rank: int, sequence: Sequence, kv_state: KVState) -> None:
+        """Writes a cache into the pages and the slot of a sequence."""
+        pages = self._global_pages(dp_rank, sequence.pages)
         if self._mesh is not None:
-            carried = jax.device_put(carried, NamedSharding(self._mesh, P()))
-        self._device = _store(self._device, carried, pages, group, sequence.slot)
-        self._listed[group, sequence.slot] = 0  # the slot was another's
-        self._list(group, sequence)
+            kv_state = jax.device_put(kv_state, NamedSharding(self._mesh, P()))
+        self._device = _write_slot(self._device, kv_state, pages, dp_rank, sequence.slot)
+        self._num_listed[dp_rank, sequence.slot] = 0  # the slot was another sequence's
+        self._list(dp_rank, sequence)
 
-    def _everywhere(self, group: int, pages: list[int]) -> np.ndarray:
-        """Numbers of a group's pages among all, as many as a bucket; behind them that of none."""
-        found = np.full(self._shape.pages(len(pages)), self.groups * self._shape.num_pages)
-        found[: len(pages)] = np.array(pages) + group * self._shape.num_pages
-        return found.astype(np.int32)
+    def _global_pages(self, dp_rank: int, pages: list[int]) -> np.ndarray:
+        """Returns a rank's page numbers among those of all ranks, padded to a bucket with an invalid number."""
+        invalid = self.dp_size * self._shape.num_pages
+        numbers = np.full(self._shape.table_width(len(pages)), invalid)
+        numbers[: len(pages)] = np.array(pages) + dp_rank * self._shape.num_pages
+        return numbers.astype(np.int32)
 
     def warm(self, show: bool = False) -> None:
-        """Compiles what requests without top_logprobs can need, so that none waits for it. show: a progress bar."""
+        """Compiles all programs for requests without top_logprobs. show: whether to print a progress bar."""
         shape = self._shape
-        widths = _sizes(shape.pages, shape.max_pages)
-        variants = [Variant(cut) for cut in (False, True)]
+        widths = _all_buckets(shape.table_width, shape.max_pages)
+        variants = [SamplingVariant(truncate) for truncate in (False, True)]
         calls = [
-            (functools.partial(self._idle_decode, b), width, variant)
-            for b in _sizes(shape.rows, shape.slots)
+            (functools.partial(self._dummy_decode, b), width, variant)
+            for b in _all_buckets(shape.decode_rows, shape.max_num_seqs)
             for width in widths
             for variant in variants
         ]
         calls += [
-            (functools.partial(self._idle_prefill, b, t), width, variant)
-            for t in _sizes(shape.tokens, shape.chunk)
-            for b in _sizes(shape.rows_read, shape.prompts if t <= shape.short_prompt else 1)
+            (functools.partial(self._dummy_prefill, b, t), width, variant)
+            for t in _all_buckets(shape.prefill_tokens, shape.prefill_chunk)
+            for b in _all_buckets(
+                shape.prefill_rows, shape.max_prefill_rows if t <= shape.min_prefill_bucket else 1
+            )
             for width in widths
             if width * shape.page_size >= t or width == widths[-1]
             for variant in variants
@@ -226,175 +287,204 @@ class Runner:
                     bar.update(done, "compiled")
         jax.block_until_ready(self._device)
 
-    def lower_idle(self, name: str) -> tuple[jax.stages.Lowered, dict]:
-        """Lowers the largest program of a kind ("prefill" or "decode"), for no sequence; returns it with its arguments
-        by kind."""
+    def lower_dummy(self, name: str) -> tuple[jax.stages.Lowered, dict]:
+        """Lowers the largest "prefill" or "decode" program without sequences; returns it and its arguments by kind."""
         shape = self._shape
         if name == "prefill":
-            inputs = self._steps.idle_reads(1, shape.chunk, shape.max_pages)
+            inputs = self._steps.dummy_prefill(1, shape.prefill_chunk, shape.max_pages)
         else:
-            inputs = self._steps.idle_draws(shape.slots, shape.max_pages)
-        held = {"weights": self._params, "cache": self._device, "inputs": inputs}
-        function, static = self._steps.program(name, Variant())
-        return function.lower(*held.values(), **static), held
+            inputs = self._steps.dummy_decode(shape.max_num_seqs, shape.max_pages)
+        arguments = {"weights": self._params, "cache": self._device, "inputs": inputs}
+        function, static = self._steps.program(name, SamplingVariant())
+        return function.lower(*arguments.values(), **static), arguments
 
-    def _idle_decode(self, b: int, width: int, variant: Variant) -> None:
-        self._run(self._steps.decode, self._steps.idle_draws(b, width), variant)
+    def _dummy_decode(self, b: int, width: int, variant: SamplingVariant) -> None:
+        self._run(self._steps.decode, self._steps.dummy_decode(b, width), variant)
 
-    def _idle_prefill(self, b: int, t: int, width: int, variant: Variant) -> None:
-        self._run(self._steps.prefill, self._steps.idle_reads(b, t, width), variant)
+    def _dummy_prefill(self, b: int, t: int, width: int, variant: SamplingVariant) -> None:
+        self._run(self._steps.prefill, self._steps.dummy_prefill(b, t, width), variant)
 
-    def _run(self, step, inputs, variant: Variant) -> Drew:
-        self._device, drew = step(self._params, self._device, inputs, variant)
-        return drew
+    def _run(self, step, inputs, variant: SamplingVariant) -> StepOutput:
+        self._device, output = step(self._params, self._device, inputs, variant)
+        return output
 
-    def _decode(self, decodes: list[list[Decode]]) -> Part:
+    def _decode(self, decodes: list[list[Decode]]) -> LaunchedBatch:
+        """Launches one decode of all ranks."""
         shape, x = self._shape, len(decodes)
-        b = shape.rows(max(map(len, decodes)))
-        slot = np.full((x, b), shape.slots, np.int32)
-        given, limit = np.full((x, b), -1, np.int32), np.zeros((x, b), np.int32)
-        where, widest = [], 0
-        for group, own in enumerate(decodes):
-            for row, one in enumerate(own):
-                sequence = one.sequence
-                slot[group, row], limit[group, row] = sequence.slot, sequence.limit
-                if one.given is not None:
-                    given[group, row] = one.given
-                widest = max(widest, self._list(group, sequence))
-                if one.draws:
-                    where.append((group * b + row, one))
-        width = shape.pages(widest)
-        tables = self._tables[np.arange(x)[:, None], slot, :width]
-        variant = _variant(one.sequence for own in decodes for one in own)
-        draws = Draws(tables, slot, given, limit)
-        return Part(where, self._run(self._steps.decode, draws, variant))
+        b = shape.decode_rows(max(map(len, decodes)))
+        slot = np.full((x, b), shape.max_num_seqs, np.int32)
+        forced_token, limit = np.full((x, b), -1, np.int32), np.zeros((x, b), np.int32)
+        rows, max_pages = [], 0
+        for dp_rank, of_rank in enumerate(decodes):
+            for row, one in enumerate(of_rank):
+                sequence, at = one.sequence, (dp_rank, row)
+                slot[at], limit[at] = sequence.slot, sequence.limit
+                if one.forced_token is not None:
+                    forced_token[at] = one.forced_token
+                max_pages = max(max_pages, self._list(dp_rank, sequence))
+                if one.is_sampled:
+                    rows.append((dp_rank * b + row, one))
+        width = shape.table_width(max_pages)
+        batch = DecodeBatch(
+            tables=self._tables[np.arange(x)[:, None], slot, :width],
+            slot=slot,
+            forced_token=forced_token,
+            limit=limit,
+        )
+        variant = _variant(one.sequence for of_rank in decodes for one in of_rank)
+        return LaunchedBatch(rows, self._run(self._steps.decode, batch, variant))
 
-    def _prefill(self, prefills: list[list[Prefill]]) -> Part:
+    def _prefill(self, prefills: list[list[Prefill]]) -> LaunchedBatch:
+        """Launches one prefill of all ranks."""
+        # Arrays of the padded shape.
         shape, x = self._shape, len(prefills)
-        b = shape.rows_read(max(map(len, prefills)))
-        most = max(one.count for own in prefills for one in own)
-        tokens = np.zeros((x, b, shape.tokens(most)), np.int32)
-        start, count, behind = np.zeros((3, x, b), np.int32)
-        slot, seeds = np.full((x, b), shape.slots, np.int32), np.zeros((x, b), np.uint64)
+        b = shape.prefill_rows(max(map(len, prefills)))
+        max_count = max(one.count for of_rank in prefills for one in of_rank)
+        tokens = np.zeros((x, b, shape.prefill_tokens(max_count)), np.int32)
+        start, count, next_token = np.zeros((3, x, b), np.int32)
+        slot, seeds = np.full((x, b), shape.max_num_seqs, np.int32), np.zeros((x, b), np.uint64)
         samplings = [[Sampling()] * b for _ in prefills]
-        where, widest = [], 1
-        for group, own in enumerate(prefills):
-            for row, one in enumerate(own):
-                sequence, end, at = one.sequence, one.start + one.count, (group, row)
-                tokens[group, row, : one.count] = sequence.ids[one.start : end]
+        rows, max_pages = [], 1
+        # Fills them with the sequences' parts.
+        for dp_rank, of_rank in enumerate(prefills):
+            for row, one in enumerate(of_rank):
+                sequence, end, at = one.sequence, one.start + one.count, (dp_rank, row)
+                tokens[dp_rank, row, : one.count] = sequence.ids[one.start : end]
                 start[at], count[at], slot[at] = one.start, one.count, sequence.slot
-                behind[at] = -1 if one.draws else sequence.ids[end]
-                samplings[group][row], seeds[at] = sequence.handle.request.sampling, sequence.seed
-                self._listed[group, sequence.slot] = 0  # the slot was another's
-                self._list(group, sequence)
-                widest = max(widest, -(-end // shape.page_size))
-                if one.draws:
-                    where.append((group * b + row, one))
-        tables = self._tables[np.arange(x)[:, None], slot, : shape.pages(widest)]
-        sampling = self._steps.drawn_by(seeds, start, samplings)
-        reads = Reads(tokens, start, count, behind, tables, slot, sampling)
-        variant = _variant(one.sequence for own in prefills for one in own)
-        return Part(where, self._run(self._steps.prefill, reads, variant))
+                next_token[at] = -1 if one.is_sampled else sequence.ids[end]
+                samplings[dp_rank][row] = sequence.handle.request.sampling
+                seeds[at] = sequence.seed
+                self._num_listed[dp_rank, sequence.slot] = 0  # the slot was another sequence's
+                self._list(dp_rank, sequence)
+                max_pages = max(max_pages, -(-end // shape.page_size))
+                if one.is_sampled:
+                    rows.append((dp_rank * b + row, one))
+        # Launches the program.
+        width = shape.table_width(max_pages)
+        batch = PrefillBatch(
+            tokens=tokens,
+            start=start,
+            count=count,
+            next_token=next_token,
+            tables=self._tables[np.arange(x)[:, None], slot, :width],
+            slot=slot,
+            rows=self._steps.sampling_rows(seeds, start, samplings),
+        )
+        variant = _variant(one.sequence for of_rank in prefills for one in of_rank)
+        return LaunchedBatch(rows, self._run(self._steps.prefill, batch, variant))
 
-    def _list(self, group: int, sequence: Sequence) -> int:
-        """Brings a sequence's table up to date; how many pages it has."""
-        first, count = self._listed[group, sequence.slot], len(sequence.pages)
+    def _list(self, dp_rank: int, sequence: Sequence) -> int:
+        """Adds a sequence's new pages to its table; returns their total number."""
+        first, count = self._num_listed[dp_rank, sequence.slot], len(sequence.pages)
         if first < count:
-            self._tables[group, sequence.slot, first:count] = sequence.pages[first:]
-            self._listed[group, sequence.slot] = count
+            self._tables[dp_rank, sequence.slot, first:count] = sequence.pages[first:]
+            self._num_listed[dp_rank, sequence.slot] = count
         return count
 
 
-def check_params(params, cfg: ModelConfig) -> None:
-    """ValueError if params are not those of a model of this config."""
-    given, wanted = flatten(params), flatten(glm5.abstract(cfg))
-    if odd := sorted(given.keys() ^ wanted.keys()):
-        state = "missing" if odd[0] in wanted else "unknown"
+def check_params(params: PyTree, cfg: ModelConfig) -> None:
+    """Raises ValueError if params are not those of a model of this config."""
+    flat, expected = flatten(params), flatten(glm5.abstract_params(cfg))
+    if odd := sorted(flat.keys() ^ expected.keys()):
+        state = "missing" if odd[0] in expected else "unknown"
         raise ValueError(f"the weights are of another model: {odd[0]} is {state}")
-    for name, weight in given.items():
-        if weight.shape != wanted[name].shape:
+    for name, weight in flat.items():
+        if weight.shape != expected[name].shape:
             raise ValueError(
-                f"the weights are of another model: {name} is {weight.shape}, not {wanted[name].shape}"
+                f"the weights are of another model: {name} is {weight.shape}, not {expected[name].shape}"
             )
 
 
 @jax.jit
-def _fetch(device: Device, pages, group, slot) -> Carried:
+def _read_slot(device: DeviceState, pages, dp_rank, slot) -> KVState:
+    """Returns the cache of one sequence."""
     layers, mtp = jax.tree.map(
         lambda a: a.at[pages].get(mode="fill", fill_value=0), (device.layers, device.mtp)
     )
-    return Carried(layers, mtp, jax.tree.map(lambda a: a[group, slot], device.slots))
+    return KVState(layers, mtp, jax.tree.map(lambda a: a[dp_rank, slot], device.slots))
 
 
 @functools.partial(jax.jit, donate_argnames="device")
-def _store(device: Device, carried: Carried, pages, group, slot) -> Device:
+def _write_slot(device: DeviceState, kv_state: KVState, pages, dp_rank, slot) -> DeviceState:
+    """Writes the cache of one sequence."""
+
     def put(a, new):
-        # Another engine's bucket may be wider: what lies behind the sequence's pages is nothing.
+        # Another engine's table may be wider. Its entries after the sequence's pages are padding.
         count = min(len(pages), len(new))
         return a.at[pages[:count]].set(new[:count], mode="drop")
 
-    layers, mtp = jax.tree.map(put, (device.layers, device.mtp), (carried.layers, carried.mtp))
-    slots = jax.tree.map(lambda a, new: a.at[group, slot].set(new), device.slots, carried.slots)
-    return Device(layers, mtp, slots)
+    layers, mtp = jax.tree.map(put, (device.layers, device.mtp), (kv_state.layers, kv_state.mtp))
+    slots = jax.tree.map(lambda a, new: a.at[dp_rank, slot].set(new), device.slots, kv_state.slots)
+    return DeviceState(layers, mtp, slots)
 
 
 def _kind_of(leaf) -> tuple[type | None, int | None]:
-    """The class of a leaf, None of a plain one, and how many of its rows share a scale."""
+    """Returns the class of a leaf, None if it is plain, and its number of rows that share a scale."""
     return type(leaf) if is_compound(leaf) else None, getattr(leaf, "group", None)
 
 
-def _shardings_of(params, model: glm5.Glm5, plan: Plan):
-    """Where a model's parameters are to be, each of them."""
+def _shardings_of(params, model: glm5.Glm5, execution: ExecutionConfig):
+    """Returns the sharding of each parameter of a model."""
     if model.mesh is not None:
-        return glm5.param_shardings(model.cfg, model.mesh, params, plan.replicated)
+        return glm5.param_shardings(model.cfg, model.mesh, params, execution.replicated_weights)
     devices = {d for x in jax.tree.leaves(params) if isinstance(x, jax.Array) for d in x.devices()}
     device = min(devices or jax.devices(), key=lambda device: device.id)
     return jax.tree.map(lambda _: SingleDeviceSharding(device), params)
 
 
-def _in_parts(flat: dict, itemsize: int) -> list[list[str]]:
-    """Paths of leaves, in order, each part of LOADED_BYTES at most or one leaf."""
-    parts, filled = [[]], 0
+def _split_by_size(flat: dict, itemsize: int) -> list[list[str]]:
+    """Splits the paths of leaves, in order, into parts of at most MAX_LOAD_BYTES or one leaf."""
+    parts, num_bytes = [[]], 0
     for path, leaf in flat.items():
         size = math.prod(leaf.shape) * itemsize
-        if parts[-1] and filled + size > LOADED_BYTES:
+        if parts[-1] and num_bytes + size > MAX_LOAD_BYTES:
             parts.append([])
-            filled = 0
+            num_bytes = 0
         parts[-1].append(path)
-        filled += size
+        num_bytes += size
     return parts
 
 
-def _joined(parts: list):
-    """One tree of several that have different leaves of it."""
+def _merge_trees(parts: list):
+    """Merges trees that hold different leaves of one tree."""
     if isinstance(parts[0], dict):
         names = dict.fromkeys(name for part in parts for name in part)
-        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
-    return [_joined(list(own)) for own in zip(*parts)] if isinstance(parts[0], list) else parts[0]
+        return {
+            name: _merge_trees([part[name] for part in parts if name in part]) for name in names
+        }
+    return (
+        [_merge_trees(list(items)) for items in zip(*parts)]
+        if isinstance(parts[0], list)
+        else parts[0]
+    )
 
 
-def computed(params, cfg: ModelConfig):
-    """Weights, or some of them, as an engine keeps them: each layer's apart, in the compute dtype, but for the router's, which
-    is computed wide, experts as int4 where cfg says so."""
+def to_compute_form(params: PyTree, cfg: ModelConfig) -> PyTree:
+    """Returns weights, or some of them, in the form for computing.
+
+    Layers are unstacked. Weights have the compute dtype, except the router's, which are wide. Experts are int4 if cfg
+    has int4_group.
+    """
     dtype = jnp.dtype(cfg.dtype)
     params = map_with_path(
-        # Always wide: a router that comes in another dtype than the last one would be other programs'.
-        lambda path, w: w.astype(wide(w.dtype) if "router/" in path else dtype),
-        settled(params, cfg),
+        # A router in another dtype than before would need other programs, so it is always wide.
+        lambda path, w: w.astype(accum_dtype(w.dtype) if "router/" in path else dtype),
+        with_int4_experts(params, cfg),
     )
     return glm5.unstack(params, cfg)
 
 
-def _sizes(bucket, most: int) -> list[int]:
-    """All buckets up to that of `most`."""
+def _all_buckets(round_up, maximum: int) -> list[int]:
+    """Returns all buckets up to that of `maximum`."""
     sizes, size = [], 0
-    while size < most:
-        size = bucket(size + 1)
+    while size < maximum:
+        size = round_up(size + 1)
         sizes.append(size)
     return sizes
 
 
-def _variant(sequences: Iterable[Sequence]) -> Variant:
+def _variant(sequences: Iterable[Sequence]) -> SamplingVariant:
+    """Returns the sampling options that a batch needs."""
     samplings = [sequence.handle.request.sampling for sequence in sequences]
-    top = MOST_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
-    return Variant(cuts(samplings), top)
+    top = MAX_TOP_LOGPROBS if any(s.top_logprobs for s in samplings) else 0
+    return SamplingVariant(needs_truncation(samplings), top)

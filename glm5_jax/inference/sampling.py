@@ -1,8 +1,8 @@
-"""The next token of every row: temperature, top-k, top-p, min-p, bias, and a seed of its own.
+"""Samples the next token of each row: temperature, top-k, top-p, min-p, logit bias and a seed per row.
 
-A row's token follows from its logits, its `Sampling`, its seed and its position alone, never from the batch
-that it is in. Log-probs are log_softmax(logits / temperature), before anything is cut off; greedy rows
-(temperature below `MIN_TEMPERATURE`) report those of temperature 1.
+A row's token depends only on its logits, `Sampling`, seed and position, never on the rest of the batch. Log-probs are
+log_softmax(logits / temperature), before truncation. Greedy rows (temperature below `MIN_TEMPERATURE`) report
+log-probs at temperature 1.
 """
 
 import dataclasses
@@ -10,38 +10,41 @@ import functools
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32, Shaped, UInt32
 
-MOST_TOP_LOGPROBS = 20  # as OpenAI's API allows
+MAX_TOP_LOGPROBS = 20  # as OpenAI's API allows
 MIN_TEMPERATURE = (
-    1e-5  # below it the likeliest token is taken, as vLLM does: quotients by it would overflow
+    1e-5  # below it sampling is greedy, as in vLLM, because quotients by it would overflow
 )
 _MAX_TOP_K = 2**31 - 1  # of an int32; no vocabulary is larger
 _MAX_BIAS = 1e30  # sums with logits stay finite
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a request draws its tokens. Construction refuses values out of range (ValueError).
+    """Sampling parameters of a request. Raises ValueError for values out of range.
 
     Attributes:
-      max_tokens: new tokens at most; None: as many as the model's positions hold.
+      max_tokens: maximum new tokens; None: as many as the model's positions hold.
       temperature: divisor of the logits; below `MIN_TEMPERATURE`: greedy.
-      top_p: the most likely tokens that together reach this probability stay, after top_k.
-      top_k: so many of the most likely tokens stay; 0: all. Of equal ones the lower ids.
-      min_p: tokens of at least this share of the likeliest one's probability stay.
-      stop: texts behind which it ends; they are not part of the reply.
-      stop_after: token behind which `stop` counts, `</think>` of a reply that begins in thinking; None: it counts from
-        the beginning.
-      stop_ids: tokens that end it, beside the model's own.
-      ignore_eos: whether the model's own end nothing.
-      seed: of the draws; None: one is drawn.
-      logit_bias: added to the logits of tokens by id.
-      top_logprobs: how many of the likeliest tokens' log-probs are told for every token.
+      top_p: cumulative probability of the most likely tokens that are kept, after top_k.
+      top_k: number of the most likely tokens that are kept; 0: all. Ties go to the lower ids.
+      min_p: minimum probability of a token, as a share of the most likely token's.
+      stop: texts that end the reply; they are not part of it.
+      stop_after: token after which `stop` counts, such as `</think>` of a reply that begins in thinking; None: `stop`
+        counts from the start.
+      stop_skips_blanks: whether `stop` counts only from the first character that is not blank, where a chat's content
+        begins.
+      stop_ids: tokens that end the reply, in addition to the model's.
+      ignore_eos: whether the model's end tokens are ignored.
+      seed: seed of the random numbers; None: a random one.
+      logit_bias: {token id: number added to its logit}.
+      top_logprobs: number of the most likely tokens whose log-probs are reported at each position.
     """
 
     max_tokens: int | None = None
@@ -51,6 +54,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_after: int | None = None
+    stop_skips_blanks: bool = False
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -63,12 +67,12 @@ class Sampling:
                 object.__setattr__(self, name, as_integer(name, getattr(self, name)))
         ids = (as_integer("stop_ids", token) for token in self.stop_ids)
         object.__setattr__(self, "stop_ids", tuple(ids))
-        bias = {as_integer("logit_bias", token): own for token, own in self.logit_bias.items()}
+        bias = {as_integer("logit_bias", token): x for token, x in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
-        for token, own in bias.items():
-            if not abs(own) <= _MAX_BIAS:
+        for token, value in bias.items():
+            if not abs(value) <= _MAX_BIAS:
                 raise ValueError(
-                    f"logit_bias of {token} is {own}; its size must be at most {_MAX_BIAS}"
+                    f"logit_bias of {token} is {value}; its size must be at most {_MAX_BIAS}"
                 )
         ranges = {
             "max_tokens": (1, None),
@@ -77,16 +81,16 @@ class Sampling:
             "top_k": (0, None),
             "min_p": (0, 1),
             "seed": (0, 2**63 - 1),
-            "top_logprobs": (0, MOST_TOP_LOGPROBS),
+            "top_logprobs": (0, MAX_TOP_LOGPROBS),
         }
-        for name, (least, most) in ranges.items():
+        for name, (minimum, maximum) in ranges.items():
             value = getattr(self, name)
             if value is None and name in ("max_tokens", "seed"):
                 continue
-            low = not value >= least  # NaN is below everything
-            if low or value > (sys.float_info.max if most is None else most):
-                upper = "" if most is None else f" to {most}"
-                raise ValueError(f"{name} is {value}; it must be from {least}{upper}")
+            is_low = not value >= minimum  # also True for NaN
+            if is_low or value > (sys.float_info.max if maximum is None else maximum):
+                upper = "" if maximum is None else f" to {maximum}"
+                raise ValueError(f"{name} is {value}; it must be from {minimum}{upper}")
         if self.top_p == 0:
             raise ValueError("top_p is 0, which leaves no token; use top_k=1 or temperature=0")
         if not all(self.stop):
@@ -94,12 +98,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature < MIN_TEMPERATURE
 
 
-def as_integer(name: str, value) -> int:
-    """Returns an integer of any type as Python's. Raises ValueError with its name for a float or a text."""
+def as_integer(name: str, value: Any) -> int:
+    """Converts an integer of any type to int. Raises ValueError with its name for a float or a text."""
     try:
         return operator.index(value)
     except TypeError:
@@ -107,9 +111,9 @@ def as_integer(name: str, value) -> int:
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
-    """Returns the seed of one of several choices: of the first the seed itself, of others a hash of both.
+    """Returns the seed of one of several choices: `seed` for the first, a hash of both numbers for the others.
 
-    Sums would give choice 1 of seed 7 the reply of choice 0 of seed 8.
+    A sum would give choice 1 of seed 7 the reply of choice 0 of seed 8.
     """
     if choice == 0:
         return seed
@@ -117,35 +121,43 @@ def seed_of_choice(seed: int, choice: int) -> int:
     return int(mixed >> np.uint64(1))
 
 
-class Row(NamedTuple):
-    """The `Sampling`s of a batch as arrays: temperature, top_p, min_p float32[b], top_k int32[b], seed
-    uint32[b 2] (key data), position int32[b] of the token that is drawn, bias_ids int32[b m] (-1: none)
-    and bias float32[b m]."""
+class SamplingParamsRow(NamedTuple):
+    """Sampling parameters of a batch as arrays.
 
-    temperature: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    top_k: jax.Array
-    seed: jax.Array
-    position: jax.Array
-    bias_ids: jax.Array
-    bias: jax.Array
+    Attributes:
+      temperature, top_p, min_p, top_k: see `Sampling`.
+      seed: key data of the seed.
+      position: position of the token to draw.
+      bias_ids: tokens with a logit bias; -1: none.
+      bias: numbers added to their logits.
+    """
 
-
-class Drawn(NamedTuple):
-    """tokens int32[b], their logprobs float32[b] in nats, and of the k likeliest tokens top_ids int32[b k]
-    and top_logprobs float32[b k]."""
-
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+    temperature: Float[Array, " b"]
+    top_p: Float[Array, " b"]
+    min_p: Float[Array, " b"]
+    top_k: Int32[Array, " b"]
+    seed: UInt32[Array, "b 2"]
+    position: Int32[Array, " b"]
+    bias_ids: Int32[Array, "b m"]
+    bias: Float[Array, "b m"]
 
 
-def rows(
+class SampledTokens(NamedTuple):
+    """Sampled tokens, their log-probs in nats, and the k most likely tokens with theirs."""
+
+    tokens: Int32[Array, " b"]
+    logprobs: Float[Array, " b"]
+    top_ids: Int32[Array, "b k"]
+    top_logprobs: Float[Array, "b k"]
+
+
+def param_rows(
     samplings: Sequence[Sampling], seeds: Sequence[int], positions: Sequence[int], num_bias: int = 0
-) -> Row:
-    """The arrays of a batch, as NumPy's. num_bias: room for logit biases; ValueError if one has more."""
+) -> SamplingParamsRow:
+    """Returns the sampling parameters of a batch as NumPy arrays.
+
+    num_bias: maximum logit biases of a request. Raises ValueError if one has more.
+    """
     count = len(samplings)
     ids, bias = np.full((count, num_bias), -1, np.int32), np.zeros((count, num_bias), np.float32)
     for i, sampling in enumerate(samplings):
@@ -160,77 +172,96 @@ def rows(
     def field(name, dtype):
         return np.array([getattr(sampling, name) for sampling in samplings], dtype)
 
-    return Row(
-        field("temperature", np.float32),
-        field("top_p", np.float32),
-        field("min_p", np.float32),
-        np.array([min(s.top_k, _MAX_TOP_K) for s in samplings], np.int32),
-        np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32),
-        np.asarray(positions, np.int32),
-        ids,
-        bias,
+    return SamplingParamsRow(
+        temperature=field("temperature", np.float32),
+        top_p=field("top_p", np.float32),
+        min_p=field("min_p", np.float32),
+        top_k=np.array([min(s.top_k, _MAX_TOP_K) for s in samplings], np.int32),
+        seed=np.stack([seeds >> np.uint64(32), seeds & np.uint64(2**32 - 1)], -1).astype(np.uint32),
+        position=np.asarray(positions, np.int32),
+        bias_ids=ids,
+        bias=bias,
     )
 
 
-def cuts(samplings: Sequence[Sampling]) -> bool:
-    """Whether any of them cuts tokens off, which takes a sort of all logits."""
+def needs_truncation(samplings: Sequence[Sampling]) -> bool:
+    """Returns whether a request uses top_k, top_p or min_p, which takes a sort of all logits."""
     return any(not s.is_greedy and (s.top_k or s.top_p < 1 or s.min_p) for s in samplings)
 
 
-@functools.partial(jax.jit, static_argnames=("cut", "num_top"))
-def draw(logits, row: Row, *, cut: bool = True, num_top: int = 0) -> Drawn:
-    """One token for each row of logits float32[b v]. cut: whether some row cuts tokens off (`cuts`)."""
-    logits, logprobs, kept = _scores(logits, row, cut)
+@functools.partial(jax.jit, static_argnames=("truncate", "num_top"))
+def draw(
+    logits: Float[Array, "b v"],
+    row: SamplingParamsRow,
+    *,
+    truncate: bool = True,
+    num_top: int = 0,
+) -> SampledTokens:
+    """Draws one token for each row.
+
+    truncate: whether a row may need truncation (`needs_truncation`). num_top: most likely tokens to report.
+    """
+    logits, logprobs, truncated = _scores(logits, row, truncate)
     noise = jax.vmap(functools.partial(_gumbel, logits.shape[-1]))(row.seed, row.position)
-    drawn = jnp.where(_greedy(row), logits, kept + noise)
-    return _told(logprobs, jnp.argmax(drawn, axis=-1).astype(jnp.int32), num_top)
+    noisy = jnp.where(_greedy(row), logits, truncated + noise)
+    return _sampled_tokens(logprobs, jnp.argmax(noisy, axis=-1).astype(jnp.int32), num_top)
 
 
-def probabilities(logits, row: Row, cut: bool):
-    """float32[b v]: what `draw` draws from; of greedy rows all of it on the best token."""
-    logits, _, kept = _scores(logits, row, cut)
+def probabilities(
+    logits: Float[Array, "b v"], row: SamplingParamsRow, truncate: bool
+) -> Float[Array, "b v"]:
+    """Returns the distribution that `draw` samples from; that of a greedy row is one-hot."""
+    logits, _, truncated = _scores(logits, row, truncate)
     best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
-    return jnp.where(_greedy(row), best, jax.nn.softmax(kept, axis=-1))
+    return jnp.where(_greedy(row), best, jax.nn.softmax(truncated, axis=-1))
 
 
-def told(tokens, logits, row: Row, num_top: int) -> Drawn:
-    """What `draw` would say of tokens int32[b], however they were drawn."""
+def logprobs_of(
+    tokens: Int32[Array, " b"], logits: Float[Array, "b v"], row: SamplingParamsRow, num_top: int
+) -> SampledTokens:
+    """Returns `draw`'s result for tokens that were drawn elsewhere."""
     _, logprobs, _ = _scores(logits, row, False)
-    return _told(logprobs, tokens, num_top)
+    return _sampled_tokens(logprobs, tokens, num_top)
 
 
-def keys_of(row: Row):
-    """A random key for each row, of its seed and position."""
+def row_keys(row: SamplingParamsRow) -> Shaped[Array, " b"]:
+    """Returns a random key for each row, from its seed and position."""
     return jax.vmap(_key)(row.seed, row.position)
 
 
-def _told(logprobs, tokens, num_top: int) -> Drawn:
-    own = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+def _sampled_tokens(logprobs, tokens, num_top: int) -> SampledTokens:
+    of_tokens = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     top_logprobs, top_ids = jax.lax.top_k(logprobs, num_top)
-    return Drawn(tokens, own, top_ids.astype(jnp.int32), top_logprobs)
+    return SampledTokens(
+        tokens=tokens,
+        logprobs=of_tokens,
+        top_ids=top_ids.astype(jnp.int32),
+        top_logprobs=top_logprobs,
+    )
 
 
-def _scores(logits, row: Row, cut: bool):
-    """(logits with their bias, log-probs at the temperature, the same with -inf where tokens are cut off)."""
+def _scores(logits, row: SamplingParamsRow, truncate: bool):
+    """Returns (biased logits, log-probs at the temperature, these with -inf for tokens that are cut off)."""
     logits = jax.vmap(_biased)(logits.astype(jnp.float32), row.bias_ids, row.bias)
-    # From the largest one on, or two roundings of a large quotient would differ by more than log-probs are.
+    # Subtract the maximum first: the rounding of large quotients would exceed the log-probs themselves.
     centred = logits - jnp.max(logits, axis=-1, keepdims=True)
     logprobs = jax.nn.log_softmax(centred / jnp.where(_greedy(row), 1, row.temperature[:, None]))
-    kept = jax.vmap(_cut)(logprobs, row.top_k, row.top_p, row.min_p) if cut else logprobs
-    return logits, logprobs, kept
+    if not truncate:
+        return logits, logprobs, logprobs
+    return logits, logprobs, jax.vmap(_truncated)(logprobs, row.top_k, row.top_p, row.min_p)
 
 
-def _greedy(row: Row):
+def _greedy(row: SamplingParamsRow):
     return (row.temperature < MIN_TEMPERATURE)[:, None]
 
 
 def _biased(logits, ids, bias):
-    # An id of -1 is none: it goes behind the last token, where it is dropped.
+    # An id of -1 means none: it is moved past the last token, where it is dropped.
     return logits.at[jnp.where(ids < 0, logits.shape[0], ids)].add(bias, mode="drop")
 
 
-def _cut(logprobs, top_k, top_p, min_p):
-    """logprobs [v] with -inf for what top_k, then top_p of what is left, and min_p cut off."""
+def _truncated(logprobs, top_k, top_p, min_p):
+    """Returns logprobs [v] with -inf for tokens that top_k, then top_p of the rest, and min_p cut off."""
     v = logprobs.shape[0]
     order = jnp.argsort(-logprobs, stable=True)
     ranked = logprobs[order]
@@ -238,7 +269,7 @@ def _cut(logprobs, top_k, top_p, min_p):
     keep = (top_k == 0) | (rank < top_k)
     left = jnp.where(keep, jnp.exp(ranked), 0)
     left = left / jnp.sum(left)
-    # The token that reaches top_p stays; of the likeliest one nothing is before it.
+    # The token that reaches top_p stays. Nothing comes before the most likely one.
     before = jnp.cumsum(left) - left
     keep &= (before < top_p) | (top_p >= 1)
     keep &= ranked >= ranked[0] + jnp.log(min_p)

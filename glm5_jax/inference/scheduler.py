@@ -1,10 +1,12 @@
-"""Which sequences run next, and in which pages: the host's side of a step, which touches no array.
+"""Schedules sequences and allocates their pages: the host's part of a step, without arrays.
 
-Requests are admitted in the order they came, as long as there are slots and pages for their prompts. Every
-step decodes all that are ready for it and prefills parts of the others. Work is handed out before the tokens
-of the work before have come back: a sequence's next token is then known to the device alone, its place
-to both. Where pages run out, prefixes that nobody uses go first, then the sequence that was admitted last: it
-gives its pages back and is computed again later.
+1. Requests are admitted in order of arrival while slots and pages for their prompts are free.
+2. Each step decodes all sequences that are ready for it and prefills parts of the others.
+3. When pages run out, unused prefixes are evicted first. Then the sequence that was admitted last is preempted: it
+   frees its pages and is computed again later.
+
+A step is scheduled before the tokens of the one before have arrived. Only the device then knows a sequence's next
+token, while the host knows its position.
 """
 
 import collections
@@ -16,164 +18,182 @@ from glm5_jax.inference.radix import PrefixCache
 from glm5_jax.inference.request import Handle, TooLong
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Sequence:
-    """A request while it is served.
+    """Request that is being served.
 
     Attributes:
-      handle: what its user holds.
-      ids: the prompt and the tokens that have come back.
-      limit: tokens at most, the prompt's included.
-      seed: of its draws.
-      space: of prefixes that it shares (`PrefixCache`); None: it shares none.
-      slot: where the device keeps its newest token; None while it waits.
-      pages: that hold its tokens, in order.
-      computed: tokens that are in the pages once the work handed out is done; with drafts, at most.
-      flying: tokens drawn by work that has not come back; with drafts, at most.
-      ready: whether the device has its newest token.
+      handle: the user's view of it.
+      ids: prompt and the tokens that have arrived from the device.
+      limit: maximum tokens, including the prompt.
+      seed: seed of its random numbers.
+      prefix_namespace: namespace of its shared prefixes (`PrefixCache`); None: it shares none.
+      slot: slot on the device; None while it waits.
+      pages: pages of its tokens, in order.
+      num_computed_tokens: tokens in its pages after all scheduled work; an upper bound with drafts.
+      num_in_flight: tokens that scheduled work draws and that have not arrived; an upper bound with drafts.
+      is_ready: whether the device has its newest token.
     """
 
     handle: Handle
     ids: list[int]
     limit: int
     seed: int
-    space: int | None
+    prefix_namespace: int | None
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
-    computed: int = 0
-    flying: int = 0
-    ready: bool = False
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    is_ready: bool = False
 
     @property
     def total(self) -> int:
-        """Tokens, those still under way included."""
-        return len(self.ids) + self.flying
+        """Number of tokens, including those in flight."""
+        return len(self.ids) + self.num_in_flight
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the prompt."""
+        """Number of prompt tokens."""
         return len(self.handle.request.ids)
 
 
 class Prefill(NamedTuple):
-    """Tokens start .. start + count of a sequence to read; draws: whether the token behind is drawn."""
+    """Part of a prompt to read.
+
+    Attributes:
+      sequence: sequence that is read.
+      start: position of its first token.
+      count: number of tokens.
+      is_sampled: whether the token after them is drawn.
+    """
 
     sequence: Sequence
     start: int
     count: int
-    draws: bool
+    is_sampled: bool
 
 
 class Decode(NamedTuple):
-    """One token of a sequence to read, given, or None: the device's. draws: whether what comes behind is new."""
+    """One token of a sequence to read.
+
+    Attributes:
+      sequence: sequence that is read.
+      forced_token: id to read; None: the newest on the device.
+      is_sampled: whether the drawn token is new.
+    """
 
     sequence: Sequence
-    given: int | None
-    draws: bool
+    forced_token: int | None
+    is_sampled: bool
 
 
-class Work(NamedTuple):
-    """A step: the decodes, which come first, and the prefills."""
+class ScheduledStep(NamedTuple):
+    """Work of one step: decodes, which run first, and prefills."""
 
     decodes: list[Decode]
     prefills: list[Prefill]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of a step. Construction refuses values that are not positive (ValueError).
+    """Limits of one step. Raises ValueError unless all sizes are positive.
 
     Attributes:
-      max_batch: sequences that are decoded at once.
-      chunk: tokens of one sequence that are read at once.
-      step_tokens: tokens that are read in a step, of all sequences.
-      aligned: whether every token is always computed among the same others, whatever else is served: prompts in
-        chunks that begin at multiples of `chunk`, replies one by one, and what is shared are chunks of prompts.
-      num_draft: tokens that a decode may add beside the one that it must.
+      max_num_seqs: maximum sequences decoded at once.
+      prefill_chunk: maximum prompt tokens of one sequence.
+      max_batched_tokens: maximum prompt tokens of all sequences together.
+      batch_invariant: whether each token is always computed in the same shape, independent of other requests. Chunks of
+        prompts then begin at multiples of `prefill_chunk`, replies are computed one token at a time, and only full
+        chunks of prompts are shared.
+      num_speculative_tokens: maximum tokens that a decode adds to its one token.
     """
 
-    max_batch: int = 16
-    chunk: int = 512
-    step_tokens: int = 1024
-    aligned: bool = False
-    num_draft: int = 0
+    max_num_seqs: int = 16
+    prefill_chunk: int = 512
+    max_batched_tokens: int = 1024
+    batch_invariant: bool = False
+    num_speculative_tokens: int = 0
 
     def __post_init__(self):
-        for name in ("max_batch", "chunk", "step_tokens"):
+        for name in ("max_num_seqs", "prefill_chunk", "max_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
-        if self.num_draft < 0:
-            raise ValueError(f"num_draft is {self.num_draft}; it must not be negative")
-        if self.aligned and self.num_draft:
+        if self.num_speculative_tokens < 0:
             raise ValueError(
-                f"num_draft is {self.num_draft}: a token would be computed among as many others as drafts are kept; "
-                "use num_draft=0 with batch_invariant"
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must not be negative"
+            )
+        if self.batch_invariant and self.num_speculative_tokens:
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}: the shape that a token is computed in would "
+                "depend on the accepted drafts; "
+                "use num_speculative_tokens=0 with batch_invariant"
             )
 
 
 class Scheduler:
-    """Owner of the slots and pages of one group of devices that share them.
+    """Owns the slots and pages of one data-parallel rank.
 
     Attributes:
-      pool: the pages.
-      prefixes: what they hold that a later request may begin with.
-      num_preempted: how often a sequence gave its pages back before it had ended.
-      admits: whether those who have not begun are given pages.
+      pool: its pages.
+      prefixes: pages that later requests can share.
+      num_preempted: number of preemptions.
+      is_admitting: whether requests that have not started are admitted.
     """
 
     def __init__(self, num_pages: int, page_size: int, limits: Limits):
-        if limits.aligned and limits.chunk % page_size:
+        if limits.batch_invariant and limits.prefill_chunk % page_size:
             raise ValueError(
-                f"chunk {limits.chunk} is no multiple of page_size {page_size}, which batch_invariant needs"
+                f"prefill_chunk {limits.prefill_chunk} is no multiple of page_size {page_size}, as batch_invariant "
+                "requires"
             )
         self.pool = PagePool(num_pages)
         self.prefixes = PrefixCache(self.pool, page_size)
         self.num_preempted = 0
-        self.admits = True
+        self.is_admitting = True
         self._size, self._limits = page_size, limits
         self._waiting: collections.deque[Sequence] = collections.deque()
-        self._running: list[Sequence] = []  # in the order of their admission
-        self._slots = list(reversed(range(limits.max_batch)))
+        self._running: list[Sequence] = []  # in order of admission
+        self._slots = list(reversed(range(limits.max_num_seqs)))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without pages."""
+        """Number of sequences without pages."""
         return len(self._waiting)
 
     @property
-    def num_begun(self) -> int:
-        """Sequences that have pages, or had some."""
-        return sum(map(_has_begun, self.sequences))
+    def num_started(self) -> int:
+        """Number of sequences that have, or had, pages."""
+        return sum(map(_has_started, self.sequences))
 
     @property
     def running(self) -> tuple[Sequence, ...]:
-        """Sequences with pages, the one admitted first at the front."""
+        """Sequences with pages, in order of admission."""
         return tuple(self._running)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """All that have not ended."""
+        """All sequences that have not ended."""
         return (*self._running, *self._waiting)
 
     def check(self, num_tokens: int) -> None:
-        """TooLong if so many tokens would not fit into all pages together."""
+        """Raises TooLong if a sequence of `num_tokens` tokens would not fit into all pages together."""
         room = len(self.pool) * self._size
         if num_tokens > room:
             raise TooLong(
-                f"{num_tokens} tokens, those to come included, exceed the {room} that the cache holds; shorten the "
+                f"{num_tokens} tokens, including the reply, exceed the {room} that the cache holds; shorten the "
                 "prompt, lower max_tokens or raise num_pages"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence behind those that wait."""
+        """Appends a sequence to the queue."""
         self._waiting.append(sequence)
 
-    def adopt(self, sequence: Sequence) -> bool:
-        """Gives a slot and pages to a sequence that is ready elsewhere; False if there is no room for it."""
+    def admit_transferred(self, sequence: Sequence) -> bool:
+        """Admits a sequence whose prompt another engine has computed. Returns False if there is no room."""
         if not self._slots:
             return False
         try:
-            sequence.pages = self._take(self._num_pages(sequence.computed + 1))
+            sequence.pages = self._take(self._num_pages(sequence.num_computed_tokens + 1))
         except OutOfPages:
             return False
         sequence.slot = self._slots.pop()
@@ -181,66 +201,74 @@ class Scheduler:
         return True
 
     def remove(self, sequence: Sequence) -> None:
-        """Ends a sequence, wherever it is; what it computed stays for others while there is room."""
+        """Removes a running or waiting sequence. Its prefix stays in the cache until it is evicted."""
         if sequence.slot is None:
             self._waiting.remove(sequence)
         else:
             self._release(sequence)
 
-    def schedule(self) -> Work:
-        """The next step's work, which counts as handed out."""
+    def schedule(self) -> ScheduledStep:
+        """Returns the work of the next step and updates the state as if it were done."""
         decodes = [one for sequence in self.running if (one := self._decode(sequence))]
         for one in decodes:
-            most = 1 + self._num_draft(one)
-            one.sequence.computed += most
-            one.sequence.flying += most * one.draws
-            one.sequence.ready |= one.draws
+            num_tokens = 1 + self._num_drafts(one)
+            one.sequence.num_computed_tokens += num_tokens
+            one.sequence.num_in_flight += num_tokens * one.is_sampled
+            one.sequence.is_ready |= one.is_sampled
         self._admit()
-        return Work(decodes, self._prefills())
+        return ScheduledStep(decodes, self._prefills())
 
-    def came_back(self, work: Decode | Prefill, tokens: list[int]) -> None:
-        """Takes what work that draws has drawn: a token, of a decode with drafts up to num_draft more."""
-        sequence, most = work.sequence, 1 + self._num_draft(work)
+    def update_from_output(self, work: Decode | Prefill, tokens: list[int]) -> None:
+        """Appends the tokens of finished work: one, or with drafts up to num_speculative_tokens more."""
+        sequence, max_tokens = work.sequence, 1 + self._num_drafts(work)
         sequence.ids += tokens
-        sequence.flying -= most
+        sequence.num_in_flight -= max_tokens
         if sequence.slot is not None:
-            sequence.computed -= most - len(tokens)
+            sequence.num_computed_tokens -= max_tokens - len(tokens)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's pages; it waits in front of all others to be computed again."""
+        """Frees a running sequence's pages and puts it at the front of the queue, to be computed again."""
         self._release(sequence)
-        sequence.computed, sequence.ready = 0, False
+        sequence.num_computed_tokens, sequence.is_ready = 0, False
         self._waiting.appendleft(sequence)
         self.num_preempted += 1
 
-    def renew(self, old: int, version: int, anew: bool) -> None:
-        """The weights are new, and prefixes of the old ones are forgotten; anew: what runs is computed again."""
-        if anew:
+    def on_weights_updated(self, old: int, version: int, recompute: bool) -> None:
+        """Clears the prefixes of the old version.
+
+        recompute: whether running sequences are computed again with the new weights.
+        """
+        if recompute:
             for sequence in reversed(self.running):
                 self.preempt(sequence)
         for sequence in self.sequences:
-            sequence.space = version if sequence.slot is None else None
+            sequence.prefix_namespace = version if sequence.slot is None else None
         self.prefixes.clear(old)
 
-    def _num_draft(self, work: Decode | Prefill) -> int:
-        return self._limits.num_draft if isinstance(work, Decode) and work.draws else 0
+    def _num_drafts(self, work: Decode | Prefill) -> int:
+        return (
+            self._limits.num_speculative_tokens
+            if isinstance(work, Decode) and work.is_sampled
+            else 0
+        )
 
     def _decode(self, sequence: Sequence) -> Decode | None:
-        """A running sequence's next token, if it is its turn and has room."""
+        """Returns the decode of a running sequence; None if it needs a prefill, is complete or has no pages."""
         if sequence.slot is None or sequence.total >= sequence.limit:
             return None
-        at, given = sequence.computed, None
-        if not sequence.ready:
-            # A reply that is computed again, one by one as the first time.
-            if not self._limits.aligned or at < sequence.num_prompt:
+        at, forced_token = sequence.num_computed_tokens, None
+        if not sequence.is_ready:
+            # A batch-invariant reply is recomputed one token at a time, as it was computed first.
+            if not self._limits.batch_invariant or at < sequence.num_prompt:
                 return None
-            given = sequence.ids[at]
-        found = Decode(sequence, given, given is None or at == len(sequence.ids) - 1)
-        room = min(at + 1 + self._num_draft(found), sequence.limit)
-        return found if self._grow(sequence, room) else None
+            forced_token = sequence.ids[at]
+        is_sampled = forced_token is None or at == len(sequence.ids) - 1
+        work = Decode(sequence, forced_token, is_sampled)
+        room = min(at + 1 + self._num_drafts(work), sequence.limit)
+        return work if self._grow(sequence, room) else None
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
-        """Gives a running sequence pages for so many tokens; False if it lost its own instead."""
+        """Allocates pages for `tokens` tokens of a running sequence. Returns False if it was preempted instead."""
         while (missing := self._num_pages(tokens) - len(sequence.pages)) > 0:
             try:
                 sequence.pages += self._take(missing)
@@ -257,105 +285,112 @@ class Scheduler:
         return self.pool.take(count)
 
     def _admit(self) -> None:
-        """Gives slots and pages to those who wait, in order. One that begins as another that is being read waits
-        for what it can share, and lets others pass."""
+        """Admits waiting sequences in order.
+
+        A sequence whose prefix is being prefilled by another waits until it can share it; later ones may overtake it.
+        """
         skipped = []
-        while self._waiting and self._slots and len(skipped) < self._limits.max_batch:
+        while self._waiting and self._slots and len(skipped) < self._limits.max_num_seqs:
             sequence = self._waiting.popleft()
-            if not (self.admits or _has_begun(sequence)):
+            if not (self.is_admitting or _has_started(sequence)):
                 skipped.append(sequence)
                 continue
-            if sequence.flying:  # pre-empted, and its last tokens are not back
+            if sequence.num_in_flight:  # it was preempted, and its last tokens have not arrived
                 skipped.append(sequence)
                 continue
-            known = self._known(sequence)
-            if self._is_being_read(sequence, len(known) * self._size):
-                self.pool.drop(known)
+            cached = self._match_prefix(sequence)
+            if self._is_prefix_in_progress(sequence, len(cached) * self._size):
+                self.pool.drop(cached)
                 skipped.append(sequence)
                 continue
             try:
-                missing = self._num_pages(sequence.total + 1) - len(known)
-                sequence.pages = known + self._take(missing)
+                missing = self._num_pages(sequence.total + 1) - len(cached)
+                sequence.pages = cached + self._take(missing)
             except OutOfPages:
-                self.pool.drop(known)
+                self.pool.drop(cached)
                 self._waiting.appendleft(sequence)
                 break
-            sequence.computed = len(known) * self._size
+            sequence.num_computed_tokens = len(cached) * self._size
             sequence.slot = self._slots.pop()
             if sequence.handle.cached_tokens is None:
-                sequence.handle.cached_tokens = sequence.computed
+                sequence.handle.cached_tokens = sequence.num_computed_tokens
             self._running.append(sequence)
         self._waiting.extendleft(reversed(skipped))
 
-    def _known(self, sequence: Sequence) -> list[int]:
-        """Pages, held, with the beginning of a sequence. Its last token is not among them: it is computed, as
-        something must be to draw the next."""
-        if sequence.space is None:
+    def _match_prefix(self, sequence: Sequence) -> list[int]:
+        """Returns the cached pages of a sequence's prefix, held for it.
+
+        The last token is never among them, because drawing the next token needs its hidden state.
+        """
+        if sequence.prefix_namespace is None:
             return []
-        pages = self.prefixes.match(self._key(sequence.ids[:-1]), sequence.space)
-        if self._limits.aligned:
-            whole = self._limits.chunk // self._size
-            spare = pages[len(pages) // whole * whole :]
+        pages = self.prefixes.match(self._key(sequence.ids[:-1]), sequence.prefix_namespace)
+        if self._limits.batch_invariant:
+            pages_per_chunk = self._limits.prefill_chunk // self._size
+            spare = pages[len(pages) // pages_per_chunk * pages_per_chunk :]
             self.pool.drop(spare)
             pages = pages[: len(pages) - len(spare)]
         return pages
 
-    def _is_being_read(self, sequence: Sequence, known: int) -> bool:
-        """Whether a running sequence reads what this one could share beyond its known tokens."""
-        unit = self._limits.chunk if self._limits.aligned else self._size
-        end = known + unit + bool(self._limits.num_draft)  # see `_key`
-        if sequence.space is None or end >= len(sequence.ids):
+    def _is_prefix_in_progress(self, sequence: Sequence, num_cached: int) -> bool:
+        """Returns whether a running sequence prefills tokens that this one could share after its cached ones."""
+        unit = self._limits.prefill_chunk if self._limits.batch_invariant else self._size
+        end = num_cached + unit + bool(self._limits.num_speculative_tokens)  # see `_key`
+        if sequence.prefix_namespace is None or end >= len(sequence.ids):
             return False
         begin = sequence.ids[:end]
         return any(
-            other.computed < min(end, other.num_prompt)
-            and other.space == sequence.space
+            other.num_computed_tokens < min(end, other.num_prompt)
+            and other.prefix_namespace == sequence.prefix_namespace
             and other.ids[:end] == begin
             for other in self._running
         )
 
     def _prefills(self) -> list[Prefill]:
-        left, found = self._limits.step_tokens, []
+        """Returns the prefills of a step, in order of admission, within max_batched_tokens."""
+        left, prefills = self._limits.max_batched_tokens, []
         for sequence in self._running:
-            start, end = sequence.computed, len(sequence.ids)
-            if self._limits.aligned:
+            start, end = sequence.num_computed_tokens, len(sequence.ids)
+            if self._limits.batch_invariant:
                 end = min(end, sequence.num_prompt)
-            if sequence.ready or start >= end:
+            if sequence.is_ready or start >= end:
                 continue
             if left <= 0:
                 break
-            chunk = self._limits.chunk
-            most = chunk - start % chunk if self._limits.aligned else min(chunk, left)
-            end = min(end, start + most)
-            draws = end == len(sequence.ids)
-            found.append(Prefill(sequence, start, end - start, draws))
+            # Chunks are aligned if batch-invariant, and otherwise use up what is left of the step.
+            chunk = self._limits.prefill_chunk
+            is_aligned = self._limits.batch_invariant
+            end = min(end, start + (chunk - start % chunk if is_aligned else min(chunk, left)))
+            is_sampled = end == len(sequence.ids)
+            prefills.append(Prefill(sequence, start, end - start, is_sampled))
+            # The state is updated as if the prefill were done.
             left -= end - start
-            sequence.computed = end
-            sequence.ready = draws
-            sequence.flying += draws
+            sequence.num_computed_tokens = end
+            sequence.is_ready = is_sampled
+            sequence.num_in_flight += is_sampled
             self._share(sequence)
-        return found
+        return prefills
 
     def _share(self, sequence: Sequence) -> None:
-        """Lets others begin with what a sequence has computed."""
-        if sequence.space is None:
+        """Inserts the computed pages of a sequence into the prefix cache."""
+        if sequence.prefix_namespace is None:
             return
-        end = sequence.computed
-        if self._limits.aligned:
+        end = sequence.num_computed_tokens
+        if self._limits.batch_invariant:
             end = min(end, sequence.num_prompt)
-            end -= end % self._limits.chunk
-        elif sequence.ready:
-            # What is drafted from is written one decode later (steps.py).
-            end = min(end, len(sequence.ids) - self._limits.num_draft)
+            end -= end % self._limits.prefill_chunk
+        elif sequence.is_ready:
+            # The MTP layer's pages are written one decode later (steps.py).
+            end = min(end, len(sequence.ids) - self._limits.num_speculative_tokens)
         ids = self._key(sequence.ids[:end])
-        self.prefixes.insert(ids, sequence.pages, sequence.space)
+        self.prefixes.insert(ids, sequence.pages, sequence.prefix_namespace)
 
     def _key(self, ids: list[int]) -> list:
-        """What prefixes are found by. Of an MTP layer a place holds the token behind it too."""
-        return list(zip(ids, ids[1:])) if self._limits.num_draft else ids
+        """Returns the keys of a prefix. With an MTP layer, pages also depend on the next token of each position."""
+        return list(zip(ids, ids[1:])) if self._limits.num_speculative_tokens else ids
 
     def _release(self, sequence: Sequence) -> None:
-        # Work handed out may still write into the pages: it comes before whatever is handed out later.
+        # Scheduled work may still write into these pages. It runs before all work that is scheduled later.
         self._share(sequence)
         self.pool.drop(sequence.pages)
         self._slots.append(sequence.slot)
@@ -366,5 +401,5 @@ class Scheduler:
         return -(-tokens // self._size)
 
 
-def _has_begun(sequence: Sequence) -> bool:
+def _has_started(sequence: Sequence) -> bool:
     return sequence.handle.cached_tokens is not None

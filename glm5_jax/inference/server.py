@@ -1,10 +1,11 @@
-"""An engine behind HTTP: OpenAI's API, SGLang's `/generate`, and what a pod needs to run it.
+"""HTTP server of an engine: OpenAI's API, SGLang's `/generate`, weight updates, health checks and metrics.
 
     server = Server(engine, tokenizer, ServerConfig(port=8000))
-    asyncio.run(server.serve())      # until SIGTERM or SIGINT, which lets what runs end
+    asyncio.run(server.serve())      # until SIGTERM or SIGINT, after running requests
 
-Requests wait in the engine, not here: a handler sleeps until its tokens come. A reader that is slow holds back
-nothing but its own answer, and one that is gone cancels what it asked for.
+1. A handler parses the body in a thread and submits its requests to the engine.
+2. It sleeps until tokens arrive, and sends them. A slow client delays only its own response.
+3. If the client disconnects, its requests are cancelled.
 """
 
 import asyncio
@@ -19,21 +20,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from aiohttp import web
 
 from glm5_jax.checkpoint import models
-from glm5_jax.core.schema import checked
+from glm5_jax.core.json_pieces import encode_in_pieces
+from glm5_jax.core.schema import validate
 from glm5_jax.core.server import (
     ApiError,
     Handler,
     HttpServer,
     ListenConfig,
-    as_json,
-    encoded,
+    json_bytes,
+    json_response,
     read_json,
 )
 from glm5_jax.inference import protocol, replies
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import FINISH, Engine
-from glm5_jax.inference.gauges import Gauges
-from glm5_jax.inference.protocol import Asked, Defaults, Reader
+from glm5_jax.inference.metrics import EngineMetrics
+from glm5_jax.inference.protocol import Defaults, ParsedRequest, Reader
 from glm5_jax.inference.request import FAILED, Handle, Paused, TooLong
 from glm5_jax.inference.runner import WeightsLost
 from glm5_jax.inference.weights import Conflict, Receiver
@@ -41,46 +43,49 @@ from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
-_PARTS_AT_ONCE = 2  # parts of a push in memory, so that one arrives while another is read
+_MAX_INLINE_TOKENS = (
+    32  # larger pieces of a stream are encoded in a thread: with log-probs they take milliseconds
+)
+_MAX_PARTS_IN_MEMORY = 2  # parts of a push: one arrives while another is read
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerConfig(ListenConfig):
-    """How an engine is offered. Construction refuses values out of range (ValueError).
+    """Options of the server. Raises ValueError for values out of range.
 
     Attributes:
-      model: its name for clients.
-      variant: of the chat's layout (`text.layouts.VARIANTS`).
-      max_requests: choices that wait and run at once; more are refused with 429.
-      deadline: seconds that a request may take; None: any.
-      push_seconds: without a word, after which a push of new weights is over.
-      max_part: bytes of a part of it.
-      defaults: of requests that say nothing.
+      model: name of the model for clients.
+      variant: variant of the chat layout (`text.layouts.VARIANTS`).
+      max_requests: maximum choices that wait and run; more are refused with 429.
+      timeout_s: time limit of a request, in seconds; None: no limit.
+      push_timeout_s: time without a message after which a push of weights is dropped, in seconds.
+      max_part_bytes: maximum size of a part of a push.
+      defaults: values of fields that a request leaves out.
     """
 
     model: str = "glm-5"
     variant: str = "glm5"
     max_requests: int = 1024
-    deadline: float | None = None
-    push_seconds: float = 120.0
-    max_part: int = 256 * 2**20
+    timeout_s: float | None = None
+    push_timeout_s: float = 120.0
+    max_part_bytes: int = 256 * 2**20
     defaults: Defaults = Defaults()
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("max_requests", "push_seconds", "max_part"):
+        for name in ("max_requests", "push_timeout_s", "max_part_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
 
 
 class Server(HttpServer):
-    """Serves one engine, whose only owner it is from then on.
+    """Server of one engine, which it owns.
 
-    load(path) gives the weights of a folder, for `/update_weights`, or says in a ValueError why it does not; without
-    it there are none, and none can be pushed. clock: by which a push that sends nothing ends.
+    load: returns the weights of a folder, for `/update_weights`, and raises ValueError if it cannot; None: the server
+    accepts no weights. clock: clock for the timeout of a push.
 
     Attributes:
-      worker: owner of the engine, for callers in this process (`rl.reshard.Reshard`).
+      worker: thread that owns the engine, for callers in this process (`rl.reshard.Reshard`).
     """
 
     open_to_all = ("/", "/health")
@@ -96,18 +101,18 @@ class Server(HttpServer):
         super().__init__(config)
         self._tokenizer, self._load = tokenizer, load
         self.worker = Worker(engine)
-        self._weights = Receiver(engine, self.worker.call, config.push_seconds, clock)
-        self._receiving = asyncio.Semaphore(_PARTS_AT_ONCE)
+        self._weights = Receiver(engine, self.worker.call, config.push_timeout_s, clock)
+        self._receiving = asyncio.Semaphore(_MAX_PARTS_IN_MEMORY)
         self._reader = Reader(
             tokenizer,
             model=config.model,
             variant=config.variant,
-            deadline=config.deadline,
+            timeout_s=config.timeout_s,
             defaults=config.defaults,
             max_length=engine.max_length,
             max_requests=config.max_requests,
         )
-        self._gauges = Gauges(engine)
+        self._engine_metrics = EngineMetrics(engine)
         self._instance = secrets.token_hex(8)
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
@@ -129,7 +134,7 @@ class Server(HttpServer):
             "/v1/models/{name:.+}": self._model,
             "/health": self._health,
             "/metrics": self._metrics,
-            "/weights": self._held_weights,
+            "/weights": self._weights_status,
             "/server_info": self._server_info,
             "/get_server_info": self._server_info,
             "/model_info": self._model_info,
@@ -141,7 +146,7 @@ class Server(HttpServer):
     def failed(self) -> bool:
         return self.worker.failure is not None
 
-    def refusal(self, error: Exception) -> ApiError | None:
+    def to_api_error(self, error: Exception) -> ApiError | None:
         if isinstance(error, WorkerStopped):
             return ApiError("the engine has ended", 503, "unavailable")
         if isinstance(error, WeightsLost):
@@ -150,11 +155,11 @@ class Server(HttpServer):
             return ApiError(str(error), 409, "conflict")
         if isinstance(error, Paused):
             return ApiError(str(error), param="policy")
-        return super().refusal(error)
+        return super().to_api_error(error)
 
-    async def opened(self, app) -> AsyncIterator[None]:
+    async def lifespan(self, app) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        # An engine that has failed serves nobody: the process ends, so that who started it starts it again.
+        # After a failure of the engine the process ends, so that a supervisor restarts it.
         self.worker.on_failure = lambda: loop.call_soon_threadsafe(self.stop)
         self.worker.start()
         yield
@@ -168,174 +173,201 @@ class Server(HttpServer):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = await self._answer(request, self._reader.generate, replies.Generated)
-        # So that who has looked at /weights knows whose answer it is.
+        # Tells clients of /weights which process sent this response.
         if not response.prepared:
             response.headers[INSTANCE] = self._instance
         return response
 
     async def _answer(self, request: web.Request, read, form) -> web.StreamResponse:
-        """Reads a body, submits what it asks for and answers in a form of replies.py, whole or in pieces."""
+        """Parses a body, submits its requests and sends the response, complete or streamed.
+
+        read: method of `Reader`. form: class of replies.py.
+        """
         if self._draining:
-            raise ApiError("the server is ending; ask another", 503, "unavailable")
-        loop, body = asyncio.get_running_loop(), await self.received(request)
-        # A long prompt takes long to encode: not while others wait for their tokens.
-        asked = await loop.run_in_executor(None, self._read, read, body)
-        count = len(asked.requests)
+            raise ApiError("the server is ending; use another", 503, "unavailable")
+        loop, body = asyncio.get_running_loop(), await self.read_bytes(request)
+        # Parses in a thread, because encoding a long prompt would delay other responses.
+        parsed = await loop.run_in_executor(None, self._read, read, body)
+        count = len(parsed.requests)
         if self._active + count > self.config.max_requests:
             raise ApiError(
-                f"{count} replies are asked for and {self._active} under way, {self.config.max_requests} at most; ask "
-                "again later",
+                f"{count} replies are requested and {self._active} are active, at most {self.config.max_requests}; "
+                "try again later",
                 429,
                 "overloaded",
             )
         self._active += count
-        waiting = Waiting(loop, asked, self._gauges)
+        pending = PendingRequests(loop, parsed, self._engine_metrics)
         try:
-            await asyncio.wrap_future(self.worker.call(waiting.submit))
+            await asyncio.wrap_future(self.worker.call(pending.submit))
             origin = replies.Origin(self.config.model, self.worker.engine.version)
-            answer = form(asked, waiting.handles, origin, self._tokenizer)
-            if asked.stream:
-                return await self._stream(request, answer, waiting)
-            async for _ in waiting.news():
+            response = form(parsed, pending.handles, origin, self._tokenizer)
+            if parsed.stream:
+                return await self._stream(request, response, pending)
+            async for _ in pending.updates():
                 pass
-            self._check_failed(waiting.handles)
-            return as_json(answer.whole())
+            self._check_failed(pending.handles)
+            # All replies have ended, so that another thread may read them. Encoding many log-probs takes seconds.
+            body = await loop.run_in_executor(None, lambda: encode_in_pieces(response.complete()))
+            return web.Response(body=body, content_type="application/json")
         finally:
             self._active -= count
-            waiting.leave()
+            pending.leave()
 
-    async def _stream(self, request: web.Request, answer, waiting: "Waiting"):
-        """Server-sent events: an object each, then [DONE]."""
+    async def _stream(self, request: web.Request, reply, pending: "PendingRequests"):
+        """Sends server-sent events: one for each chunk, then [DONE]."""
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
+        # A client that has disconnected is no error of the server; `_answer` cancels its requests.
+        with contextlib.suppress(ConnectionResetError):
+            await self._send_events(response, reply, pending)
+        return response
+
+    async def _send_events(
+        self, response: web.StreamResponse, reply, pending: "PendingRequests"
+    ) -> None:
+        """Sends all events of a stream. Raises ConnectionResetError if the client has disconnected."""
 
         async def send(objects):
             for one in objects:
-                await response.write(b"data: " + encoded(one) + b"\n\n")
+                await response.write(_event(json_bytes(one)))
 
-        await send(answer.first())
-        async for indices in waiting.news():
+        loop, num_sent = asyncio.get_running_loop(), [0] * len(pending.handles)
+        await send(reply.first())
+        async for indices in pending.updates():
             for index in indices:
-                await send(answer.piece(index))
+                # For a slow client tokens accumulate, and their log-probs take long to encode.
+                num_tokens = pending.handles[index].num_tokens
+                is_large = reply.is_cumulative or num_tokens - num_sent[index] > _MAX_INLINE_TOKENS
+                num_sent[index] = num_tokens
+                if is_large:
+                    for event in await loop.run_in_executor(None, _large_events, reply, index):
+                        await response.write(event)
+                else:
+                    await send(reply.piece(index))
         try:
-            self._check_failed(waiting.handles)
-            await send(answer.last())
+            self._check_failed(pending.handles)
+            await send(reply.last())
         except ApiError as error:
             await send([error.body])
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
-        return response
 
-    def _read(self, read, body: bytes) -> Asked:
+    def _read(self, read, body: bytes) -> ParsedRequest:
+        """Parses a body with a method of `Reader` and checks its requests. Raises ApiError."""
         engine = self.worker.engine
-        asked = read(read_json(body, self._reader.limits), engine.version)
+        parsed = read(read_json(body, self._reader.limits), engine.version)
         try:
-            # The choices of a prompt differ in their seeds alone.
-            for request in asked.requests[:: asked.num_choices]:
+            # The choices of a prompt differ only in their seeds.
+            for request in parsed.requests[:: parsed.num_choices]:
                 engine.check(request)
         except TooLong as error:
             raise ApiError(str(error), code="context_length_exceeded") from None
         except ValueError as error:
             raise ApiError(str(error)) from None
-        return asked
+        return parsed
 
     def _check_failed(self, handles) -> None:
+        """Raises ApiError if the engine or a request has failed."""
         if not any(handle.finish_reason == FAILED for handle in handles):
             return
         if self.worker.engine.is_drained:
             raise ApiError("the engine has failed", 503, "unavailable")
-        raise ApiError("the request has failed; the server's log says why", 500, "internal")
+        raise ApiError("the request has failed; see the server's log", 500, "internal")
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.worker.call(lambda engine: engine.pause()))
-        return as_json({"paused": True})
+        return json_response({"paused": True})
 
     async def _resume(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self.worker.call(lambda engine: engine.resume()))
-        return as_json({"paused": False})
+        return json_response({"paused": False})
 
     async def _update(self, request: web.Request) -> web.Response:
-        """New weights from a folder that this machine sees."""
-        said = await self._told(request, protocol.UPDATE)
-        path = said["path"]
-        with _refusing("path"):
+        """Loads weights from a folder of this machine."""
+        fields = await self._read_update(request, protocol.UPDATE)
+        path = fields["path"]
+        with _client_errors("path"):
             try:
-                answer = await self._weights.open(
+                reply = await self._weights.open(
                     path,
-                    said["version"],
-                    said.get("policy", FINISH),
+                    fields["version"],
+                    fields.get("policy", FINISH),
                     load=self._load,
-                    rewind=said.get("rewind", False),
+                    rewind=fields.get("rewind", False),
                 )
             except (ValueError, OSError) as error:
                 if isinstance(error, Conflict | Paused) or models.is_checkpoint(path):
                     raise
-                # One answer for all other paths, or it would say which of them there are.
+                # The same reply for all other paths, so that it does not reveal which of them exist.
                 raise ValueError(
                     f"{path[:200]} is no checkpoint that this server can read; give a run's workdir, one of its "
                     "checkpoints/STEP, or an HF folder"
                 ) from None
-        return as_json({"success": True, **answer})
+        return json_response({"success": True, **reply})
 
-    async def _held_weights(self, request: web.Request) -> web.Response:
-        return as_json(self._weights.status() | {"instance": self._instance})
+    async def _weights_status(self, request: web.Request) -> web.Response:
+        return json_response(self._weights.status() | {"instance": self._instance})
 
     async def _begin_push(self, request: web.Request) -> web.Response:
-        said = await self._told(request, protocol.BEGIN)
-        base = said.get("base")
-        with _refusing("tensors"):
+        fields = await self._read_update(request, protocol.BEGIN)
+        base = fields.get("base")
+        with _client_errors("tensors"):
             await self._weights.begin(
-                said["push"],
-                protocol.manifest(said),
+                fields["push"],
+                protocol.read_manifest(fields),
                 base=base and (base["version"], base["checksum"]),
-                keep=said.get("keep", False),
-                rewind=said.get("rewind", False),
+                keep=fields.get("keep", False),
+                rewind=fields.get("rewind", False),
             )
-        return as_json(self._weights.status())
+        return json_response(self._weights.status())
 
     async def _take_part(self, request: web.Request) -> web.Response:
-        """A part of a push: `?push=NAME`, and safetensors."""
+        """Receives a part of a push: `?push=NAME`, and safetensors."""
         push = request.query.get("push", "")
         self._weights.check(push)
         if coding := request.headers.get("Content-Encoding"):
-            # A small one could become any size.
+            # A small compressed part could expand to any size.
             raise ApiError(f"the part has Content-Encoding {coding[:50]}; send it as it is", 415)
         async with self._receiving:
-            data = await self.received(request, self.config.max_part)
-            with _refusing("part"):
+            data = await self.read_bytes(request, self.config.max_part_bytes)
+            with _client_errors("part"):
                 complete = await self._weights.take(push, data)
-        return as_json({"complete": complete})
+        return json_response({"complete": complete})
 
     async def _commit_push(self, request: web.Request) -> web.Response:
-        said = await self._told(request, protocol.COMMIT)
-        with _refusing("checksums"):
-            policy = said.get("policy", FINISH)
-            answer = await self._weights.commit(said["push"], said["checksums"], policy)
-        return as_json({"success": True, **answer})
+        fields = await self._read_update(request, protocol.COMMIT)
+        with _client_errors("checksums"):
+            policy = fields.get("policy", FINISH)
+            reply = await self._weights.commit(fields["push"], fields["checksums"], policy)
+        return json_response({"success": True, **reply})
 
     async def _abort_push(self, request: web.Request) -> web.Response:
-        said = await self._told(request, protocol.ABORT)
-        self._weights.abort(said["push"])
-        return as_json(self._weights.status())
+        fields = await self._read_update(request, protocol.ABORT)
+        self._weights.abort(fields["push"])
+        return json_response(self._weights.status())
 
-    async def _told(self, request: web.Request, schema: Mapping) -> dict:
+    async def _read_update(self, request: web.Request, schema: Mapping) -> dict:
+        """Reads a body about weights. Raises ApiError."""
         if self._load is None:
-            raise ApiError("this server takes no weights", 404, "not_found")
+            raise ApiError("this server accepts no weights", 404, "not_found")
         if self.failed:
             raise WorkerStopped("the engine has ended")
-        return await self.read_body(request, lambda body: checked(body, schema))
+        return await self.read_body(
+            request, lambda body: validate(body, schema), protocol.WEIGHT_LIMITS
+        )
 
     async def _page(self, request: web.Request) -> web.Response:
         return web.Response(text=_PAGE.read_text("utf-8"), content_type="text/html")
 
     async def _models(self, request: web.Request) -> web.Response:
-        return as_json({"object": "list", "data": [self._description()]})
+        return json_response({"object": "list", "data": [self._description()]})
 
     async def _model(self, request: web.Request) -> web.Response:
         if (name := request.match_info["name"]) != self.config.model:
             raise ApiError(f"the model {name!r} is not served", 404, "model_not_found", "model")
-        return as_json(self._description())
+        return json_response(self._description())
 
     def _description(self) -> dict:
         return {
@@ -348,18 +380,20 @@ class Server(HttpServer):
 
     async def _health(self, request: web.Request) -> web.Response:
         state = "failed" if self.failed else "draining" if self._draining else "ok"
-        return as_json({"status": state}, 200 if state == "ok" else 503)
+        return json_response({"status": state}, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._gauges.text(), headers={"Content-Type": self._gauges.kind})
+        return web.Response(
+            body=self._engine_metrics.text(), headers={"Content-Type": self._engine_metrics.kind}
+        )
 
     async def _server_info(self, request: web.Request) -> web.Response:
         engine = self.worker.engine
-        return as_json(
+        return json_response(
             {
                 "model": self.config.model,
-                "served_model_name": self.config.model,  # where routers look for it
-                "dp_size": engine.num_groups,  # where routers look for ranks
+                "served_model_name": self.config.model,  # the name that routers read
+                "dp_size": engine.dp_size,  # the number of ranks that routers read
                 "variant": self.config.variant,
                 "weight_version": engine.version,
                 "paused": engine.paused,
@@ -372,7 +406,7 @@ class Server(HttpServer):
 
     async def _model_info(self, request: web.Request) -> web.Response:
         engine = self.worker.engine
-        return as_json(
+        return json_response(
             {
                 "model_path": self.config.model,
                 "is_generation": True,
@@ -382,60 +416,73 @@ class Server(HttpServer):
         )
 
 
-class Waiting:
-    """What one body asked for, between the engine's thread, which writes, and its handler, which waits."""
+class PendingRequests:
+    """Requests of one body, shared by the engine's thread, which writes, and the handler, which waits."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, asked: Asked, gauges: Gauges):
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, parsed: ParsedRequest, metrics: EngineMetrics
+    ):
         self.handles: list[Handle] = []
-        self._loop, self._asked, self._gauges = loop, asked, gauges
-        self._heard, self._event = set(), asyncio.Event()
-        self._gone = False
+        self._loop, self._parsed, self._metrics = loop, parsed, metrics
+        self._updated, self._event = set(), asyncio.Event()
+        self._is_abandoned = False
 
     def submit(self, engine: Engine) -> None:
-        """In the engine's thread. What is submitted for a handler that is gone is cancelled at once."""
-        for index, request in enumerate(self._asked.requests):
+        """Submits all requests, in the engine's thread. Cancels them at once if the handler has left."""
+        for index, request in enumerate(self._parsed.requests):
             handle = engine.submit(request, functools.partial(self._listen, index))
             self.handles.append(handle)
-            if self._gone:
+            if self._is_abandoned:
                 handle.cancel()
 
     def leave(self) -> None:
-        """Nobody waits any more; what has not ended is cancelled."""
-        self._gone = True
+        """Cancels all requests that have not ended, because the handler is done."""
+        self._is_abandoned = True
         for handle in list(self.handles):
             handle.cancel()
 
-    async def news(self) -> AsyncIterator[set[int]]:
-        """Numbers of the requests of which something has come, each with its end once, until all have ended."""
-        over: set[int] = set()
-        while len(over) < len(self.handles):
-            # An end is seen before it is heard of.
-            ended = {i for i, own in enumerate(self.handles) if own.finish_reason is not None}
-            heard, self._heard = (self._heard | ended) - over, set()
-            if heard:
-                yield heard
-                over |= ended
+    async def updates(self) -> AsyncIterator[set[int]]:
+        """Yields the indices of requests with new output, each with its end once, until all have ended."""
+        done: set[int] = set()
+        while len(done) < len(self.handles):
+            # An end may be visible before its notification arrives.
+            ended = {i for i, handle in enumerate(self.handles) if handle.finish_reason is not None}
+            updated, self._updated = (self._updated | ended) - done, set()
+            if updated:
+                yield updated
+                done |= ended
             else:
                 await self._event.wait()
             self._event.clear()
 
     def _listen(self, index: int, handle: Handle) -> None:
+        """Notifies the handler, from the engine's thread."""
         if handle.finish_reason is not None:
-            self._gauges.observe(handle)
-        if not self._gone:
+            self._metrics.observe(handle)
+        if not self._is_abandoned:
             try:
-                self._loop.call_soon_threadsafe(self._hear, index)
+                self._loop.call_soon_threadsafe(self._notify, index)
             except RuntimeError:  # the loop has ended before the engine
                 handle.cancel()
 
-    def _hear(self, index: int) -> None:
-        self._heard.add(index)
+    def _notify(self, index: int) -> None:
+        self._updated.add(index)
         self._event.set()
 
 
+def _event(data: bytes) -> bytes:
+    """Returns a server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+def _large_events(answer, index: int) -> list[bytes]:
+    """Returns the events of a piece of many tokens. It is slow, so call it outside the event loop."""
+    return [_event(encode_in_pieces(one)) for one in answer.piece(index)]
+
+
 @contextlib.contextmanager
-def _refusing(param: str) -> Iterator[None]:
-    """What weights are not is the fault of who sent them; param: of which part of the request."""
+def _client_errors(param: str) -> Iterator[None]:
+    """Turns ValueError and OSError into ApiError, because the client sent wrong weights. param: request's field."""
     try:
         yield
     except (Conflict, Paused):

@@ -1,10 +1,11 @@
-"""The least that reading prompts and decoding cost on a chip: a bound from peaks, never a speed.
+"""Computes a lower bound on the cost of prefill and decode on a chip: from peak rates, never a measured speed.
 
-Products are counted from the parameter tree, two FLOPs for a multiply-add: every weight that a token meets once, and
-each pair of a query and a key that it scores or attends to. Bytes are those of weights, of the experts that the step's
-tokens reach, and of cached keys that are read. Left out are what passes from one product to the next, what is written
-to the cache, softmax and norms, all communication, and that chips ever wait. Components follow each other; inside one,
-products and memory overlap perfectly.
+1. FLOPs are counted from the parameter tree, two for each multiply-add: each weight once per token that it processes,
+   and each pair of a query and a key that is scored or attended to.
+2. Bytes are those of weights, of the experts that the step's tokens reach, and of the cached keys that are read.
+3. Components run one after another. Within one, compute and memory traffic overlap perfectly.
+
+Not counted: intermediate results, writes to the cache, softmax and norms, communication, and idle time.
 """
 
 import dataclasses
@@ -15,19 +16,19 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, match
+from glm5_jax.core.tree import first_match, flatten
 from glm5_jax.inference.quantize import table
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import check_formats
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.cost import Cost
-from pallas_kernels.eight_bits import FORMATS
-from pallas_kernels.quantised import Compound
-from pallas_kernels.sparse_flash_attention import Layout
+from pallas_kernels.quantized_vectors import FORMATS
+from pallas_kernels.quantized_weights import CompositeWeight
+from pallas_kernels.sparse_flash_attention import RowLayout
 
 DTYPE = "bfloat16"
-DTYPES = {None: DTYPE, "int8": "int8", "fp8": "float8"}  # as chips' rates are named
-# What takes time together with what; first match. None: no product with every token, or of drafts, which are left out.
+DTYPES = {None: DTYPE, "int8": "int8", "fp8": "float8"}  # names of the chips' rates
+# Component of each weight; the first match counts. None: no product with each token, or drafts, which are not counted.
 PARTS = (
     (r"^mtp/|^embed/|norm(_bias)?$|_bias$|/bias$", None),
     (r"/(experts|shared|router)/", "experts"),
@@ -36,26 +37,26 @@ PARTS = (
     (r"/attn/", "projections"),
     (r"^lm_head/", "head"),
 )
-SCALE_BYTES = 4  # float32, of an index key in 8 bits
-POSITION_BYTES = 4  # int32, of a selected key
+SCALE_BYTES = 4  # float32 scale of an index key in 8 bits
+POSITION_BYTES = 4  # int32 position of a selected key
 MILLION = 1e6
 BOUND = "a bound from peaks, never a speed"
 CLAIM = "the articles on GLM-5 claim 50% less cost"
-SERVED = ("h200", "v5p", "v6e", "tpu7x")  # chips that are compared where none is given
+SERVED = ("h200", "v5p", "v6e", "tpu7x")  # chips that are compared by default
 
-Costs = dict[str, list[Cost]]  # of every component, several where dtypes differ
+Costs = dict[str, list[Cost]]  # {component: costs, one for each product}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving:
-    """In which form a model is served. Construction refuses other names (ValueError).
+    """Form in which a model is served. Raises ValueError for unknown names.
 
     Attributes:
-      attention: "dense" over all keys or "sparse" over those that indexers select, whatever the model's config says.
-      quantised: whether weights are W4A8 (`quantize.table`), else bfloat16.
-      index_cache, latent_cache: "int8", "fp8" or None (bfloat16), as of `Engine`. Prompts are read over latents in
-        bfloat16 in any case, as the engine brings a row's pages together.
-      sharing: neighbouring queries of a prompt that share one gather of selected latents (ours; 1 is none).
+      attention: "dense" over all keys or "sparse" over selected keys, whatever the model's config says.
+      quantised: whether weights are W4A8 (`quantize.table`); otherwise bfloat16.
+      index_cache, latent_cache: "int8", "fp8" or None (bfloat16), see `Engine`. Prefill always reads latents in
+        bfloat16, because the engine gathers a row's pages into one array.
+      sharing: number of adjacent queries of a prompt that share one gather of selected latents (our choice); 1: none.
     """
 
     attention: str = "sparse"
@@ -75,14 +76,14 @@ class Serving:
 def prefill(
     cfg: ModelConfig, serving: Serving, length: int, prompts: int = 1, chunk: int | None = None
 ) -> Costs:
-    """Of a step that reads `chunk` tokens of each of so many prompts at once (default: all of them), the mean over the
-    steps that a prompt of `length` tokens takes; the head reads the last token of each.
+    """Returns the mean cost of the prefill steps of `prompts` prompts of `length` tokens.
 
-    Dense attention expands keys and values of every head (MHA), sparse attention multiplies with latents.
+    chunk: tokens of each prompt in a step; None: all. The head reads only the last token of each prompt and step. Dense
+    attention expands keys and values of all heads (MHA). Sparse attention multiplies with latents.
     """
     chunk = min(length, length if chunk is None else chunk)
     _check(cfg, serving, length, prompts=prompts, chunk=chunk)
-    # Keys of a step: those of the chunks before it and its own.
+    # The keys of a step are those of its chunk and of all earlier ones; this is the mean.
     selects, keys = _selects(cfg, serving, length), prompts * (length + chunk) / 2
     share = chunk / length
     causal = prompts * length * (length + 1) / 2 * share
@@ -100,9 +101,11 @@ def prefill(
 
 
 def decode(cfg: ModelConfig, serving: Serving, length: int, batch: int, queries: int = 1) -> Costs:
-    """Of one step of `batch` sequences that have `length` tokens each, their new ones included; both kinds of attention
-    multiply with latents (MQA). queries: tokens of each that are read, drafts among them, for which a key counts as read
-    once; making drafts is left out."""
+    """Returns the cost of one decode of `batch` sequences of `length` tokens, including the new ones.
+
+    Both kinds of attention multiply with latents (MQA). queries: tokens of each sequence that are read, including
+    drafts; a key is read once for all of them. The cost of drafting is not counted.
+    """
     _check(cfg, serving, length, batch=batch, queries=queries)
     selects, keys, tokens = _selects(cfg, serving, length), batch * length, batch * queries
     costs = weight_costs(cfg, serving, tokens, drawn=tokens, indexed=selects)
@@ -118,12 +121,15 @@ def decode(cfg: ModelConfig, serving: Serving, length: int, batch: int, queries:
 def weight_costs(
     cfg: ModelConfig, serving: Serving, tokens: float, *, drawn: float, indexed: bool
 ) -> Costs:
-    """Of all products with weights in a step of so many tokens, of which the head reads `drawn`. indexed: whether
-    indexers run. Experts are reached as if every token chose evenly among them all."""
+    """Returns the cost of all products with weights in a step of `tokens` tokens.
+
+    drawn: tokens that the head reads. indexed: whether indexers run. Each token is assumed to choose its experts
+    uniformly.
+    """
     share = cfg.num_experts_per_tok / cfg.n_routed_experts
     reached = 1 - (1 - share) ** tokens
     out: Costs = {}
-    parts = flatten(match(PARTS, _weights(cfg, False)))
+    parts = flatten(first_match(PARTS, _weights(cfg, False)))
     for path, w in flatten(_weights(cfg, serving.quantised)).items():
         part = parts.get(path)
         if cfg.tie_word_embeddings and path.startswith("embed/"):
@@ -131,57 +137,60 @@ def weight_costs(
         if part is None or (part == "indexer" and not indexed):
             continue
         routed = "/experts/" in path
-        met = drawn if part == "head" else tokens * (share if routed else 1)
+        num_inputs = drawn if part == "head" else tokens * (share if routed else 1)
         stored = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(w))
         read = stored * (reached if routed else 1)
-        dtype = "int8" if isinstance(w, Compound) else DTYPE
-        out.setdefault(part, []).append(Cost(2 * math.prod(w.shape) * met, read, dtype))
+        dtype = "int8" if isinstance(w, CompositeWeight) else DTYPE
+        out.setdefault(part, []).append(Cost(2 * math.prod(w.shape) * num_inputs, read, dtype))
     return out
 
 
 def latent_bytes(cfg: ModelConfig, kind: str | None) -> int:
-    """Of one token's c_kv and k_rope in one layer's pages. In 8 bits they are what a GPU holds, 656 for GLM-5; a TPU's
-    rows lie in whole lanes and are longer."""
+    """Returns the bytes of one token's c_kv and k_rope in one layer's pages.
+
+    In 8 bits they are those of a GPU, 656 for GLM-5. A TPU pads rows to full lanes, so that they are longer.
+    """
     c, r = cfg.kv_lora_rank, cfg.qk_rope_head_dim
     if kind is None:
         return jnp.dtype(DTYPE).itemsize * (c + r)
-    return 4 * Layout(jnp.dtype(FORMATS[kind]).name, c, r, DTYPE).width
+    return 4 * RowLayout(jnp.dtype(FORMATS[kind]).name, c, r, DTYPE).width
 
 
 def index_bytes(cfg: ModelConfig, kind: str | None) -> int:
-    """Of one token's index key in the pages of one layer that has an indexer."""
+    """Returns the bytes of one token's index key in the pages of one layer with an indexer."""
     if kind is None:
         return jnp.dtype(DTYPE).itemsize * cfg.index_head_dim
     return cfg.index_head_dim + SCALE_BYTES
 
 
 def component_seconds(costs: list[Cost], chip: Chip) -> float:
-    """Of one component on one chip. A dtype that its data sheet gives no rate for counts at bfloat16's."""
+    """Returns the time of one component on one chip. A dtype without a rate in the data sheet counts as bfloat16."""
     computing = sum(one.flops / chip.flops.get(one.dtype, chip.flops[DTYPE]) for one in costs)
     return max(computing, sum(one.bytes for one in costs) / chip.bandwidth)
 
 
 def chip_seconds(costs: Costs, chip: Chip) -> float:
-    """Of all components, one after the other: on so many chips it takes at least this long divided by them."""
-    return sum(component_seconds(own, chip) for own in costs.values())
+    """Returns the time of all components on one chip; n chips take at least 1/n of it."""
+    return sum(component_seconds(one, chip) for one in costs.values())
 
 
 def arms(chip: Chip) -> dict[str, Serving]:
-    """The forms that are compared, by name: caches in the 8 bits that the chip multiplies fastest."""
+    """Returns the compared forms by name, with caches in the 8-bit format that the chip multiplies fastest."""
     kind = "fp8" if chip.flops.get("float8", 0) > chip.flops[DTYPE] else "int8"
     packed = {"quantised": True, "index_cache": kind, "latent_cache": kind}
-    return {"dense": Serving("dense"), "DSA": Serving(), "DSA W4A8": Serving(**packed)}
+    return {"dense": Serving(attention="dense"), "DSA": Serving(), "DSA W4A8": Serving(**packed)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenCost:
-    """The least that a million tokens cost on chips of one kind, in chip-seconds.
+    """Lower bound on the cost of a million tokens, in chip-seconds.
 
     Attributes:
-      stage: "prefill", of prompts of `length` tokens, or "decode", of sequences that have as many.
-      batch: prompts that are read at once, or sequences that decode at once.
-      chip: its key in `pallas_kernels.chips.CHIPS`.
-      seconds: {form of `arms`: {component: chip-seconds}}, of those that the model can have.
+      stage: "prefill" of prompts of `length` tokens, or "decode" of sequences of `length` tokens.
+      length: tokens of each prompt or sequence.
+      batch: prompts, or sequences, of a step.
+      chip: key in `pallas_kernels.chips.CHIPS`.
+      seconds: {form of `arms`: {component: chip-seconds}} of the forms that the model supports.
     """
 
     stage: str
@@ -192,35 +201,35 @@ class TokenCost:
 
     @classmethod
     def of(cls, cfg: ModelConfig, chip: str, stage: str, length: int, batch: int) -> "TokenCost":
-        """ValueError for a length that the model has not."""
-        own, tokens = CHIPS[chip], batch * (length if stage == "prefill" else 1)
+        """Computes the cost. Raises ValueError for a length that the model does not support."""
+        rates, tokens = CHIPS[chip], batch * (length if stage == "prefill" else 1)
         seconds = {}
-        for name, serving in arms(own).items():
-            if _possible(cfg, serving):
+        for name, serving in arms(rates).items():
+            if _is_supported(cfg, serving):
                 costs = {"prefill": prefill, "decode": decode}[stage](cfg, serving, length, batch)
-                each = {part: component_seconds(c, own) for part, c in costs.items()}
+                each = {part: component_seconds(c, rates) for part, c in costs.items()}
                 seconds[name] = {part: s * MILLION / tokens for part, s in each.items()}
-        return cls(stage, length, batch, chip, seconds)
+        return cls(stage=stage, length=length, batch=batch, chip=chip, seconds=seconds)
 
     @property
     def totals(self) -> dict[str, float]:
-        """{form: chip-seconds}."""
+        """{form: chip-seconds} of all components together."""
         return {name: sum(parts.values()) for name, parts in self.seconds.items()}
 
     @property
     def saved(self) -> float | None:
-        """Share of the dense cost that DSA with W4A8 leaves out."""
+        """Share of the dense cost that DSA with W4A8 saves; None if the model does not support it."""
         totals = self.totals
         return 1 - totals["DSA W4A8"] / totals["dense"] if "DSA W4A8" in totals else None
 
 
 def flops(costs: Costs, *components: str) -> float:
-    """Of these components, those that are not there being 0; of all without a name."""
+    """Returns the FLOPs of these components, 0 for missing ones; without a name, of all."""
     return sum(one.flops for name in components or costs for one in costs.get(name, ()))
 
 
-def _possible(cfg: ModelConfig, serving: Serving) -> bool:
-    """Whether the model has what is served in this form: indexers, rows of experts in whole groups."""
+def _is_supported(cfg: ModelConfig, serving: Serving) -> bool:
+    """Returns whether the model supports a form: it needs indexers, and expert rows that groups divide."""
     selects = serving.attention == "dense" or cfg.index_topk is not None
     rows, group = (cfg.hidden_size, cfg.moe_intermediate_size), cfg.int4_group or table.GROUP
     return selects and not (serving.quantised and any(n % group for n in rows))
@@ -228,14 +237,15 @@ def _possible(cfg: ModelConfig, serving: Serving) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _weights(cfg: ModelConfig, quantised: bool):
-    """The parameter tree in bfloat16 or W4A8, as shapes."""
-    plain = glm5.abstract(cfg, DTYPE)
+    """Returns the parameter tree in bfloat16 or W4A8, as shapes."""
+    plain = glm5.abstract_params(cfg, DTYPE)
     if not quantised:
         return plain
     return jax.eval_shape(lambda params: table.quantise(params, cfg)[0], plain)
 
 
 def _check(cfg: ModelConfig, serving: Serving, length: int, **counts: int) -> None:
+    """Raises ValueError for counts, a length or a form that the model does not support."""
     for name, value in ({"length": length} | counts).items():
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be positive")
@@ -245,23 +255,23 @@ def _check(cfg: ModelConfig, serving: Serving, length: int, **counts: int) -> No
 
 
 def _selects(cfg: ModelConfig, serving: Serving, length: int) -> bool:
-    """Up to index_topk keys sparse attention is dense; that index keys are cached even so is left out."""
+    """Returns whether indexers select keys: only above index_topk keys. Below, cached index keys are not counted."""
     return serving.attention == "sparse" and length > cfg.index_topk
 
 
 def _absorbed(cfg: ModelConfig) -> int:
-    """FLOPs of a query of all heads with one latent, as key and as value."""
+    """Returns the FLOPs of all heads of a query with one latent, as key and as value."""
     return 2 * cfg.num_attention_heads * (2 * cfg.kv_lora_rank + cfg.qk_rope_head_dim)
 
 
 def _attention(cfg: ModelConfig, flops: float, read: float) -> Costs:
-    """All layers, of which this is one."""
+    """Returns the cost of all layers from that of one."""
     layers = cfg.num_hidden_layers
     return {"attention": [Cost(layers * flops, layers * read, DTYPE)]}
 
 
 def _scores(cfg: ModelConfig, serving: Serving, pairs: float, keys: float, picked: float) -> Costs:
-    """Of all indexers' scores; only what is selected ever leaves the chip's own memory."""
+    """Returns the cost of all indexers' scores. Only the selected positions are written to memory."""
     layers, kind = len(cfg.full_layers), serving.index_cache
     products = 2 * cfg.index_n_heads * cfg.index_head_dim * pairs
     moved = index_bytes(cfg, kind) * keys + POSITION_BYTES * picked

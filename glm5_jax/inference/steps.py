@@ -1,333 +1,237 @@
-"""What the device does in a step: read tokens into pages and draw the next ones, in a few shapes compiled ahead.
+"""Compiled programs of an engine's step: prefill and decode over a paged cache.
 
-The newest token and the length of a sequence stay on the device, in the slot that the sequence has been given:
-a decode needs no number of the one before it, so it can be sent off before that has come back. Shapes are
-buckets: numbers of rows, tokens and pages are rounded up, so that few programs serve all of them.
+1. `prefill` writes tokens of prompts into pages and draws the token after each.
+2. `decode` draws the next token of each sequence. With an MTP layer it drafts tokens and verifies them.
 
-With a mesh, pages and slots are those of each group of devices that hold other sequences (data * fsdp * expert):
-arrays begin with x, the groups.
+The newest token and the length of a sequence stay on the device, in its slot. The host can thus launch a decode
+before the tokens of the one before have arrived. Numbers of rows, tokens and pages are rounded up to buckets, so
+that few programs serve all shapes.
+
+With a mesh, each data-parallel rank (data * fsdp * expert) has its own pages and slots. Axis x is these ranks.
 """
 
-import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import BATCH_AXES, Region
-from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.sampling import (
-    Drawn,
-    Row,
+    SampledTokens,
     Sampling,
+    SamplingParamsRow,
     draw,
-    keys_of,
+    logprobs_of,
+    param_rows,
     probabilities,
-    rows as rows_of,
-    told,
+    row_keys,
 )
-from glm5_jax.inference.scheduler import Limits
-from glm5_jax.model.cache import LayerCache, PagedCache, init_pages
+from glm5_jax.inference.shapes import EngineShapes
+from glm5_jax.inference.step_arrays import (
+    DecodeBatch,
+    DeviceState,
+    PendingDraftInputs,
+    PrefillBatch,
+    SamplingVariant,
+    SlotState,
+    StepOutput,
+)
+from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.draft import verify
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.glm5 import forward, forward_mtp
-from glm5_jax.model.plan import Plan
-
-MAX_BIAS = 300  # as OpenAI's logit_bias
-
-
-class Fresh(NamedTuple):
-    """What the MTP layer has not read: `count` int32[x y] places behind each other, the last of which is that
-    before the newest token. hidden [x y k+1 d] of the trunk there, and the tokens int32[x y k+1] that follow."""
-
-    hidden: jax.Array
-    tokens: jax.Array
-    count: jax.Array
-
-
-class Slots(NamedTuple):
-    """What the device keeps of running sequences: newest int32[x y], the token drawn last; length int32[x y],
-    tokens in their pages; rows: `Row` [x y ...], whose position is not kept; fresh: for drafts, or None. The
-    last of y slots is nobody's."""
-
-    newest: jax.Array
-    length: jax.Array
-    rows: Row
-    fresh: Fresh | None
-
-
-class Device(NamedTuple):
-    """All that a step changes: pages [x * p z ...] of the layers and, for drafts, of the MTP layer; `Slots`."""
-
-    layers: tuple[LayerCache, ...]
-    mtp: LayerCache | None
-    slots: Slots
-
-
-# Of a decode: fewer cost as much or more (on a CPU one takes eight times as long as four), and other programs.
-LEAST_ROWS = 8
-
-
-class Reads(NamedTuple):
-    """A prefill of b sequences for each group. tokens int32[x b t], of which `count` int32[x b] from `start`
-    int32[x b] on are real; behind int32[x b]: the token behind them, -1 if it is drawn; tables int32[x b n]; slot
-    int32[x b]; rows: `Row` [x b ...]."""
-
-    tokens: np.ndarray
-    start: np.ndarray
-    count: np.ndarray
-    behind: np.ndarray
-    tables: np.ndarray
-    slot: np.ndarray
-    rows: Row
-
-
-class Draws(NamedTuple):
-    """A decode of b sequences for each group: tables int32[x b n], slot int32[x b], given int32[x b]: the token
-    to read, -1 for the newest of the slot; limit int32[x b]: tokens that a sequence may have, 0 for no sequence."""
-
-    tables: np.ndarray
-    slot: np.ndarray
-    given: np.ndarray
-    limit: np.ndarray
-
-
-class Drew(NamedTuple):
-    """What a step drew: of each row [b k ...] tokens in order, of which the first `count` int32[b] are its reply's."""
-
-    drawn: Drawn
-    count: jax.Array
-
-
-class Variant(NamedTuple):
-    """What a program does beside: cut and num_top as of `sampling.draw`."""
-
-    cut: bool = False
-    num_top: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Of what the device holds. num_pages and page_size: of each group; slots: of each group; max_pages: of a
-    sequence; max_bias: tokens whose logits a request may change; short_prompt: tokens that a prefill has room for at least; num_draft: tokens that a decode drafts; invariant: rows are computed one by one, in one
-    shape, so that a row's bits do not depend on the others. index_cache, latent_cache: as of `init_pages`."""
-
-    num_pages: int
-    page_size: int
-    slots: int
-    max_pages: int
-    chunk: int
-    max_bias: int
-    short_prompt: int = 32
-    num_draft: int = 0
-    invariant: bool = False
-    index_cache: str | None = None
-    latent_cache: str | None = None
-
-    def rows(self, count: int) -> int:
-        """The bucket of a decode of so many sequences."""
-        return self.slots if self.invariant else bucket(count, self.slots, LEAST_ROWS)
-
-    @property
-    def prompts(self) -> int:
-        """Short prompts that are read at once, at most."""
-        return 1 if self.invariant else max(1, min(self.slots, self.chunk // self.short_prompt))
-
-    def rows_read(self, count: int) -> int:
-        """The bucket of a prefill of so many sequences."""
-        return bucket(count, self.prompts, 1, 4)
-
-    def pages(self, count: int) -> int:
-        """The bucket of tables of so many pages."""
-        return self.max_pages if self.invariant else bucket(count, self.max_pages, 4, 4)
-
-    def tokens(self, count: int) -> int:
-        """The bucket of a prefill of so many tokens."""
-        return self.chunk if self.invariant else bucket(count, self.chunk, self.short_prompt)
-
-
-def sized(
-    cfg: ModelConfig, options: EngineConfig, max_bias: int = MAX_BIAS
-) -> tuple[Shape, Limits]:
-    """What each group of devices of an engine with these options holds, and the most that it does in a step; ValueError
-    for what no engine can serve."""
-    most, page_size, drafts = options.max_batch, options.page_size, options.num_draft
-    max_length = options.max_length or cfg.max_position_embeddings
-    cfg.check_length(max_length)
-    if cfg.projections != "mla" or {*cfg.layer_kinds} != {"full"}:
-        raise ValueError(
-            f"the model has {cfg.projections} projections and layers {sorted({*cfg.layer_kinds})}; an engine "
-            "serves full attention (MLA) alone, use model.generate"
-        )
-    if min(page_size, options.short_prompt) < 1:
-        sizes = f"page_size is {page_size}, short_prompt {options.short_prompt}"
-        raise ValueError(f"{sizes}; both must be positive")
-    if drafts and not cfg.num_nextn_predict_layers:
-        raise ValueError(f"num_draft is {drafts}, and the model has no MTP layer; use 0")
-    chunk, alike = options.chunk, options.batch_invariant
-    limits = Limits(most, chunk, options.step_tokens or chunk, alike, drafts)
-    max_pages = -(-max_length // page_size)
-    num_pages = options.num_pages or most * max_pages
-    kinds = options.short_prompt, drafts, alike, options.index_cache, options.latent_cache
-    return Shape(num_pages, page_size, most, max_pages, chunk, max_bias, *kinds), limits
-
-
-def bucket(count: int, most: int, least: int = 1, factor: int = 2) -> int:
-    """The smallest of least, least * factor, ... that holds count; `most` where that is smaller."""
-    size = least
-    while size < count:
-        size *= factor
-    return min(size, most)
 
 
 class Steps:
-    """Programs of one model. They consume the `Device` they are given and return the next one; nothing waits."""
+    """Programs of one model. Each consumes a `DeviceState` and returns the next one, without waiting."""
 
-    def __init__(self, cfg: ModelConfig, shape: Shape, mesh=None, plan: Plan = Plan()):
-        self.cfg, self.shape, self._mesh, self._plan = cfg, shape, mesh, plan
-        self.groups = self.groups_of(mesh)
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        shape: EngineShapes,
+        mesh: jax.sharding.Mesh | None = None,
+        execution: ExecutionConfig = ExecutionConfig(),
+    ):
+        self.cfg, self.shape, self._mesh, self._execution = cfg, shape, mesh, execution
+        self.dp_size = self.dp_size_of(mesh)
 
     @staticmethod
-    def groups_of(mesh) -> int:
-        """Groups of devices that hold other sequences."""
+    def dp_size_of(mesh: jax.sharding.Mesh | None) -> int:
+        """Returns the data-parallel size of a mesh."""
         return 1 if mesh is None else Region.of(mesh).size(BATCH_AXES)
 
-    def device(self, dtype) -> Device:
-        """Empty pages and slots. dtype: of the pages."""
-        empty = functools.partial(self._empty, dtype)
-        if self._mesh is None:
-            return jax.jit(empty)()
-        return jax.jit(empty, out_shardings=self._spread)()
+    def device(self, dtype: DTypeLike) -> DeviceState:
+        """Returns empty pages, which have this dtype, and slots."""
+        sharding = None if self._mesh is None else self._sharding
+        return _make_empty(sharding)(self.cfg, self.shape, self.dp_size, jnp.dtype(dtype))
 
-    def abstract_device(self, dtype) -> Device:
-        """The same as shapes, with shardings if there is a mesh, whose chips need not be here."""
+    def abstract_state(self, dtype: DTypeLike) -> DeviceState:
+        """Returns `device` as shapes, with shardings on a mesh, whose chips need not be attached."""
+        empty = functools.partial(empty_state, self.cfg, self.shape, self.dp_size, dtype)
         if self._mesh is None:
-            return jax.eval_shape(functools.partial(self._empty, dtype))
-        # In which form pages are held depends on the chip.
+            return jax.eval_shape(empty)
+        # The layout of pages depends on the chip.
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            shapes = jax.eval_shape(functools.partial(self._empty, dtype))
-        where = self._spread
+            shapes = jax.eval_shape(empty)
+        sharding = self._sharding
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
 
     @property
-    def _spread(self) -> NamedSharding:
+    def _sharding(self) -> NamedSharding:
         return NamedSharding(self._mesh, P(BATCH_AXES))
 
-    def _empty(self, dtype) -> Device:
-        shape, x = self.shape, self.groups
-
-        def pages(**more):
-            kept = {"index_cache": shape.index_cache, "latent_cache": shape.latent_cache}
-            return init_pages(self.cfg, x * shape.num_pages, shape.page_size, dtype, **kept, **more)
-
-        y = shape.slots + 1
-        rows = Row(
-            temperature=jnp.ones((x, y), jnp.float32),
-            top_p=jnp.ones((x, y), jnp.float32),
-            min_p=jnp.zeros((x, y), jnp.float32),
-            top_k=jnp.zeros((x, y), jnp.int32),
-            seed=jnp.zeros((x, y, 2), jnp.uint32),
-            position=jnp.zeros((x, y), jnp.int32),
-            bias_ids=jnp.full((x, y, shape.max_bias), -1, jnp.int32),
-            bias=jnp.zeros((x, y, shape.max_bias), jnp.float32),
-        )
-        none = jnp.zeros((x, y), jnp.int32)
-        mtp = fresh = None
-        if k := shape.num_draft:
-            [mtp] = pages(num_layers=1)
-            hidden = jnp.zeros((x, y, k + 1, self.cfg.hidden_size), self.cfg.dtype)
-            fresh = Fresh(hidden, jnp.zeros((x, y, k + 1), jnp.int32), none)
-        return Device(pages(), mtp, Slots(none, none, rows, fresh))
-
-    def prefill(self, params, device: Device, reads: Reads, variant: Variant):
-        """(Device, Drew [x * b 1 ...]): the tokens behind what is read."""
+    def prefill(
+        self, params: PyTree, device: DeviceState, batch: PrefillBatch, variant: SamplingVariant
+    ) -> tuple[DeviceState, StepOutput]:
+        """Returns the next state and the token after each prompt, as `StepOutput` [x*b 1 ...]."""
         function, static = self.program("prefill", variant)
-        return function(params, device, reads, **static)
+        return function(params, device, batch, **static)
 
-    def decode(self, params, device: Device, draws: Draws, variant: Variant):
-        """(Device, Drew [x * b k+1 ...]): the next token of every sequence, and those drafted that it keeps."""
+    def decode(
+        self, params: PyTree, device: DeviceState, batch: DecodeBatch, variant: SamplingVariant
+    ) -> tuple[DeviceState, StepOutput]:
+        """Returns the next state and the next tokens, as `StepOutput` [x*b k+1 ...] with the accepted drafts."""
         function, static = self.program("decode", variant)
-        return function(params, device, draws, **static)
+        return function(params, device, batch, **static)
 
-    def program(self, name: str, variant: Variant):
-        """What `prefill` or `decode` calls with (params, device, inputs): the jitted function, and the rest of its
-        arguments by name."""
-        static = dict(cfg=self.cfg, mesh=self._mesh, plan=self._plan, variant=variant)
+    def program(self, name: str, variant: SamplingVariant) -> tuple[Callable, dict[str, Any]]:
+        """Returns the jitted function of `prefill` or `decode`, and its keyword arguments.
+
+        Its positional arguments are (params, device, batch).
+        """
+        static = dict(cfg=self.cfg, mesh=self._mesh, execution=self._execution, variant=variant)
         if name == "prefill":
             return _prefill, static
-        if k := self.shape.num_draft:
-            return _speculate, static | {"num_draft": k}
-        return _decode, static | {"one_by_one": self.shape.invariant}
+        if k := self.shape.num_speculative_tokens:
+            return _speculate, static | {"num_speculative_tokens": k}
+        return _decode, static | {"one_by_one": self.shape.batch_invariant}
 
-    def drawn_by(self, seeds, positions, samplings: list[list[Sampling]]) -> Row:
-        """`Row` [x b ...] of what each sequence is drawn by."""
-        flat = [sampling for own in samplings for sampling in own]
-        found = rows_of(flat, np.ravel(seeds), np.ravel(positions), self.shape.max_bias)
-        return Row(*(a.reshape(*np.shape(positions), *a.shape[1:]) for a in found))
+    def sampling_rows(
+        self, seeds: np.ndarray, positions: np.ndarray, samplings: list[list[Sampling]]
+    ) -> SamplingParamsRow:
+        """Returns the sampling parameters [x b ...] of the sequences."""
+        flat = [sampling for of_rank in samplings for sampling in of_rank]
+        rows = param_rows(flat, np.ravel(seeds), np.ravel(positions), self.shape.max_bias)
+        return SamplingParamsRow(*(a.reshape(*np.shape(positions), *a.shape[1:]) for a in rows))
 
-    def idle_reads(self, b: int, t: int, num_pages: int) -> Reads:
-        """Of b sequences for each group that are none, with t tokens and so many pages: what a prefill of this shape
-        is compiled with."""
-        tables, nobody, none = self._nobody(b, num_pages)
-        rows = self.drawn_by(none, none, [[Sampling()] * b] * self.groups)
-        tokens = np.zeros((*none.shape, t), np.int32)
-        return Reads(tokens, none, none, none - 1, tables, nobody, rows)
+    def dummy_prefill(self, b: int, t: int, num_pages: int) -> PrefillBatch:
+        """Returns a prefill without sequences, to compile one with b rows, t tokens and `num_pages` pages a row."""
+        tables, unused, zeros = self._padding(b, num_pages)
+        rows = self.sampling_rows(zeros, zeros, [[Sampling()] * b] * self.dp_size)
+        return PrefillBatch(
+            tokens=np.zeros((*zeros.shape, t), np.int32),
+            start=zeros,
+            count=zeros,
+            next_token=zeros - 1,
+            tables=tables,
+            slot=unused,
+            rows=rows,
+        )
 
-    def idle_draws(self, b: int, num_pages: int) -> Draws:
-        """The same for a decode."""
-        tables, nobody, none = self._nobody(b, num_pages)
-        return Draws(tables, nobody, none - 1, none)
+    def dummy_decode(self, b: int, num_pages: int) -> DecodeBatch:
+        """Returns a decode without sequences, to compile one with b rows and `num_pages` pages a row."""
+        tables, unused, zeros = self._padding(b, num_pages)
+        return DecodeBatch(tables=tables, slot=unused, forced_token=zeros - 1, limit=zeros)
 
-    def _nobody(self, b: int, num_pages: int):
-        none = np.zeros((self.groups, b), np.int32)
-        return np.zeros((*none.shape, num_pages), np.int32), none + self.shape.slots, none
+    def _padding(self, b: int, num_pages: int):
+        """Returns tables [x b n], slots [x b] that are not in use, and zeros [x b]."""
+        zeros = np.zeros((self.dp_size, b), np.int32)
+        return np.zeros((*zeros.shape, num_pages), np.int32), zeros + self.shape.max_num_seqs, zeros
 
 
-_STATIC = ("cfg", "mesh", "plan", "variant")
+_STATIC = ("cfg", "mesh", "execution", "variant")
+
+
+def empty_state(
+    cfg: ModelConfig, shape: EngineShapes, dp_size: int, dtype: DTypeLike
+) -> DeviceState:
+    """Returns empty pages, which have this dtype, and slots of all data-parallel ranks."""
+    x = dp_size
+
+    def pages(**more):
+        formats = {"index_cache": shape.index_cache, "latent_cache": shape.latent_cache}
+        return init_pages(cfg, x * shape.num_pages, shape.page_size, dtype, **formats, **more)
+
+    y = shape.max_num_seqs + 1
+    rows = SamplingParamsRow(
+        temperature=jnp.ones((x, y), jnp.float32),
+        top_p=jnp.ones((x, y), jnp.float32),
+        min_p=jnp.zeros((x, y), jnp.float32),
+        top_k=jnp.zeros((x, y), jnp.int32),
+        seed=jnp.zeros((x, y, 2), jnp.uint32),
+        position=jnp.zeros((x, y), jnp.int32),
+        bias_ids=jnp.full((x, y, shape.max_bias), -1, jnp.int32),
+        bias=jnp.zeros((x, y, shape.max_bias), jnp.float32),
+    )
+    zeros = jnp.zeros((x, y), jnp.int32)
+    mtp = pending = None
+    if k := shape.num_speculative_tokens:
+        [mtp] = pages(num_layers=1)
+        hidden = jnp.zeros((x, y, k + 1, cfg.hidden_size), cfg.dtype)
+        pending = PendingDraftInputs(hidden, jnp.zeros((x, y, k + 1), jnp.int32), zeros)
+    return DeviceState(
+        pages(), mtp, SlotState(newest=zeros, length=zeros, rows=rows, pending=pending)
+    )
+
+
+@functools.cache
+def _make_empty(sharding):
+    """Returns a compiled `empty_state` whose arrays have this sharding. Engines of equal shapes share it."""
+    return jax.jit(empty_state, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="device")
-def _prefill(params, device: Device, reads: Reads, *, variant, **static):
-    where, reads = reads.slot, _flat(reads)
-    segments = (jnp.arange(reads.tokens.shape[1]) < reads.count[:, None]).astype(jnp.int32)
+def _prefill(params, device: DeviceState, batch: PrefillBatch, *, variant, **static):
+    """Reads tokens into pages and draws the token after each row's last."""
+    slot, batch = batch.slot, _flat(batch)
+    segments = (jnp.arange(batch.tokens.shape[1]) < batch.count[:, None]).astype(jnp.int32)
     out = forward(
         params,
-        reads.tokens,
+        batch.tokens,
         segment_ids=segments,
-        cache=PagedCache(device.layers, reads.tables, reads.start),
-        only=jnp.maximum(reads.count - 1, 0)[:, None],
+        cache=PagedCache(device.layers, batch.tables, batch.start),
+        logit_positions=jnp.maximum(batch.count - 1, 0)[:, None],
         **static,
     )
-    end = reads.start + reads.count
-    drawn = draw(out.logits[:, 0], reads.rows._replace(position=end), **variant._asdict())
-    mtp, fresh = device.mtp, None
+    end = batch.start + batch.count
+    sampled = draw(out.logits[:, 0], batch.rows._replace(position=end), **variant._asdict())
+    mtp, pending = device.mtp, None
     if mtp is not None:
-        mtp, fresh = _read_ahead(
-            params, device, reads, segments, out.hidden, drawn.tokens, **static
+        mtp, pending = _prefill_mtp(
+            params, device, batch, segments, out.hidden, sampled.tokens, **static
         )
-    new = Slots(drawn.tokens, end, reads.rows, fresh)
-    new = jax.tree.map(lambda a: a.reshape(*where.shape, *a.shape[1:]), new)
-    return Device(out.cache.layers, mtp, _put(device.slots, where, new)), _drew(drawn)
+    new = SlotState(newest=sampled.tokens, length=end, rows=batch.rows, pending=pending)
+    new = jax.tree.map(lambda a: a.reshape(*slot.shape, *a.shape[1:]), new)
+    slots = _put(device.slots, slot, new)
+    return DeviceState(out.cache.layers, mtp, slots), _single_tokens(sampled)
 
 
-def _read_ahead(params, device, reads: Reads, segments, hidden, drawn, *, cfg, mesh, plan):
-    """(the MTP layer's pages, Fresh [x * b ...]) after a prefill. The last place is read when the token behind it is
-    known to the host: a decode reads what is drawn."""
-    last = jnp.maximum(reads.count - 1, 0)
-    places = jnp.arange(reads.tokens.shape[1])
+def _prefill_mtp(
+    params, device, batch: PrefillBatch, segments, hidden, drawn_tokens, *, cfg, mesh, execution
+):
+    """Returns the MTP layer's pages and its pending inputs [x*b ...] after a prefill.
+
+    The last position is processed if the host knows the token after it. Otherwise the next decode processes it.
+    """
+    last = jnp.maximum(batch.count - 1, 0)
+    positions = jnp.arange(batch.tokens.shape[1])
     following = jnp.where(
-        places == last[:, None],
-        reads.behind[:, None],
-        jnp.roll(reads.tokens, -1, axis=1),
+        positions == last[:, None],
+        batch.next_token[:, None],
+        jnp.roll(batch.tokens, -1, axis=1),
     )
     known = (following >= 0) & (segments != 0)
-    cache = PagedCache((device.mtp,), reads.tables, reads.start)
+    cache = PagedCache((device.mtp,), batch.tables, batch.start)
     out = forward_mtp(
         params,
         hidden,
@@ -335,24 +239,25 @@ def _read_ahead(params, device, reads: Reads, segments, hidden, drawn, *, cfg, m
         cfg,
         segment_ids=known.astype(jnp.int32),
         cache=cache,
-        only=last[:, None],
+        logit_positions=last[:, None],
         mesh=mesh,
-        plan=plan,
+        execution=execution,
     )
-    k = device.slots.fresh.tokens.shape[-1]
+    k = device.slots.pending.tokens.shape[-1]
     newest = jnp.take_along_axis(hidden, last[:, None, None], 1)
-    fresh = Fresh(
+    pending = PendingDraftInputs(
         jnp.pad(newest, ((0, 0), (0, k - 1), (0, 0))),
-        jnp.pad(drawn[:, None], ((0, 0), (0, k - 1))),
-        (reads.behind < 0).astype(jnp.int32),
+        jnp.pad(drawn_tokens[:, None], ((0, 0), (0, k - 1))),
+        (batch.next_token < 0).astype(jnp.int32),
     )
-    return out.cache.layers[0], fresh
+    return out.cache.layers[0], pending
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "one_by_one"), donate_argnames="device")
-def _decode(params, device: Device, draws: Draws, *, variant, one_by_one, **static):
-    own = jax.tree.map(lambda a: _at(a, draws.slot), device.slots)
-    tokens = jnp.where(draws.given < 0, own.newest, draws.given)
+def _decode(params, device: DeviceState, batch: DecodeBatch, *, variant, one_by_one, **static):
+    """Draws the next token of each sequence, row by row in one shape if `one_by_one`."""
+    state = jax.tree.map(lambda a: _at(a, batch.slot), device.slots)
+    tokens = jnp.where(batch.forced_token < 0, state.newest, batch.forced_token)
 
     def advance(layers, args):
         tokens, length, tables, limit, rows = args
@@ -366,59 +271,75 @@ def _decode(params, device: Device, draws: Draws, *, variant, one_by_one, **stat
         rows = rows._replace(position=length + 1)
         return out.cache.layers, draw(out.logits[:, 0], rows, **variant._asdict())
 
-    args = (tokens, own.length, draws.tables, draws.limit, own.rows)
+    args = (tokens, state.length, batch.tables, batch.limit, state.rows)
     if one_by_one:
         columns = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), args)
-        layers, drawn = lax.scan(advance, device.layers, columns)
-        drawn = _flat(jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), drawn))
+        layers, sampled = lax.scan(advance, device.layers, columns)
+        sampled = _flat(jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), sampled))
     else:
-        layers, drawn = advance(device.layers, _flat(args))
-    newest = drawn.tokens.reshape(draws.slot.shape)
-    slots = _put(device.slots, draws.slot, own._replace(newest=newest, length=own.length + 1))
-    return Device(layers, None, slots), _drew(drawn)
+        layers, sampled = advance(device.layers, _flat(args))
+    newest = sampled.tokens.reshape(batch.slot.shape)
+    slots = _put(device.slots, batch.slot, state._replace(newest=newest, length=state.length + 1))
+    return DeviceState(layers, None, slots), _single_tokens(sampled)
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "num_draft"), donate_argnames="device")
-def _speculate(params, device: Device, draws: Draws, *, variant, num_draft, **static):
-    own = _flat(jax.tree.map(lambda a: _at(a, draws.slot), device.slots))
-    tables, limit = _flat((draws.tables, draws.limit))
+@functools.partial(
+    jax.jit, static_argnames=(*_STATIC, "num_speculative_tokens"), donate_argnames="device"
+)
+def _speculate(
+    params, device: DeviceState, batch: DecodeBatch, *, variant, num_speculative_tokens, **static
+):
+    """Drafts tokens with the MTP layer, verifies them in one forward and keeps the accepted ones."""
+    state = _flat(jax.tree.map(lambda a: _at(a, batch.slot), device.slots))
+    tables, limit = _flat((batch.tables, batch.limit))
     mtp, drafts, draft_probs = _draft(
-        params, device.mtp, own, tables, limit, num_draft, variant.cut, **static
+        params, device.mtp, state, tables, limit, num_speculative_tokens, variant.truncate, **static
     )
-    tokens = jnp.concatenate([own.newest[:, None], drafts], 1)
-    places = own.length[:, None] + jnp.arange(num_draft + 1)
+    # Verifies the newest token and all drafts in one forward.
+    tokens = jnp.concatenate([state.newest[:, None], drafts], 1)
+    positions = state.length[:, None] + jnp.arange(num_speculative_tokens + 1)
     out = forward(
         params,
         tokens,
-        segment_ids=(places < limit[:, None]).astype(jnp.int32),
-        cache=PagedCache(device.layers, tables, own.length),
+        segment_ids=(positions < limit[:, None]).astype(jnp.int32),
+        cache=PagedCache(device.layers, tables, state.length),
         **static,
     )
-    rows = _each(own.rows, places + 1)
+    rows = _repeat_rows(state.rows, positions + 1)
     logits = out.logits.reshape(-1, out.logits.shape[-1])
-    probs = probabilities(logits, rows, variant.cut).reshape(out.logits.shape)
-    keys = keys_of(own.rows._replace(position=own.length + 1))
+    probs = probabilities(logits, rows, variant.truncate).reshape(out.logits.shape)
+    keys = row_keys(state.rows._replace(position=state.length + 1))
     new, count = jax.vmap(_verify)(keys, drafts, draft_probs, probs)
-    # A token needs the logits of a place that was read.
-    count = jnp.clip(count, 0, jnp.maximum(limit - 1 - own.length, 0))
-    drawn = told(new.reshape(-1), logits, rows, variant.num_top)
+    # A token needs logits, which exist only for positions within the limit.
+    count = jnp.clip(count, 0, jnp.maximum(limit - 1 - state.length, 0))
+    sampled = logprobs_of(new.reshape(-1), logits, rows, variant.num_top)
+    # Updates the slots; what the MTP layer has yet to process are the accepted tokens.
     newest = jnp.take_along_axis(new, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
-    after = Slots(newest, own.length + count, own.rows, Fresh(out.hidden, new, count))
-    x, b = draws.slot.shape
+    after = SlotState(
+        newest=newest,
+        length=state.length + count,
+        rows=state.rows,
+        pending=PendingDraftInputs(out.hidden, new, count),
+    )
+    x, b = batch.slot.shape
     after = jax.tree.map(lambda a: a.reshape(x, b, *a.shape[1:]), after)
-    slots = _put(device.slots, draws.slot, after)
-    drawn = jax.tree.map(lambda a: a.reshape(x * b, num_draft + 1, *a.shape[1:]), drawn)
-    return Device(out.cache.layers, mtp, slots), Drew(drawn, count)
+    slots = _put(device.slots, batch.slot, after)
+    sampled = jax.tree.map(
+        lambda a: a.reshape(x * b, num_speculative_tokens + 1, *a.shape[1:]), sampled
+    )
+    return DeviceState(out.cache.layers, mtp, slots), StepOutput(sampled, count)
 
 
-def _draft(params, mtp, own: Slots, tables, limit, num_draft, cut, **static):
-    """(the MTP layer's pages, drafts int32[b k], what they were drawn from float32[b k v])."""
-    fresh, rows = own.fresh, own.rows
-    start = own.length - fresh.count
+def _draft(
+    params, mtp, state: SlotState, tables, limit, num_speculative_tokens, truncate, **static
+):
+    """Returns the MTP layer's pages, drafts int32[b k] and their distributions float32[b k v]."""
+    pending, rows = state.pending, state.rows
+    start = state.length - pending.count
 
     def advance(mtp, hidden, tokens, start, count):
-        places = jnp.arange(tokens.shape[1])
-        real = (places < count[:, None]) & (start[:, None] + places < limit[:, None])
+        positions = jnp.arange(tokens.shape[1])
+        real = (positions < count[:, None]) & (start[:, None] + positions < limit[:, None])
         last = jnp.maximum(count - 1, 0)[:, None]
         out = forward_mtp(
             params,
@@ -426,67 +347,71 @@ def _draft(params, mtp, own: Slots, tables, limit, num_draft, cut, **static):
             tokens,
             segment_ids=real.astype(jnp.int32),
             cache=PagedCache((mtp,), tables, start),
-            only=last,
+            logit_positions=last,
             **static,
         )
         hidden = jnp.take_along_axis(out.hidden, last[..., None], 1)
         return out.cache.layers[0], hidden, out.logits[:, 0]
 
     def choose(logits, ahead):
-        probs = probabilities(logits, rows, cut)
-        keys = keys_of(rows._replace(position=own.length + 1 + ahead))
-        # Another number than that of any other draw in this place.
+        probs = probabilities(logits, rows, truncate)
+        keys = row_keys(rows._replace(position=state.length + 1 + ahead))
+        # Drafts need other random numbers than the rest of the sampling at this position.
         keys = jax.vmap(lambda key: jax.random.fold_in(key, _DRAFT))(keys)
         return jax.vmap(jax.random.categorical)(keys, jnp.log(probs)).astype(jnp.int32), probs
 
-    mtp, hidden, logits = advance(mtp, fresh.hidden, fresh.tokens, start, fresh.count)
+    mtp, hidden, logits = advance(mtp, pending.hidden, pending.tokens, start, pending.count)
     token, probs = choose(logits, 0)
-    ones = jnp.ones_like(own.length)
+    ones = jnp.ones_like(state.length)
 
     def step(carry, ahead):
         mtp, hidden, token = carry
-        mtp, hidden, logits = advance(mtp, hidden, token[:, None], own.length + ahead - 1, ones)
+        mtp, hidden, logits = advance(mtp, hidden, token[:, None], state.length + ahead - 1, ones)
         token, probs = choose(logits, ahead)
         return (mtp, hidden, token), (token, probs)
 
-    (mtp, *_), (tokens, more) = lax.scan(step, (mtp, hidden, token), jnp.arange(1, num_draft))
+    (mtp, *_), (tokens, more) = lax.scan(
+        step, (mtp, hidden, token), jnp.arange(1, num_speculative_tokens)
+    )
     tokens = jnp.concatenate([token[None], tokens]).T
     return mtp, tokens, jnp.concatenate([probs[None], more]).swapaxes(0, 1)
 
 
-# Keys that are split hold those folded with 0 and 1; verification splits the one of the same place.
+# Folded into the keys of drafts. Splitting a key gives those folded with 0 and 1, and verification splits the key
+# of the same position.
 _DRAFT = 2
 
 
 def _verify(key, drafts, draft_probs, probs):
+    """Returns the tokens of one row after verification, and how many of them count."""
     tokens, count = verify(key, drafts[None], draft_probs[None], probs[None])
     return tokens[0], count[0]
 
 
-def _each(rows: Row, positions) -> Row:
-    """`Row` [b ...] for all of positions int32[b k], as [b * k ...]."""
+def _repeat_rows(rows: SamplingParamsRow, positions) -> SamplingParamsRow:
+    """Repeats sampling parameters [b ...] for positions int32[b k]; returns them as [b*k ...]."""
     count = positions.shape[1]
     rows = jax.tree.map(lambda a: jnp.repeat(a, count, axis=0), rows)
     return rows._replace(position=positions.reshape(-1))
 
 
-def _drew(drawn: Drawn) -> Drew:
-    """One token for each row."""
-    return Drew(jax.tree.map(lambda a: a[:, None], drawn), jnp.ones_like(drawn.tokens))
+def _single_tokens(sampled: SampledTokens) -> StepOutput:
+    """Returns the output of a step with one token for each row."""
+    return StepOutput(jax.tree.map(lambda a: a[:, None], sampled), jnp.ones_like(sampled.tokens))
 
 
 def _flat(tree):
-    """[x b ...] as [x * b ...]."""
+    """Reshapes [x b ...] to [x*b ...]."""
     return jax.tree.map(lambda a: a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]), tree)
 
 
 def _at(values, slot):
-    """[x b ...] of values [x y ...]."""
+    """Gathers [x b ...] at slots int32[x b] of values [x y ...]."""
     return jax.vmap(lambda v, s: v[s])(values, slot)
 
 
-def _put(slots: Slots, slot, new: Slots) -> Slots:
-    """slots with those at slot int32[x ...] as in new [x ...]."""
+def _put(slots: SlotState, slot, new: SlotState) -> SlotState:
+    """Scatters new [x b ...] to slots int32[x b]."""
 
     def put(values, new):
         return jax.vmap(lambda v, s, n: v.at[s].set(n))(values, slot, new)

@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for callers in any other."""
+"""Runs an engine in its own thread, for callers in other threads."""
 
 import collections
 import concurrent.futures
@@ -9,21 +9,21 @@ from collections.abc import Callable
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import WeightsLost
 
-_PAUSED_SECONDS = 0.05
+_PAUSED_POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
 
 class WorkerStopped(Exception):
-    """The engine takes no more: it was stopped, or has failed, which `Worker.failure` says."""
+    """Raised if the engine was stopped or has failed; `Worker.failure` is the error."""
 
 
 class Worker:
-    """Steps an engine as long as there is work, and calls what others ask for between two steps.
+    """Thread that steps an engine while there is work, and runs calls of other threads between two steps.
 
     Attributes:
-      engine: its counts may be read from any thread; all else goes through `call`.
-      failure: the error that ended it, or None.
-      on_failure: called in the engine's thread once `failure` is set; None: nothing is called.
+      engine: the engine. Any thread may read its stats; all other access goes through `call`.
+      failure: error that ended the thread, or None.
+      on_failure: called in the engine's thread after `failure` is set; None: nothing is called.
     """
 
     def __init__(self, engine: Engine):
@@ -36,18 +36,18 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends after the step it is in; what has not ended is left as it is."""
+        """Stops the thread after the current step. Unfinished requests stay unfinished."""
         with self._awake:
             self._stopped = True
             self._awake.notify()
         self._thread.join()
 
     def call(self, function: Callable[[Engine], object]) -> concurrent.futures.Future:
-        """function(engine) in the engine's thread; what it returns or raises. WorkerStopped if that has ended."""
+        """Runs function(engine) in the engine's thread. Raises WorkerStopped if the thread has ended."""
         future = concurrent.futures.Future()
         with self._awake:
             if self._stopped or self.failure:
@@ -79,18 +79,19 @@ class Worker:
                 while not (busy or self._calls or self._stopped):
                     self._awake.wait()
                 if self.engine.paused and not self._calls:
-                    # What is cancelled or late ends even so.
-                    self._awake.wait(_PAUSED_SECONDS)
+                    # Steps even so, because requests may be cancelled or time out.
+                    self._awake.wait(_PAUSED_POLL_S)
                 if self._stopped:
                     return
                 count = len(self._calls)
-            # One by one: if one of them ends the engine, the others are still there to be answered.
+            # One at a time: if a call ends the engine, the remaining ones still get an error.
             for _ in range(count):
-                _answer(*self._calls.popleft(), self.engine)
+                _run_call(*self._calls.popleft(), self.engine)
             busy = self.engine.step()
 
 
-def _answer(function, future: concurrent.futures.Future, engine: Engine) -> None:
+def _run_call(function, future: concurrent.futures.Future, engine: Engine) -> None:
+    """Runs a call and sets its future. Raises WeightsLost, after which the engine cannot run."""
     if not future.set_running_or_notify_cancel():
         return
     try:

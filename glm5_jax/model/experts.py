@@ -1,13 +1,15 @@
-"""The routed experts' weights, and their use on rows sorted by expert or, as in decoding, on few rows."""
+"""Weights of the routed experts, and SwiGLU on rows sorted by expert or, in decoding, on few rows."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
 
+from glm5_jax.core.params import Declare
 from pallas_kernels.grouped_matmul import grouped_swiglu
 from pallas_kernels.grouped_matmul.ref import swiglu
-from pallas_kernels.quantised import Int4
+from pallas_kernels.quantized_weights import Int4
 from pallas_kernels.w4a8_matmul import ref as w4a8, w4a8_grouped_matmul
 from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 
@@ -15,7 +17,7 @@ from pallas_kernels.w4a8_matmul.quantize import quantize_a8
 class Experts(nnx.Module):
     """Gate, up and down matrices of every routed expert."""
 
-    def __init__(self, declare):
+    def __init__(self, declare: Declare):
         self.gate = declare.normal("gate", "e d f")
         self.up = declare.normal("up", "e d f")
         self.down = declare.normal("down", "e f d")
@@ -23,30 +25,37 @@ class Experts(nnx.Module):
 
 NAMES = ("gate", "up", "down")
 
-# Without a kernel the sorted rows' product reads all experts: up to this many rows per expert it is cheaper
-# to fetch each row's own (measured on CPU).
+# Without a kernel, the product of sorted rows reads all experts. Up to this many rows per expert it is
+# cheaper to fetch each row's expert (measured on CPU).
 FETCH_SHARE = 0.5
 
 
-def fetched_swiglu(x, expert_ids, w, cut: tuple[str, ...] = ()):
-    """SwiGLU of x [m d] in each of its experts int32[m a] -> [m a d]. cut: mesh axes whose devices have parts of f,
-    and whose results are to be summed."""
+def fetched_swiglu(
+    x: Float[Array, "m d"],
+    expert_ids: Int[Array, "m a"],
+    w: PyTree,
+    sum_axes: tuple[str, ...] = (),
+) -> Float[Array, "m a d"]:
+    """Applies SwiGLU to x in each of its experts, which are fetched row by row.
+
+    sum_axes: mesh axes whose devices hold parts of f, and over which the caller sums the results.
+    """
     m, a = expert_ids.shape
 
     def one(_, args):
-        # One row at a time, so that the copy of its expert is still in the cache when it is multiplied.
+        # One row at a time, so that the copied expert is still in the CPU's cache when it is multiplied.
         row, expert = args
-        own = [
+        expert_weights = [
             jax.tree.map(lambda v: lax.dynamic_index_in_dim(v, expert, keepdims=False), w[name])
             for name in NAMES
         ]
-        if not isinstance(own[0], Int4):
-            return None, swiglu(row, *own)[0]
+        if not isinstance(expert_weights[0], Int4):
+            return None, swiglu(row, *expert_weights)[0]
 
         def multiply(x, x_scale, w):
-            return w4a8.product(x, x_scale[..., None], w.packed, w.scale, row.dtype)
+            return w4a8.matmul(x, x_scale[..., None], w.packed, w.scale, row.dtype)
 
-        return None, _w4a8_swiglu(row, *own, multiply, cut)
+        return None, _w4a8_swiglu(row, *expert_weights, multiply, sum_axes)
 
     rows = jnp.repeat(x, a, axis=0)[:, None]
     _, y = lax.scan(one, None, (rows, expert_ids.reshape(-1)))
@@ -54,26 +63,40 @@ def fetched_swiglu(x, expert_ids, w, cut: tuple[str, ...] = ()):
 
 
 def sorted_swiglu(
-    x, group_sizes, w, expected_rows: int | None = None, kernels="auto", cut: tuple[str, ...] = ()
-):
-    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each; see `grouped_swiglu`. cut: as `fetched_swiglu`."""
-    own = [w[name] for name in NAMES]
-    if isinstance(own[0], Int4):
+    x: Float[Array, "m d"],
+    group_sizes: Int[Array, " e"],
+    w: PyTree,
+    expected_rows: int | None = None,
+    kernels="auto",
+    sum_axes: tuple[str, ...] = (),
+) -> Float[Array, "m d"]:
+    """Applies SwiGLU to rows that are sorted by expert, group_sizes rows each; see `grouped_swiglu`.
+
+    sum_axes: as for `fetched_swiglu`.
+    """
+    gate, up, down = (w[name] for name in NAMES)
+    if isinstance(gate, Int4):
 
         def multiply(rows, scale, w):
             return w4a8_grouped_matmul(
-                *(rows, scale, w.packed, w.scale, group_sizes),
+                rows,
+                scale,
+                w.packed,
+                w.scale,
+                group_sizes,
                 expected_rows=expected_rows,
                 out_dtype=x.dtype,
                 implementation=kernels,
             )
 
-        return _w4a8_swiglu(x, *own, multiply, cut)
-    return grouped_swiglu(x, group_sizes, *own, expected_rows=expected_rows, implementation=kernels)
+        return _w4a8_swiglu(x, gate, up, down, multiply, sum_axes)
+    return grouped_swiglu(
+        x, group_sizes, gate, up, down, expected_rows=expected_rows, implementation=kernels
+    )
 
 
-def _w4a8_swiglu(x, gate, up, down, multiply, cut):
-    """With int8 rows before both products; multiply(integers, their scales, weight)."""
+def _w4a8_swiglu(x, gate, up, down, multiply, sum_axes):
+    """Applies SwiGLU with int8 rows before both products; multiply(integers, their scales, weight)."""
     rows = quantize_a8(x)
     hidden = jax.nn.silu(multiply(*rows, gate)) * multiply(*rows, up)
-    return multiply(*quantize_a8(hidden, cut), down)
+    return multiply(*quantize_a8(hidden, sum_axes), down)

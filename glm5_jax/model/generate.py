@@ -1,6 +1,6 @@
-"""Plain cached decoding: prefill once, then one token at a time, all rows in step.
+"""Plain cached decoding: one prefill, then one token per step for all rows together.
 
-For samples during training, for tests and as the reference of the serving engine.
+It writes samples during training, runs in tests, and is the reference of the serving engine.
 """
 
 import dataclasses
@@ -9,44 +9,52 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.model.cache import init_cache
+from glm5_jax.model.cache import Cache, init_cache
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.glm5 import forward, unstack
-from glm5_jax.model.plan import Plan
-from glm5_jax.model.quant import settled
+from glm5_jax.model.quant import with_int4_experts
 
 
 def generate(
-    params,
-    prompts,
+    params: PyTree,
+    prompts: Int[ArrayLike, "b t"],
     cfg: ModelConfig,
     num_new: int,
     *,
-    mask=None,
+    mask: Int[ArrayLike, "b t"] | None = None,
     temperature: float = 0.0,
-    key=None,
+    key: Array | None = None,
     prefill_chunk: int | None = None,
     capacity: int | None = None,
-    plan: Plan = Plan(),
-) -> np.ndarray:
-    """int[b, t + num_new]: prompts int[b t] continued by num_new tokens.
+    execution: ExecutionConfig = ExecutionConfig(),
+) -> Int[np.ndarray, "b t+num_new"]:
+    """Continues prompts by num_new tokens and returns both.
 
-    mask [b t] is 0 on the left padding of shorter prompts. temperature 0 is greedy, otherwise key
-    draws. prefill_chunk tokens enter the cache at a time (default: the whole prompt). A row that has
-    produced one of cfg.eos_token_id goes on with cfg.pad_token_id (if both are set).
-    capacity: tokens the cache holds (default: what is needed).
+    A row that has produced one of cfg.eos_token_id continues with cfg.pad_token_id, if both are set.
+
+    Args:
+      mask: 0 on the left padding of shorter prompts; None: no padding.
+      temperature: 0 is greedy; otherwise tokens are drawn with key.
+      prefill_chunk: tokens that enter the cache at a time; None: the full prompt.
+      capacity: number of tokens that the cache holds; None: t + num_new.
+
+    Raises ValueError if capacity is too small, the temperature is negative, or a key is missing.
     """
     params, cfg, prompts, segments = prepare(params, prompts, cfg, mask, temperature, key)
     b, t = prompts.shape
     capacity = capacity or t + num_new
     if capacity < t + num_new:
         raise ValueError(f"capacity {capacity} is below prompt {t} + {num_new} new tokens")
+    # Prefill.
     cache = init_cache(cfg, b, capacity)
     chunk = prefill_chunk or t
     for first in range(0, t, chunk):
         part = slice(first, first + chunk)
-        logits, cache = advance(params, prompts[:, part], segments[:, part], cache, cfg, plan)
+        logits, cache = advance(params, prompts[:, part], segments[:, part], cache, cfg, execution)
+    # Decode.
     out, ended = [prompts], np.zeros(b, bool)
     for i in range(num_new):
         if temperature:
@@ -65,33 +73,51 @@ def generate(
             break
         if i + 1 < num_new:
             ones = np.ones((b, 1), np.int32)
-            logits, cache = advance(params, token[:, None], ones, cache, cfg, plan)
+            logits, cache = advance(params, token[:, None], ones, cache, cfg, execution)
     return np.concatenate(out, axis=1)
 
 
-def prepare(params, prompts, cfg: ModelConfig, mask, temperature, key):
-    """(params layer by layer, the config that computes with them, prompts, their segments) of
-    `generate`'s arguments; ValueError for a negative temperature, or one without a key."""
+def prepare(
+    params: PyTree,
+    prompts: Int[ArrayLike, "b t"],
+    cfg: ModelConfig,
+    mask: Int[ArrayLike, "b t"] | None,
+    temperature: float,
+    key: Array | None,
+) -> tuple[PyTree, ModelConfig, Int[np.ndarray, "b t"], Int[np.ndarray, "b t"]]:
+    """Prepares the arguments of `generate`: returns (unstacked params, config to run them, prompts, segments).
+
+    Raises ValueError if the temperature is negative, or positive without a key.
+    """
     if temperature < 0:
         raise ValueError(f"temperature is {temperature}; it must be 0 (greedy) or positive")
     if temperature and key is None:
         raise ValueError(f"temperature {temperature} needs a key; pass key= or temperature=0")
     prompts = np.asarray(prompts)
     segments = np.ones(prompts.shape, np.int32) if mask is None else np.asarray(mask, np.int32)
-    # Experts become int4 once, not once per token.
-    plain = dataclasses.replace(cfg, int4_group=None)
-    return layers_of(params, cfg), plain, prompts, segments
+    # Experts become int4 once, instead of once per token.
+    prepared_cfg = dataclasses.replace(cfg, int4_group=None)
+    return unstack_for_decoding(params, cfg), prepared_cfg, prompts, segments
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
-def layers_of(params, cfg: ModelConfig):
-    """The weights layer by layer, experts as int4 where cfg says so: for decoding on one device, with
-    int4_group None."""
-    return unstack(settled(params, cfg), cfg)
+def unstack_for_decoding(params: PyTree, cfg: ModelConfig) -> PyTree:
+    """Returns the weights layer by layer, with int4 experts where cfg says so, for decoding on one device.
+
+    The forward then takes a config with int4_group None.
+    """
+    return unstack(with_int4_experts(params, cfg), cfg)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "plan"), donate_argnames="cache")
-def advance(params, tokens, segments, cache, cfg, plan):
-    """Logits [b v] after the last of these tokens, and the cache that holds them."""
-    out = forward(params, tokens, cfg, segment_ids=segments, cache=cache, plan=plan)
+@functools.partial(jax.jit, static_argnames=("cfg", "execution"), donate_argnames="cache")
+def advance(
+    params: PyTree,
+    tokens: Int[Array, "b t"],
+    segments: Int[Array, "b t"],
+    cache: Cache,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+) -> tuple[Float[Array, "b v"], Cache]:
+    """Appends tokens to the cache and returns (logits after the last one, cache)."""
+    out = forward(params, tokens, cfg, segment_ids=segments, cache=cache, execution=execution)
     return out.logits[:, -1], out.cache

@@ -1,59 +1,64 @@
-"""GLM-5: the weights as an `nnx.Module`, and the one forward as pure functions over their tree.
+"""GLM-5: the weights as an `nnx.Module`, and one forward as pure functions over their tree.
 
-`forward` is the public one (any mesh, any stage). `trunk` is the same computation on one device's
+`forward` is public and runs on any mesh, in any stage. `trunk` is the same computation on one device's
 shard; the training loss runs it inside its own manual region.
 """
 
 import dataclasses
 import functools
-import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import axes, sharding
+from glm5_jax.core import sharding
 from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region, check_batch
-from glm5_jax.core.params import (
-    Declare,
-    given_values,
-    random_values,
-    random_values_at_once,
-    shapes_only,
-)
-from glm5_jax.core.tree import flatten, found, map_with_path
+from glm5_jax.core.params import values_from
+from glm5_jax.core.tree import flatten, map_with_path, matches_any
 from glm5_jax.model import quant
-from glm5_jax.model.block import Block, Context, LayerStats, Switch, block, block_once, no_selection
+from glm5_jax.model.block import (
+    ForwardContext,
+    KindSwitch,
+    LayerStats,
+    block,
+    block_jit,
+    initial_selection,
+)
 from glm5_jax.model.cache import Cache, PagedCache, Paging, write
-from glm5_jax.model.indexer import Selection, index_shares
-from glm5_jax.model.mtp import Mtp, mtp_step
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.model.indexer import Selection, index_loss_weights
+from glm5_jax.model.mtp import mtp_step
+from glm5_jax.model.parameters import (
+    OWNED_BY_SOME_LAYERS,
+    abstract_params,
+    axis_letters,
+    declare_model,
+    init_params,
+    layers_with,
+    param_shardings,
+    params_of,
+    stacks,
+    unstack,
+)
 from glm5_jax.model.rope import rope_table
-from glm5_jax.model.turned import read_out
-from glm5_jax.model.vocabulary import embed, read_logits
-
-STACKS = ("dense_layers", "moe_layers")
-_LAYER = re.compile(r"(?<=_layers)/\d+/")  # in paths of unstacked trees
-PARTIAL = ("indexer", "gdn")  # their stacks count only the layers that own them
-# What stays cut while it is used: a device that held all of it would add it to the sum once more.
-DIVIDED = {
-    "tensor": ("intermediate_size", "moe_intermediate_size"),
-    "expert": ("n_routed_experts",),
-}
+from glm5_jax.model.rotated_norm import apply_final_norm
+from glm5_jax.model.vocabulary import compute_logits, embed
 
 
 class Glm5(nnx.Module):
-    """A GLM-5 model: `Glm5(cfg, rngs=nnx.Rngs(0))(tokens)` -> float32 logits [b t v].
+    """A GLM-5 model: `Glm5(cfg, rngs=nnx.Rngs(0))(tokens)` returns float32 logits [b t v].
 
-    rngs draws new weights; params (a nested dict as `params_of` gives) takes existing ones. With a
-    mesh the weights are born sharded by core/sharding.py. param_dtype (default: the config's dtype)
-    is how weights are stored.
+    Args:
+      rngs: random streams that new weights are drawn from.
+      params: existing weights, a nested dict as `params_of` returns. Give rngs or params.
+      param_dtype: dtype of the stored weights; default: the config's dtype.
+      mesh: mesh on which weights are created sharded by core/sharding.py; None: one device.
     """
 
     def __init__(
@@ -71,281 +76,220 @@ class Glm5(nnx.Module):
             params = init_params(cfg, rngs.params(), param_dtype or cfg.dtype, mesh)
         self.cfg = cfg
         self.mesh = mesh
-        _declare(self, cfg, given_values(params), param_dtype or cfg.dtype)
+        declare_model(self, cfg, values_from(params), param_dtype or cfg.dtype)
 
-    def __call__(self, tokens, *, positions=None, segment_ids=None, plan: Plan = Plan()):
-        given = {"positions": positions, "segment_ids": segment_ids, "mesh": self.mesh}
-        return forward(params_of(self), tokens, self.cfg, plan=plan, **given).logits
-
-
-class _Declared(nnx.Module):
-    """A parameter tree without behaviour: shapes, letters or fresh values."""
-
-    def __init__(self, cfg, make, dtype):
-        _declare(self, cfg, make, dtype)
-
-
-class _Table(nnx.Module):
-    def __init__(self, declare, letters):
-        self.weight = declare.normal("weight", letters)
-
-
-def _declare(module, cfg, make, dtype):
-    declare = Declare(axes.sizes(cfg), make, cfg.initializer_range, jnp.dtype(dtype))
-    module.embed = _Table(declare.child("embed"), "v d")
-    for name, layers in stacks(cfg):
-        full = [i for i in cfg.full_layers if i in layers]
-        stack = declare.child(name).stack(layers)
-        gdn = [i for i in cfg.gdn_layers if i in layers]
-        setattr(module, name, Block(stack, cfg, name == "moe_layers", full, gdn))
-    if cfg.num_nextn_predict_layers:
-        module.mtp = Mtp(declare.child("mtp"), cfg)
-    module.final_norm = declare.ones("final_norm", "d")
-    if not cfg.tie_word_embeddings:
-        module.lm_head = _Table(declare.child("lm_head"), "d v")
+    def __call__(
+        self,
+        tokens: Int[Array, "b t"],
+        *,
+        positions: Int[Array, "b t"] | None = None,
+        segment_ids: Int[Array, "b t"] | None = None,
+        execution: ExecutionConfig = ExecutionConfig(),
+    ) -> Float[Array, "b t v"]:
+        return forward(
+            params_of(self),
+            tokens,
+            self.cfg,
+            positions=positions,
+            segment_ids=segment_ids,
+            mesh=self.mesh,
+            execution=execution,
+        ).logits
 
 
-def params_of(model: nnx.Module) -> dict[str, Any]:
-    """Nested dict of a model's arrays, router biases included; the key space of everything else."""
-    return nnx.to_pure_dict(nnx.state(model, nnx.Variable))
+class WeightGatherer:
+    """Gathers weights inside a manual region: a device's shard becomes the full weight in the compute dtype.
 
-
-@functools.lru_cache(maxsize=32)
-def abstract(cfg: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The parameter tree as `jax.ShapeDtypeStruct`s; no memory is touched."""
-    return params_of(_Declared(cfg, shapes_only, dtype))
-
-
-@functools.lru_cache(maxsize=32)
-def letters(cfg: ModelConfig) -> dict[str, Any]:
-    """The parameter tree with every leaf's axis letters ("l q n hr")."""
-    return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
-
-
-@functools.lru_cache(maxsize=8192)
-def declared(cfg: ModelConfig, path: str) -> tuple[str, str]:
-    """(name, axis letters) of a weight at a path, which may be of an `unstack`ed tree: its name is that of the stack, which its
-    letters leave out."""
-    name = _LAYER.sub("/", path)
-    own = flatten(letters(cfg))[name]
-    return name, own if name == path else own.removeprefix("l ")
-
-
-def param_shardings(cfg: ModelConfig, mesh, params=None, replicated: Sequence[str] = ()):
-    """Tree of NamedShardings of the parameters on a mesh; params: such a tree, or its shapes, if some of them are
-    quantised, or layers are apart (`unstack`). replicated: as of `Plan`. ValueError if it cannot cut the model."""
-    params = abstract(cfg) if params is None else params
-    for axis, names in DIVIDED.items():
-        for name in names:
-            if (size := getattr(cfg, name)) % mesh.shape[axis]:
-                raise ValueError(
-                    f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
-                    "divisor"
-                )
-
-    def sharding_of(path, w):
-        name, own = declared(cfg, path)
-        return sharding.sharding_of(w, own, mesh, found(replicated, name))
-
-    shardings = map_with_path(sharding_of, params)
-    quant.check_shards(cfg, params, shardings)
-    return shardings
-
-
-def init_params(cfg: ModelConfig, key, dtype="float32", mesh=None):
-    """New weights, each drawn where it lives; the same values on every mesh."""
-
-    def draw(key):
-        return params_of(_Declared(cfg, random_values(key), dtype))
-
-    if mesh is None:
-        return params_of(_Declared(cfg, random_values_at_once(key), dtype))
-    return jax.jit(draw, out_shardings=param_shardings(cfg, mesh))(key)
-
-
-def unstack(params, cfg: ModelConfig):
-    """The same tree, or any part of it, with each layer stack as a list of layers; `forward` accepts both forms.
-
-    A step that slices its weights out of a stack copies them; decoding on CPU is then half as fast, and XLA:TPU has copies of
-    18 layers' experts at once.
+    The router keeps its stored dtype, because its scores are computed in `accum_dtype`. Experts are
+    fake-quantised to int4 if cfg says so.
     """
-    out = dict(params)
-    for name, layers in stacks(cfg):
-        if isinstance(stack := params.get(name), dict):
-            body = {k: v for k, v in stack.items() if k not in PARTIAL}
-            parts = {k: (stack[k], _owners(cfg, k, layers)) for k in PARTIAL if k in stack}
-            out[name] = []
-            for position, layer in enumerate(layers):
-                own = jax.tree.map(lambda x, i=position: x[i], body)
-                for part, (values, owners) in parts.items():
-                    if layer in owners:
-                        own[part] = jax.tree.map(lambda x, i=owners.index(layer): x[i], values)
-                out[name].append(own)
-    return out
 
-
-def _owners(cfg: ModelConfig, part: str, layers: range) -> list[int]:
-    """The layers of a stack that own a part of PARTIAL."""
-    every = {"indexer": cfg.full_layers, "gdn": cfg.gdn_layers}[part]
-    return [i for i in layers if i in every]
-
-
-def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
-    """The layer stacks that exist, with their absolute layer numbers."""
-    first = cfg.first_k_dense_replace
-    parts = zip(STACKS, (range(first), range(first, cfg.num_hidden_layers)))
-    return [(name, layers) for name, layers in parts if layers]
-
-
-class Weights:
-    """Inside a manual region: this device's whole copy of weights, in the compute dtype; the router keeps its stored
-    dtype, as it is computed wide, and experts are as int4 where cfg says so."""
-
-    def __init__(self, cfg: ModelConfig, region: Region, plan: Plan):
-        self._letters, self._whole = flatten(letters(cfg)), flatten(abstract(cfg))
+    def __init__(self, cfg: ModelConfig, region: Region, execution: ExecutionConfig):
+        self._letters, self._shapes = flatten(axis_letters(cfg)), flatten(abstract_params(cfg))
         self.region, self._sizes = region, {axis: getattr(region, axis) for axis in AXES}
         self._dtype, self._int4_group = jnp.dtype(cfg.dtype), cfg.int4_group
-        self._plan, self._reduce_dtype = plan, plan.reduce_dtype and jnp.dtype(plan.reduce_dtype)
+        self._execution = execution
+        self._reduce_dtype = execution.reduce_dtype and jnp.dtype(execution.reduce_dtype)
 
-    def by_tokens(self, name: str, w, dim: int, rows: int):
-        """(what this device has along a dimension of a weight, gathered along the others; the mesh axes over which that
-        is cut), for rows of each device; None if it is not cut there, or the weight had better be gathered."""
-        own, spec = sharding.cut_of(w, self._letters[name], self._whole[name].shape, self._sizes)
-        entry = spec[dim] if self._plan.few_tokens else None
-        axes = self.region.live(entry if isinstance(entry, tuple) else (entry,) if entry else ())
-        if not axes or self.region.size(axes) * rows > self._whole[name].shape[dim]:
+    def vocab_shard(self, name: str, w, dim: int, rows: int):
+        """Returns (shard, mesh axes) of a weight that stays sharded along one dimension.
+
+        The shard is gathered along the other dimensions. rows: rows that each device multiplies with it.
+        Returns None if the dimension is not sharded, or if gathering the weight sends less.
+        """
+        letters, spec = sharding.weight_spec(
+            w, self._letters[name], self._shapes[name].shape, self._sizes
+        )
+        entry = spec[dim] if self._execution.keep_vocab_sharded else None
+        axes = self.region.nontrivial_axes(
+            entry if isinstance(entry, tuple) else (entry,) if entry else ()
+        )
+        if not axes or self.region.size(axes) * rows > self._shapes[name].shape[dim]:
             return None
         rest = P(*(None if i == dim else part for i, part in enumerate(spec)))
-        return sharding.gather(w, own, rest, self.region, self._dtype), axes
+        return sharding.gather(w, letters, rest, self.region, self._dtype), axes
 
-    def whole(self, name: str) -> jax.ShapeDtypeStruct:
-        """Shape of a weight on all devices together."""
-        return self._whole[name]
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a weight over all devices."""
+        return self._shapes[name].shape
 
-    def __call__(self, prefix: str, tree, sliced: bool = False):
-        """The subtree at prefix, gathered; sliced: it is one layer of a stack, without its `l`."""
+    def __call__(self, prefix: str, tree: PyTree, sliced: bool = False) -> PyTree:
+        """Returns the gathered subtree at prefix. sliced: it is one layer of a stack, without its `l`."""
 
         def one(path, w):
             name = f"{prefix}/{path}" if path else prefix
-            if found(self._plan.gathered, name):
+            if matches_any(self._execution.pregathered, name):
                 return w
-            names, shape = self._letters[name], self._whole[name].shape
+            letters, shape = self._letters[name], self._shapes[name].shape
             if sliced:
-                names, shape = names.removeprefix("l "), shape[1:]
-            whole = found(self._plan.replicated, name)
-            own, spec = sharding.cut_of(w, names, shape, self._sizes, whole)
+                letters, shape = letters.removeprefix("l "), shape[1:]
+            is_replicated = matches_any(self._execution.replicated_weights, name)
+            letters, spec = sharding.weight_spec(w, letters, shape, self._sizes, is_replicated)
             dtype = w.dtype if "router/" in name else self._dtype
-            w = quant.computed(w, name, self._int4_group)
-            return sharding.gather(w, own, spec, self.region, dtype, self._reduce_dtype)
+            w = quant.fake_quantize(w, name, self._int4_group)
+            return sharding.gather(w, letters, spec, self.region, dtype, self._reduce_dtype)
 
         return map_with_path(one, tree)
 
 
 class Trunk(NamedTuple):
-    """hidden [b t d] after the final norm; stats: `LayerStats` with a leading l (experts' parts: MoE
-    layers only), of this device; context: what the MTP block needs to run on."""
+    """Result of the decoder on one device.
 
-    hidden: jax.Array
-    cache: Cache | None
+    Attributes:
+      hidden: hidden state after the final norm.
+      cache: cache with the new tokens; None without one.
+      stats: `LayerStats` of this device with a leading l. Fields of experts cover MoE layers only.
+      context: inputs for the MTP block.
+    """
+
+    hidden: Float[Array, "b t d"]
+    cache: Cache | PagedCache | None
     stats: LayerStats
-    context: Context
+    context: ForwardContext
 
 
 def trunk(
-    params,
-    tokens,
-    positions,
-    segments,
-    cache: Cache | None,
-    cfg,
-    plan: Plan,
+    params: PyTree,
+    tokens: Int[Array, "b t"],
+    positions: Int[Array, "b t"],
+    segments: Int[Array, "b t"] | None,
+    cache: Cache | PagedCache | None,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
     region: Region,
-    index_weight=None,
-    index_served: bool = False,
-    watched: bool = False,
-):
-    """The decoder on one device's tokens int[b t] -> Trunk. See `forward` for the arguments.
+    index_weight: Float[Array, "b t"] | None = None,
+    index_target: str = "own_layer",
+    capture_choices: bool = False,
+) -> Trunk:
+    """Runs the decoder on one device's tokens. See `forward` for the other arguments.
 
-    index_weight [b t]: of each query in the indexers' loss (None: it is not computed). index_served: an
-    indexer learns from all layers that use its keys, instead of its own alone. watched: as of `Context`.
+    Args:
+      index_weight: weight of each query in the indexers' loss; None: the loss is not computed.
+      index_target: layers whose attention an indexer is trained on (`index_loss_weights`).
+      capture_choices: as in `ForwardContext`.
     """
-    weights = Weights(cfg, region, plan)
-    context, cache = begin(positions, segments, cache, cfg, plan, region)
-    context = dataclasses.replace(context, index_weight=index_weight, watched=watched)
-    x = embed(params, weights, tokens, plan.vocab_block)
-    layer_caches, stats, before = [], [], None
-    shares = index_shares(cfg, index_served)
+    weights = WeightGatherer(cfg, region, execution)
+    context, cache = make_context(positions, segments, cache, cfg, execution, region)
+    context = dataclasses.replace(
+        context, index_weight=index_weight, capture_choices=capture_choices
+    )
+    x = embed(params, weights, tokens, execution.vocab_block)
+    layer_caches, stats, previous_x = [], [], None
+    loss_weights = index_loss_weights(cfg, index_target)
     selection = Selection(None, None)
     if len(cfg.full_layers) < cfg.num_hidden_layers:
-        selection = no_selection(tokens.shape, x.dtype, context)
+        selection = initial_selection(tokens.shape, x.dtype, context)
+    # Layers: one by one with a cache or unstacked weights, else under a scan.
     for name, layers in stacks(cfg):
         stack = params[name]
         if cache is not None or isinstance(stack, list):
             stack = stack if isinstance(stack, list) else unstack(params, cfg)[name]
-            run = block if cache is None else block_once
+            run = block if cache is None else block_jit
             for layer, w in zip(layers, stack):
-                own = cache and cache.layers[layer]
-                if cache is not None and region.live(AXES) and before is not None:
-                    # Gathered while the layer before is computed, not earlier: XLA gathers as many as memory holds.
-                    w, _ = lax.optimization_barrier((w, before))
-                w, kind, before = weights(name, w, sliced=True), cfg.layer_kinds[layer], x
-                x, selection, own, s = run(w, x, selection, own, context, True, shares[layer], kind)
-                layer_caches.append(own)
+                layer_cache = cache and cache.layers[layer]
+                if cache is not None and region.nontrivial_axes(AXES) and previous_x is not None:
+                    # Starts gathering when the previous layer has begun: XLA would gather as many layers
+                    # ahead as fit into memory.
+                    w, _ = lax.optimization_barrier((w, previous_x))
+                w, kind, previous_x = weights(name, w, sliced=True), cfg.layer_kinds[layer], x
+                x, selection, layer_cache, s = run(
+                    w, x, selection, layer_cache, context, True, loss_weights[layer], kind
+                )
+                layer_caches.append(layer_cache)
                 stats.append(jax.tree.map(lambda a: a[None], s))
         else:
-            own = [shares[layer] for layer in layers]
-            x, selection, s = _scan(name, stack, layers, x, selection, own, weights, context)
+            stack_weights = [loss_weights[layer] for layer in layers]
+            x, selection, s = _scan(
+                name, stack, layers, x, selection, stack_weights, weights, context
+            )
             stats.append(s)
+    # Final norm; statistics of the stacks concatenated.
     norm = weights("final_norm", params["final_norm"])
     if cache is not None:
-        cache = cache.behind(layer_caches, context.segments)
-    parts = [[p for p in column if p is not None] for column in zip(*stats)]
-    parts = [jax.tree.map(lambda *a: jnp.concatenate(a), *p) if p else None for p in parts]
-    return Trunk(read_out(x, norm, cfg.rms_norm_eps), cache, LayerStats(*parts), context)
+        cache = cache.advance(layer_caches, context.segments)
+
+    def joined(field):
+        values = [value for s in stats if (value := getattr(s, field)) is not None]
+        return jax.tree.map(lambda *a: jnp.concatenate(a), *values) if values else None
+
+    joined_stats = LayerStats(**{field: joined(field) for field in LayerStats._fields})
+    return Trunk(apply_final_norm(x, norm, cfg.rms_norm_eps), cache, joined_stats, context)
 
 
-def _scan(name, stack, layers, x, selection, shares, weights, context):
-    """The layers of one stack under `lax.scan`, so that 75 layers compile like one."""
+def _scan(name, stack, layers, x, selection, loss_weights, weights, context):
+    """Runs the layers of one stack under `lax.scan`, so that 75 layers compile like one.
+
+    loss_weights: weight of each layer in the loss of its index.
+    """
+    # Weights of the scan: those of all layers are scanned over; those of some are indexed in each step.
     full = set(context.cfg.full_layers)
     flags = [i in full for i in layers]
     kinds = [context.cfg.layer_kinds[i] for i in layers]
-    several = tuple(dict.fromkeys(kinds))
+    kind_names = tuple(dict.fromkeys(kinds))
     body, parts, mixed = dict(stack), {}, not all(flags)
-    for part in [name for name in PARTIAL if name in stack]:
-        owners, values = _owners(context.cfg, part, layers), body.pop(part)
-        if part == "indexer" and not (context.selects or context.index_weight is not None):
+    for part in [name for name in OWNED_BY_SOME_LAYERS if name in stack]:
+        owners, values = layers_with(context.cfg, part, layers), body.pop(part)
+        if part == "indexer" and not (context.is_sparse or context.index_weight is not None):
             continue
         if len(owners) == len(layers):
             body[part] = values
         else:
             parts[part] = (values, np.maximum(np.cumsum([i in owners for i in layers]) - 1, 0))
 
-    # Known when tracing where all are alike.
-    alike = shares[0] if len(set(shares)) == 1 else None
+    # A weight that all layers share is static.
+    static_weight = loss_weights[0] if len(set(loss_weights)) == 1 else None
     carried = jax.tree.structure(selection)
 
     def layer(carry, xs):
         x, selection = carry
-        w, is_full, kind, positions, share = xs
+        w, is_full, kind, positions, loss_weight = xs
         w = weights(name, w, sliced=True)
         for part, position in positions.items():
             at = functools.partial(lax.dynamic_index_in_dim, index=position, keepdims=False)
             w[part] = weights(f"{name}/{part}", jax.tree.map(at, parts[part][0]), sliced=True)
-        full, share = is_full if mixed else True, share if alike is None else alike
-        kind = Switch(several, kind) if len(several) > 1 else several[0]
-        x, made, _, stats = block(w, x, selection, None, context, full, share, kind)
-        kept = made if jax.tree.structure(made) == carried else selection
-        return (x, kept), stats
+        is_full = is_full if mixed else True
+        loss_weight = loss_weight if static_weight is None else static_weight
+        kind = KindSwitch(kind_names, kind) if len(kind_names) > 1 else kind_names[0]
+        x, new, _, stats = block(w, x, selection, None, context, is_full, loss_weight, kind)
+        selection = new if jax.tree.structure(new) == carried else selection
+        return (x, selection), stats
 
-    positions = {part: jnp.asarray(own, jnp.int32) for part, (_, own) in parts.items()}
-    numbers = jnp.asarray([several.index(kind) for kind in kinds], jnp.int32)
-    xs = (body, jnp.asarray(flags), numbers, positions, jnp.asarray(shares, jnp.float32))
-    (x, selection), stats = lax.scan(context.plan.checkpoint(layer), (x, selection), xs)
+    positions = {part: jnp.asarray(index, jnp.int32) for part, (_, index) in parts.items()}
+    numbers = jnp.asarray([kind_names.index(kind) for kind in kinds], jnp.int32)
+    xs = (body, jnp.asarray(flags), numbers, positions, jnp.asarray(loss_weights, jnp.float32))
+    (x, selection), stats = lax.scan(context.execution.checkpoint(layer), (x, selection), xs)
     return x, selection, stats
 
 
-def begin(positions, segments, cache, cfg, plan, region):
-    """(Context, cache with the new tokens' segments) of a forward over tokens at these positions."""
+def make_context(
+    positions: Int[Array, "b t"],
+    segments: Int[Array, "b t"] | None,
+    cache: Cache | PagedCache | None,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    region: Region,
+) -> tuple[ForwardContext, Cache | PagedCache | None]:
+    """Returns the context of a forward at these positions, and the cache with the new tokens' segments."""
     b, t = positions.shape
     cos, sin = rope_table(
         cfg.rope_parameters, cfg.qk_rope_head_dim, positions, jnp.dtype(cfg.dtype)
@@ -365,94 +309,132 @@ def begin(positions, segments, cache, cfg, plan, region):
         axes_ = region.sequence_axes
         start = region.index(axes_) * t if axes_ else 0
         num_keys = t * region.size(axes_)
-        key_segments = None if segments is None else region.whole_sequence(segments)
-    queries = (cos, sin, start, num_keys, segments, key_segments)
-    return Context(cfg, plan, region, *queries, paging=paging), cache
+        key_segments = None if segments is None else region.gather_sequence(segments)
+    context = ForwardContext(
+        cfg=cfg,
+        execution=execution,
+        region=region,
+        cos=cos,
+        sin=sin,
+        start=start,
+        num_keys=num_keys,
+        segments=segments,
+        key_segments=key_segments,
+        paging=paging,
+    )
+    return context, cache
 
 
-class Output(NamedTuple):
-    """logits float32[b t v]; hidden [b t d] after the final norm; stats over all devices."""
+class ForwardOutput(NamedTuple):
+    """Result of a forward over all devices.
 
-    logits: jax.Array
-    hidden: jax.Array
-    cache: Cache | None
+    Attributes:
+      logits: float32 logits.
+      hidden: hidden state after the final norm.
+      cache: cache with the new tokens; None without one.
+      stats: `LayerStats` over all devices.
+    """
+
+    logits: Float[Array, "b t v"]
+    hidden: Float[Array, "b t d"]
+    cache: Cache | PagedCache | None
     stats: LayerStats
 
 
 def forward(
-    params,
-    tokens,
+    params: PyTree,
+    tokens: Int[Array, "b t"],
     cfg: ModelConfig,
     *,
-    positions=None,
-    segment_ids=None,
+    positions: Int[Array, "b t"] | None = None,
+    segment_ids: Int[Array, "b t"] | None = None,
     cache: Cache | PagedCache | None = None,
-    only=None,
-    mesh=None,
-    plan: Plan = Plan(),
-) -> Output:
-    """Logits of tokens int[b t], each predicting the token after it.
+    logit_positions: Int[Array, "b 1"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    execution: ExecutionConfig = ExecutionConfig(),
+) -> ForwardOutput:
+    """Computes the logits of tokens; each position predicts the token after it.
 
-    positions int[b t] (default: counting on from the cache), segment_ids int[b t] (0 is padding;
-    default: one document per row), cache: written behind its `length`, or each row's of a `PagedCache`, whose
-    rows begin with their tokens, and returned. only int[b 1]: the one token of each row whose logits are wanted,
-    [b 1 v]; with a cache. On a mesh b, and the pages, must divide by data * fsdp *
-    expert, and without a cache t by context * tensor. ValueError otherwise.
+    Args:
+      positions: position of each token; default: consecutive, starting at the cache's length.
+      segment_ids: document of each token, 0 for padding; default: one document per row.
+      cache: cache to append the tokens to; it is returned. In a `PagedCache` the tokens of a row come
+        first, padding after them.
+      logit_positions: the one token of each row whose logits are computed, which are then [b 1 v]; with
+        a cache. None: all.
+      mesh: mesh to run on; None: one device.
+
+    Raises ValueError if the mesh cannot shard the batch: b, and the number of pages, must divide by
+    data * fsdp * expert, and without a cache t by context * tensor.
     """
 
     def local(region, params, inputs, positions, segment_ids, cache):
-        tokens, *only = inputs
-        out = trunk(params, tokens, positions, segment_ids, cache, cfg, plan, region)
-        logits = read_logits(params, out.hidden, Weights(cfg, region, plan), *only)
-        return Output(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
+        tokens, *logit_positions = inputs
+        out = trunk(params, tokens, positions, segment_ids, cache, cfg, execution, region)
+        logits = compute_logits(
+            params, out.hidden, WeightGatherer(cfg, region, execution), *logit_positions
+        )
+        return ForwardOutput(logits, out.hidden, out.cache, reduce_stats(out.stats, region))
 
-    inputs = (tokens,) if only is None else (tokens, only)
-    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan)
+    inputs = (tokens,) if logit_positions is None else (tokens, logit_positions)
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, execution)
 
 
 def forward_mtp(
-    params,
-    hidden,
-    following,
+    params: PyTree,
+    hidden: Float[Array, "b t d"],
+    following: Int[Array, "b t"],
     cfg: ModelConfig,
     *,
-    positions=None,
-    segment_ids=None,
+    positions: Int[Array, "b t"] | None = None,
+    segment_ids: Int[Array, "b t"] | None = None,
     cache: Cache | PagedCache | None = None,
-    only=None,
-    mesh=None,
-    plan: Plan = Plan(),
-) -> Output:
-    """One multi-token-prediction step, for drafting: hidden [b t d] of the trunk (or of the step
-    before) and the tokens int[b t] that follow each position -> logits for the token after those.
+    logit_positions: Int[Array, "b 1"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    execution: ExecutionConfig = ExecutionConfig(),
+) -> ForwardOutput:
+    """Runs one multi-token-prediction step, for drafting.
 
-    cache: of `init_cache(cfg, ..., num_layers=1)`, the MTP block's own. Otherwise as `forward`.
+    Args:
+      hidden: hidden state of the trunk, or of the previous step.
+      following: tokens that follow each position. The logits predict the tokens after those.
+      cache: the MTP block's cache, from `init_cache(cfg, ..., num_layers=1)`.
+
+    The other arguments are those of `forward`.
     """
     if "mtp" not in params:
         raise ValueError("the model has no MTP layer (num_nextn_predict_layers is 0)")
 
     def local(region, params, inputs, positions, segment_ids, cache):
-        hidden, following, *only = inputs
-        weights = Weights(cfg, region, plan)
-        context, cache = begin(positions, segment_ids, cache, cfg, plan, region)
+        hidden, following, *logit_positions = inputs
+        weights = WeightGatherer(cfg, region, execution)
+        context, cache = make_context(positions, segment_ids, cache, cfg, execution, region)
         w = weights("mtp", params["mtp"])
-        own = cache and cache.layers[0]
-        embedded = embed(params, weights, following, plan.vocab_block)
-        hidden, own, stats = mtp_step(w, hidden, embedded, own, context)
+        layer_cache = cache and cache.layers[0]
+        embedded = embed(params, weights, following, execution.vocab_block)
+        hidden, layer_cache, stats = mtp_step(w, hidden, embedded, layer_cache, context)
         if cache is not None:
-            cache = cache.behind((own,), context.segments)
+            cache = cache.advance((layer_cache,), context.segments)
         stats = reduce_stats(jax.tree.map(lambda a: a[None], stats), region)
-        return Output(read_logits(params, hidden, weights, *only), hidden, cache, stats)
+        return ForwardOutput(
+            compute_logits(params, hidden, weights, *logit_positions), hidden, cache, stats
+        )
 
-    inputs = (hidden, following) if only is None else (hidden, following, only)
-    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan)
+    inputs = (
+        (hidden, following) if logit_positions is None else (hidden, following, logit_positions)
+    )
+    return _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, execution)
 
 
-def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan) -> Output:
-    """local(region, params, inputs [b t ...], positions, segment_ids, cache) on one device or as one
-    manual region over the mesh."""
+def _run(
+    local, params, inputs, cfg, positions, segment_ids, cache, mesh, execution
+) -> ForwardOutput:
+    """Calls local(region, params, inputs [b t ...], positions, segment_ids, cache) on one device or on a mesh.
+
+    On a mesh the call is one manual region over all its axes.
+    """
     b, t = inputs[0].shape[:2]
-    # Pages are known full only at run time; whoever fills them counts.
+    # The fill of pages is known only at run time; their owner checks it.
     if not isinstance(cache, PagedCache):
         cfg.check_length(t if cache is None else cache.segments.shape[1])
     if positions is None:
@@ -464,7 +446,7 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan) 
     region = Region.of(mesh, shard_sequence=cache is None)
     check_batch(b, t, region)
     rows = batch_spec(region)
-    shardings = param_shardings(cfg, mesh, params, plan.replicated)
+    shardings = param_shardings(cfg, mesh, params, execution.replicated_weights)
     params_spec = jax.tree.map(lambda s: s.spec, shardings)
     cache_spec = jax.tree.map(lambda a: P(BATCH_AXES) if a.ndim else P(), cache)
     segments_spec = None if segment_ids is None else rows
@@ -473,23 +455,23 @@ def _run(local, params, inputs, cfg, positions, segment_ids, cache, mesh, plan) 
         mesh=mesh,
         check_vma=False,
         in_specs=(params_spec, rows, rows, segments_spec, cache_spec),
-        out_specs=Output(rows, rows, cache_spec, P()),
+        out_specs=ForwardOutput(rows, rows, cache_spec, P()),
     )
     return run(*args)
 
 
 def batch_spec(region: Region) -> P:
-    """Of an array [b t ...]."""
+    """Returns the PartitionSpec of an array [b t ...]."""
     return P(BATCH_AXES, SEQUENCE_AXES) if region.shard_sequence else P(BATCH_AXES)
 
 
 def reduce_stats(stats: LayerStats, region: Region) -> LayerStats:
-    """Per-layer statistics over all devices: largest logit, summed loads, summed balance."""
-    everyone = region.live(AXES)
+    """Reduces per-layer statistics over all devices: largest logit, summed loads, balance and index losses."""
+    all_axes = region.nontrivial_axes(AXES)
     load = balance = index_loss = None
     if stats.load is not None:
         load = region.psum(stats.load, region.token_axes)
-        balance = region.psum(stats.balance, region.live(BATCH_AXES))
+        balance = region.psum(stats.balance, region.nontrivial_axes(BATCH_AXES))
     if stats.index_loss is not None:
-        index_loss = region.psum(stats.index_loss, everyone)
-    return LayerStats(region.pmax(stats.max_logit, everyone), load, balance, index_loss)
+        index_loss = region.psum(stats.index_loss, all_axes)
+    return LayerStats(region.pmax(stats.max_logit, all_axes), load, balance, index_loss)

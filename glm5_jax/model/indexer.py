@@ -1,14 +1,15 @@
-"""Lightning indexer: which keys each query attends to (DeepSeek-V3.2; GLM-5 paper 2.1.1).
+"""Lightning indexer: chooses the keys that each query attends to (DeepSeek-V3.2; GLM-5 paper 2.1.1).
 
     I[t, s] = sum_i w[t, i] relu(q[t, i] . k[s] / sqrt(j)),   topk = the k largest over visible s
 
-The head weights are signed and have no softmax; keys negative on every head score exactly zero, so
-ties are real and go to the lower index. GLM-5 rotates interleaved pairs, rope dims *first*, the
-opposite order to the main heads.
+- Head weights are signed and have no softmax.
+- Keys that are negative on every head score exactly zero, so ties are real. They go to the lower index.
+- GLM-5 rotates interleaved pairs, rope dims *first*, the opposite order to the main heads.
 
-It learns nothing from the language model's loss, but what the attention looks at: the divergence of its own
-distribution softmax(I_t) from the attention's probabilities, summed over heads and normalised, over all
-visible keys while attention is dense and over the selected ones afterwards (DeepSeek-V3.2, arXiv 2512.02556).
+Training (DeepSeek-V3.2, arXiv 2512.02556): the language model's loss sends the indexer no gradient. Its loss
+is the KL divergence of its distribution softmax(I_t) from the attention's probabilities, summed over
+heads and normalised. The divergence covers all visible keys while attention is dense, and the selected
+keys afterwards.
 """
 
 from typing import NamedTuple
@@ -16,19 +17,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from pallas_kernels.eight_bits import Scaled, quantize_vectors
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.params import Declare
+from glm5_jax.model.execution import ExecutionConfig
 from pallas_kernels.indexer_kl import indexer_kl
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.pointwise import layer_norm, rotate
-from pallas_kernels.quantised import product
+from pallas_kernels.quantized_vectors import QuantizedVectors, quantize_vectors
+from pallas_kernels.quantized_weights import quantized_einsum
 from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
 
 
 class Indexer(nnx.Module):
     """Weights of the lightning indexer of a full layer."""
 
-    def __init__(self, declare):
+    def __init__(self, declare: Declare):
         self.q_b = declare.normal("q_b", "q i j")
         self.k = declare.normal("k", "d j")
         self.k_norm = declare.ones("k_norm", "j")
@@ -37,25 +42,40 @@ class Indexer(nnx.Module):
 
 
 class Index(NamedTuple):
-    """What an indexer says of its tokens: queries [b t i j], head weights wide[b t i] and everyone's keys
-    [b s j], which a cache may hold in 8 bits."""
+    """Scoring inputs of one indexer.
 
-    q: jax.Array
-    w: jax.Array
-    k: jax.Array | Scaled
+    Attributes:
+      q: queries [b t i j] of this device.
+      w: head weights [b t i] in `accum_dtype`.
+      k: keys [b s j] of all devices, which a cache may hold in 8 bits.
+    """
+
+    q: Shaped[Array, "b t i j"]
+    w: Float[Array, "b t i"]
+    k: Shaped[Array, "b s j"] | QuantizedVectors
 
 
 class Selection(NamedTuple):
-    """What a layer with an indexer hands to those after it that have none: topk int32[b t k] (None: all
-    visible keys), and the index behind it (None where nobody learns)."""
+    """Selected keys that a layer with an indexer passes to the following layers without one.
 
-    topk: jax.Array | None
+    Attributes:
+      topk: indices of the selected keys; None: all visible keys.
+      index: scores' inputs that topk was computed from; None where no layer trains on them.
+    """
+
+    topk: Int[Array, "b t k"] | None
     index: Index | None
 
 
 @jax.named_scope("indexer")
-def index_keys(w, x, cos, sin, cfg):
-    """idx_k [b t j] of the block's normed input x [b t d]; this is what the cache holds."""
+def index_keys(
+    w: PyTree,
+    x: Float[Array, "b t d"],
+    cos: Float[Array, "b t r/2"],
+    sin: Float[Array, "b t r/2"],
+    cfg: ModelConfig,
+) -> Float[Array, "b t j"]:
+    """Returns idx_k of the block's normed input x; these keys are cached."""
     k = layer_norm(
         jnp.einsum("btd,dj->btj", x, w["k"]), w["k_norm"], w["k_norm_bias"], cfg.index_norm_eps
     )
@@ -63,20 +83,28 @@ def index_keys(w, x, cos, sin, cfg):
 
 
 @jax.named_scope("indexer")
-def index_queries(w, x, c_q, cos, sin, cfg):
-    """(idx_q [b t i j], idx_w wide[b t i]) of x and the normed query latent c_q [b t q]."""
-    q = _rotate_front(product("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
-    # The scale is applied wide: a bfloat16 product flips selections near the cut.
-    heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(wide(x.dtype))
+def index_queries(
+    w: PyTree,
+    x: Float[Array, "b t d"],
+    c_q: Float[Array, "b t q"],
+    cos: Float[Array, "b t r/2"],
+    sin: Float[Array, "b t r/2"],
+    cfg: ModelConfig,
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"]]:
+    """Returns (idx_q, idx_w) of x and the normed query latent c_q; idx_w is in `accum_dtype`."""
+    q = _rotate_front(quantized_einsum("btq,qij->btij", c_q, w["q_b"]), cos, sin, cfg)
+    # The scale is applied in `accum_dtype`: a bfloat16 product flips selections near the cut-off.
+    heads = jnp.einsum("btd,di->bti", x, w["weights"]).astype(accum_dtype(x.dtype))
     return q, heads * cfg.index_n_heads**-0.5
 
 
-def multiplied(index: Index) -> tuple[Index, jax.Array | None]:
-    """(index, k_scale) as `lightning_indexer` takes them: queries of keys in 8 bits become such ones too.
+def quantize_queries_like_keys(index: Index) -> tuple[Index, Float[Array, "..."] | None]:
+    """Returns (index, k_scale) as `lightning_indexer` takes them; 8-bit keys get queries of the same dtype.
 
-    The scores keep all scales: ReLU lets those of queries, which are positive, through to the head weights.
+    The scores include all scales. Those of the queries are positive, so they commute with ReLU and can be
+    multiplied into the head weights.
     """
-    if not isinstance(index.k, Scaled):
+    if not isinstance(index.k, QuantizedVectors):
         return index, None
     q, scale = quantize_vectors(index.q, index.k.values.dtype)
     return Index(q, index.w * scale, index.k.values), index.k.scale
@@ -84,28 +112,50 @@ def multiplied(index: Index) -> tuple[Index, jax.Array | None]:
 
 @jax.named_scope("indexer")
 def index_loss(
-    index: Index, q, k, lse, weight, cfg, plan, *, topk=None, start=0, segments=(None, None)
-):
-    """Sum over queries of weight [b t] times KL(p_t || softmax(I_t)), with gradients to the index alone.
+    index: Index,
+    q: Float[Array, "b t n x"],
+    k: Float[Array, "b s m x"],
+    lse: Float[Array, "b t n"],
+    weight: Float[Array, "b t"],
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    *,
+    topk: Int[Array, "b t k"] | None = None,
+    start: int | Int[Array, ""] = 0,
+    segments: tuple[Int[Array, "b t"] | None, Int[Array, "b s"] | None] = (None, None),
+) -> Float[Array, ""]:
+    """Returns the sum over queries of weight times KL(p_t || softmax(I_t)). Only the index gets a gradient.
 
-    p_t are the probabilities of the attention whose scaled products of q [b t n x] and k [b s m x] have the
-    log-sums lse [b t n]: over all visible keys (start, segments: as for `flash_mla`), or over topk
-    int32[b t k] of them, for which q are the absorbed queries and k [b s 1 x] the latents.
+    p_t are the probabilities of the layer's attention. Its logits are the scaled products of q and k.
+
+    Args:
+      q, k: queries and keys of the attention. With topk: the absorbed queries, and latents [b s 1 x].
+      lse: log-sum-exp of the attention's logits.
+      weight: weight of each query.
+      topk: keys that p_t covers; None: all visible keys.
+      start, segments: visibility of keys, as for `flash_mla`.
     """
-    heads = (index.q, index.w, index.k, q)
-    rest = {"scale": cfg.softmax_scale, "weight": weight, "implementation": plan.kernels}
+    inputs = (index.q, index.w, index.k, q)
+    options = {"scale": cfg.softmax_scale, "weight": weight, "implementation": execution.kernels}
     if topk is not None:
-        loss, _ = sparse_indexer_kl(*heads, k[:, :, 0], lse, topk, block=plan.gather_block, **rest)
+        loss, _ = sparse_indexer_kl(
+            *inputs, k[:, :, 0], lse, topk, block=execution.gather_block, **options
+        )
         return loss
-    rest |= {"start": start, "q_segments": segments[0], "k_segments": segments[1]}
-    return indexer_kl(*heads, k, lse, block=plan.query_block, **rest)[0]
+    options |= {"start": start, "q_segments": segments[0], "k_segments": segments[1]}
+    return indexer_kl(*inputs, k, lse, block=execution.query_block, **options)[0]
 
 
-def index_shares(cfg, served: bool) -> list[float]:
-    """The part of an indexer's loss that each layer gives: all of it from its own layer, or an equal part
-    from each layer that it serves (IndexCache, arXiv 2603.12201: the multi-layer loss of IndexShare)."""
+def index_loss_weights(cfg: ModelConfig, index_target: str = "own_layer") -> list[float]:
+    """Returns the weight with which each layer's attention enters the loss of its indexer.
+
+    index_target:
+    - "own_layer": the layer of the indexer has weight 1, the others 0.
+    - "shared_layers": all layers that use the indexer's keys have equal weights that sum to 1 (IndexCache,
+      arXiv 2603.12201: the multi-layer loss of IndexShare).
+    """
     full = cfg.full_layers
-    if not (served and full):
+    if index_target == "own_layer" or not full:
         return [float(i in full) for i in range(cfg.num_hidden_layers)]
     ends = [*full[1:], cfg.num_hidden_layers]
     return [1 / (end - first) for first, end in zip(full, ends) for _ in range(first, end)]

@@ -1,9 +1,9 @@
-"""Multi-head Latent Attention (spec: transformers' `glm_moe_dsa`; GLM-5 paper 2.1).
+"""Multi-head Latent Attention (MLA; spec: transformers' `glm_moe_dsa`; GLM-5 paper 2.1).
 
-Keys and values of all heads are linear in one latent c_kv [c] and one rotated key k_rope [r] per
-token; those two are what a cache holds. `mla` is the only attention of the project: pre-training,
-prefill, decoding, drafting and log-probs call it, dense or over selected keys. It has three forms
-with equal results, chosen by their arithmetic cost, which depends on shapes alone:
+Keys and values of all heads are linear in one latent c_kv [c] and one rotated key k_rope [r] per token. A
+cache holds only those two. `mla` is the only attention of the project: pre-training, prefill, decoding,
+drafting and log-probs call it, dense or over selected keys. It has three forms with equal results. Their
+arithmetic cost, which depends on shapes alone, decides which one runs:
 
     expanded   keys and values per head, softmax over all keys (training and prefill)
     absorbed   k_b folded into the query, v_b applied after: nothing is expanded (decoding)
@@ -11,22 +11,30 @@ with equal results, chosen by their arithmetic cost, which depends on shapes alo
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, PyTree
 
-from pallas_kernels import dispatch
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.params import Declare
+from glm5_jax.model.execution import ExecutionConfig
+from pallas_kernels import backends
 from pallas_kernels.flash_mla import flash_mla
-from pallas_kernels.quantised import product
-from pallas_kernels.sparse_flash_attention import paged_sparse_attention, sparse_flash_attention
+from pallas_kernels.quantized_weights import quantized_einsum
+from pallas_kernels.sparse_flash_attention import (
+    WordRows,
+    paged_sparse_attention,
+    sparse_flash_attention,
+)
 
 
 class Mla(nnx.Module):
-    """Weights of one attention: query and key/value latents, per-head up-projections, output."""
+    """Weights of one attention layer: query and key/value latents, per-head up-projections, output."""
 
-    def __init__(self, declare, cfg):
+    def __init__(self, declare: Declare, cfg: ModelConfig):
         self.q_a = declare.normal("q_a", "d q")
         self.q_a_norm = declare.ones("q_a_norm", "q")
         self.q_b = declare.normal("q_b", "q n hr")
@@ -42,34 +50,52 @@ class Mla(nnx.Module):
 
 
 class Queries(NamedTuple):
-    """q [b t n h+r], its last r rotated; start: index of the first query among the keys (an int if known
-    when tracing); segments int[b t] or None."""
+    """Queries of an attention call.
 
-    q: jax.Array
-    start: int | jax.Array
-    segments: jax.Array | None
+    Attributes:
+      q: queries whose last r columns are rotated.
+      start: index of the first query among the keys; an int if known when tracing.
+      segments: segment ids of the queries; None: one document per row.
+    """
+
+    q: Float[Array, "b t n h+r"]
+    start: int | Int[Array, ""]
+    segments: Int[Array, "b t"] | None
 
 
 class Keys(NamedTuple):
-    """latent [b s c+r]: c_kv, normed, then k_rope, rotated; segments int[b s] or None."""
+    """Latents of an attention call.
 
-    latent: jax.Array
-    segments: jax.Array | None
+    Attributes:
+      latent: normed c_kv followed by rotated k_rope.
+      segments: segment ids of the keys; None: one document per row.
+    """
 
-
-class Attended(NamedTuple):
-    """y [b t d], the largest logit (wide scalar), and what the indexer learns from: lse wide[b t n] of the
-    logits, which are the scaled products of q [b t n x] and k [b s m x]. Only y carries a gradient."""
-
-    y: jax.Array
-    max_logit: jax.Array
-    lse: jax.Array
-    q: jax.Array
-    k: jax.Array
+    latent: Float[Array, "b s c+r"]
+    segments: Int[Array, "b s"] | None
 
 
-def expand(w, latent):
-    """(k [b s n h+r], v [b s n u]) of every head from latents [b s c+r]."""
+class AttentionOutput(NamedTuple):
+    """Result of `mla`. Only y carries a gradient.
+
+    Attributes:
+      y: output of the layer.
+      max_logit: largest logit, in `accum_dtype`.
+      lse: log-sum-exp of the logits, in `accum_dtype`. The indexer's loss reads it.
+      q, k: factors of the logits, which are their scaled products.
+    """
+
+    y: Float[Array, "b t d"]
+    max_logit: Float[Array, ""]
+    lse: Float[Array, "b t n"]
+    q: Float[Array, "b t n x"]
+    k: Float[Array, "b s m x"]
+
+
+def expand(
+    w: PyTree, latent: Float[Array, "b s c+r"]
+) -> tuple[Float[Array, "b s n h+r"], Float[Array, "b s n u"]]:
+    """Returns (k, v) of every head from latents."""
     c_kv, k_rope = jnp.split(latent, [w["k_b"].shape[0]], axis=-1)
     k_nope = jnp.einsum("bsc,cnh->bsnh", c_kv, w["k_b"])
     v = jnp.einsum("bsc,cnu->bsnu", c_kv, w["v_b"])
@@ -77,23 +103,34 @@ def expand(w, latent):
     return jnp.concatenate([k_nope, shared], axis=-1), v
 
 
-def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None, window=None) -> Attended:
-    """The attention of one layer.
+def mla(
+    w: PyTree,
+    queries: Queries,
+    keys: Keys,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    topk: Int[Array, "b t k"] | None = None,
+    window: int | None = None,
+) -> AttentionOutput:
+    """Computes the attention of one layer.
 
-    topk int32[b t k] restricts every query to those keys (-1: none), window to the last so many (dense
-    forms only); causality and segments hold in any case. A query that sees no key yields zeros.
+    Causality and segments always hold. A query that sees no key yields zeros.
+
+    Args:
+      topk: keys that each query is restricted to (-1: none); None: no restriction.
+      window: number of latest keys that each query is restricted to, in dense forms only; None: all.
     """
-    form = plan.attention_form or cheapest_form(queries, keys, cfg, topk, window)
+    form = execution.attention_form or cheapest_form(queries, keys, cfg, topk, window)
     c = cfg.kv_lora_rank
-    dense = dense_attention(queries, keys.segments, cfg, plan, topk, window)
+    dense = dense_attention(queries, keys.segments, cfg, execution, topk, window)
     if form == "expanded":
         q, (k, v) = queries.q, expand(w, keys.latent)
         out, lse, top = dense(q, k, v)
     elif form in ("absorbed", "gathered"):
         q, k = absorbed_queries(w, queries.q, cfg), keys.latent[:, :, None]
         if form == "absorbed":
-            # The latent serves as key and value whole: a copy of its first c columns costs more than
-            # the r columns of output that are dropped.
+            # All c + r columns of the latent serve as value: a copy of the first c would cost more
+            # than the r output columns that are dropped.
             out, lse, top = dense(q, k, k)
             out = out[..., :c]
         else:
@@ -103,18 +140,28 @@ def mla(w, queries: Queries, keys: Keys, cfg, plan, topk=None, window=None) -> A
                 topk,
                 scale=cfg.softmax_scale,
                 value_dim=c,
-                block=plan.gather_block,
-                implementation=plan.kernels,
+                block=execution.gather_block,
+                implementation=execution.kernels,
             )
         out = jnp.einsum("btnc,cnu->btnu", out, w["v_b"])
     else:
         raise ValueError(f"attention form {form!r}; use expanded, absorbed or gathered")
-    return Attended(_output(w, out), top, lse, q, k)
+    return AttentionOutput(_output(w, out), top, lse, q, k)
 
 
-def paged_mla(w, q, pages, tables, topk, cfg, plan):
-    """The gathered form over a paged cache, y [b t d]: q [b t n h+r], pages [p z c+r] or `WordRows`, tables
-    int32[b n], topk int32[b t k] of positions (-1: none)."""
+def paged_mla(
+    w: PyTree,
+    q: Float[Array, "b t n h+r"],
+    pages: Float[Array, "p z c+r"] | WordRows,
+    tables: Int[Array, "b n"],
+    topk: Int[Array, "b t k"],
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+) -> Float[Array, "b t d"]:
+    """Computes the gathered form over a paged cache.
+
+    tables: page indices of each row. topk: positions of the selected keys (-1: none).
+    """
     out, _ = paged_sparse_attention(
         absorbed_queries(w, q, cfg),
         pages,
@@ -122,19 +169,26 @@ def paged_mla(w, q, pages, tables, topk, cfg, plan):
         topk,
         scale=cfg.softmax_scale,
         value_dim=cfg.kv_lora_rank,
-        implementation=plan.kernels,
+        implementation=execution.kernels,
     )
     return _output(w, jnp.einsum("btnc,cnu->btnu", out, w["v_b"]))
 
 
 def _output(w, out):
-    """y [b t d] of the heads' values [b t n u]."""
-    y = product("btnu,nud->btd", out, w["o"])
+    """Returns y [b t d] of the heads' values [b t n u]."""
+    y = quantized_einsum("btnu,nud->btd", out, w["o"])
     return y + w["o_bias"] if "o_bias" in w else y
 
 
-def dense_attention(queries: Queries, key_segments, cfg, plan, topk=None, window=None):
-    """`flash_mla` for queries at their place, as a function of (q, k, v) alone."""
+def dense_attention(
+    queries: Queries,
+    key_segments: Int[Array, "b s"] | None,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    topk: Int[Array, "b t k"] | None = None,
+    window: int | None = None,
+) -> Callable:
+    """Returns `flash_mla` as a function of (q, k, v), with positions and segments of the queries bound."""
     return functools.partial(
         flash_mla,
         scale=cfg.softmax_scale,
@@ -143,28 +197,37 @@ def dense_attention(queries: Queries, key_segments, cfg, plan, topk=None, window
         k_segments=key_segments,
         topk=topk,
         window=window,
-        block=plan.query_block,
-        implementation=plan.kernels,
+        block=execution.query_block,
+        implementation=execution.kernels,
     )
 
 
-def absorbed_queries(w, q, cfg):
-    """[b t n c+r]: queries [b t n h+r] that are multiplied with latents instead of keys."""
+def absorbed_queries(
+    w: PyTree, q: Float[Array, "b t n h+r"], cfg: ModelConfig
+) -> Float[Array, "b t n c+r"]:
+    """Returns queries that are multiplied with latents instead of keys."""
     q_nope, q_rope = jnp.split(q, [cfg.qk_nope_head_dim], axis=-1)
     return jnp.concatenate([jnp.einsum("btnh,cnh->btnc", q_nope, w["k_b"]), q_rope], axis=-1)
 
 
-# A query that gathers its own rows multiplies them at a third of a plain matmul's rate (measured on
-# CPU at 4096 tokens, k 256).
+# A query that gathers its rows multiplies them at a third of a plain matmul's rate (measured on CPU at
+# 4096 tokens, k 256).
 GATHER_COST = 3
 
 
-def cheapest_form(queries: Queries, keys: Keys, cfg, topk, window=None) -> str:
-    """The form with the fewest multiply-adds for these shapes, gathered ones counted thrice.
+def cheapest_form(
+    queries: Queries,
+    keys: Keys,
+    cfg: ModelConfig,
+    topk: Int[Array, "b t k"] | None,
+    window: int | None = None,
+) -> str:
+    """Returns the form with the fewest multiply-adds for these shapes; those of gathered rows count three times.
 
-    Where a kernel gathers, always "gathered" over selected keys: attention by masking has no kernel.
+    On a platform with a gather kernel, selected keys always use "gathered", because attention by masking has
+    no kernel.
     """
-    if topk is not None and dispatch.platform() in dispatch.OF_PLATFORM:
+    if topk is not None and backends.platform() in backends.BACKEND_OF_PLATFORM:
         return "gathered"
     t, s, n = queries.q.shape[1], keys.latent.shape[1], cfg.num_attention_heads
     h, r, u = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim

@@ -1,39 +1,58 @@
-"""Multi-token prediction: one extra layer, run several times with the same weights (paper 2.1).
+"""Multi-token prediction: one extra layer that runs several times with the same weights (paper 2.1).
 
-Step k at position t joins the embedding of token t + k with the normed hidden state of step k - 1
-and predicts token t + k + 1. The state that is carried on is the *normed* output, in training and in
-drafting alike: engines that mix this up lose their acceptance rate.
+Step k at position t joins two inputs and predicts token t + k + 1:
+
+- the embedding of token t + k,
+- the normed hidden state of step k - 1.
+
+Each step passes the *normed* output on, in training and in drafting. Engines that pass on the state
+before the norm lose acceptance rate.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
-from glm5_jax.model.block import Block, Context, block
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.params import Declare
+from glm5_jax.model.block import Block, ForwardContext, LayerStats, block
+from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.indexer import Selection
-from glm5_jax.model.turned import read_out
+from glm5_jax.model.rotated_norm import apply_final_norm
 from pallas_kernels.pointwise import rms_norm
 
 
 class Mtp(nnx.Module):
-    """Weights of the multi-token-prediction layer; embedding and head are the trunk's."""
+    """Weights of the multi-token-prediction layer. Embedding and head are the trunk's."""
 
-    def __init__(self, declare, cfg):
+    def __init__(self, declare: Declare, cfg: ModelConfig):
         self.enorm = declare.ones("enorm", "d")
         self.hnorm = declare.ones("hnorm", "d")
         self.eh_proj = declare.normal("eh_proj", "dd d")
         self.norm = declare.ones("norm", "d")
-        indexed = (cfg.num_hidden_layers,) if cfg.index_topk is not None else ()
-        self.block = Block(declare.child("block"), cfg, moe=True, full_layers=indexed)
+        full_layers = (cfg.num_hidden_layers,) if cfg.index_topk is not None else ()
+        self.block = Block(declare.child("block"), cfg, is_moe=True, full_layers=full_layers)
 
 
 @jax.named_scope("mtp")
-def mtp_step(w, hidden, embedded, cache, context: Context):
-    """One step: hidden [b t d] (normed, of the trunk or of the step before) and the embeddings
-    [b t d] of the tokens that follow -> (normed hidden [b t d], cache, LayerStats)."""
+def mtp_step(
+    w: PyTree,
+    hidden: Float[Array, "b t d"],
+    embedded: Float[Array, "b t d"],
+    cache: LayerCache | None,
+    context: ForwardContext,
+) -> tuple[Float[Array, "b t d"], LayerCache | None, LayerStats]:
+    """Runs one MTP step and returns (normed hidden, cache, LayerStats).
+
+    Args:
+      hidden: normed hidden state of the trunk or of the previous step.
+      embedded: embeddings of the tokens that follow.
+      cache: cache of the MTP block; None in training.
+    """
     cfg = context.cfg
     embedded = rms_norm(embedded, w["enorm"], cfg.rms_norm_eps)
     hidden = rms_norm(hidden, w["hnorm"], cfg.rms_norm_eps)
     x = jnp.concatenate([embedded, hidden], axis=-1) @ w["eh_proj"]
     x, _, cache, stats = block(w["block"], x, Selection(None, None), cache, context)
-    return read_out(x, w["norm"], cfg.rms_norm_eps), cache, stats
+    return apply_final_norm(x, w["norm"], cfg.rms_norm_eps), cache, stats

@@ -1,8 +1,8 @@
-"""What a model with `int4_group` computes with: its routed experts as int4 stands for them.
+"""Training with int4 experts: the forward of a model with `int4_group` uses fake-quantised weights.
 
-GLM-5 2.4.3 trains SFT this way, so that the exported int4 model is the one that was trained. The one
-quantiser is `pallas_kernels.w4a8_matmul.quantize`, here and in checkpoint/hf_int4.py. Groups run along
-the dimension that a product sums over: d of gate and up [e d f], f of down [e f d].
+GLM-5 2.4.3 trains SFT this way, so that the exported int4 model is the one that was trained. The
+only quantiser is `pallas_kernels.w4a8_matmul.quantize`, here and in checkpoint/hf_int4.py. Groups run
+along the dimension that a product sums over: d of gate and up [e d f], f of down [e f d].
 """
 
 import functools
@@ -10,66 +10,81 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, found, map_with_path
-from pallas_kernels.quantised import Int4
+from glm5_jax.core.tree import flatten, map_with_path, matches_any
+from pallas_kernels.quantized_weights import Int4
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 
-ROUTED = (r"(^|/)experts/(gate|up|down)$",)  # patterns of what becomes int4
+ROUTED = (r"(^|/)experts/(gate|up|down)$",)  # patterns of the weights that become int4
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def imitate(w, group: int):
-    """float32[... k n] that weights w [... k n] become as int4. Its gradient is straight through: w's."""
+def quantize_dequantize(w: Float[Array, "... k n"], group: int) -> Float[Array, "... k n"]:
+    """Rounds weights to int4 and back to float32. The gradient is straight-through.
+
+    group: rows of k that share a scale.
+    """
     return scale_w4(*round_w4(w, group))
 
 
-@imitate.defjvp
+@quantize_dequantize.defjvp
 def _straight_through(group, primals, tangents):
-    # Not w + stop_gradient(imitated - w), whose sum rounds.
-    return imitate(*primals, group), tangents[0].astype(jnp.float32)
+    # The usual w + stop_gradient(rounded - w) would round once more in its sum.
+    return quantize_dequantize(*primals, group), tangents[0].astype(jnp.float32)
 
 
-def computed(w, path: str, group: int | None):
-    """w [... k n], or what stands for it if it is of routed experts and group is not None."""
-    return w if group is None or not found(ROUTED, path) else imitate(w, group)
+def fake_quantize(
+    w: Float[Array, "... k n"], path: str, group: int | None
+) -> Float[Array, "... k n"]:
+    """Returns w after an int4 round trip if its path is that of a routed expert, else w itself.
+
+    group: rows of k that share a scale; None: nothing is quantised.
+    """
+    return w if group is None or not matches_any(ROUTED, path) else quantize_dequantize(w, group)
 
 
-def settled(params, cfg: ModelConfig):
-    """The parameter tree with its experts as int4 stands for them, in the compute dtype.
+def with_int4_experts(params: PyTree, cfg: ModelConfig) -> PyTree:
+    """Returns the parameters with fake-quantised experts in the compute dtype.
 
-    The same model without `int4_group` computes with it what cfg does with params.
+    A config with `int4_group=None` computes with them what cfg computes with params.
     """
     if cfg.int4_group is None:
         return params
 
     def one(path, w):
-        return imitate(w, cfg.int4_group).astype(cfg.dtype) if found(ROUTED, path) else w
+        return (
+            quantize_dequantize(w, cfg.int4_group).astype(cfg.dtype)
+            if matches_any(ROUTED, path)
+            else w
+        )
 
     return map_with_path(one, params)
 
 
-def check_shards(cfg: ModelConfig, shapes, shardings) -> None:
-    """ValueError if a device's shard of experts would end inside a group (trees of shapes and
-    NamedShardings of the parameters)."""
+def check_shards(cfg: ModelConfig, shapes: PyTree, shardings: PyTree) -> None:
+    """Raises ValueError if a device's shard of experts ends inside a quantisation group.
+
+    shapes, shardings: trees of shapes and NamedShardings of the parameters.
+    """
     shapes = flatten(shapes)
-    for path, where in flatten(shardings).items():
-        if not found(ROUTED, path):
+    for path, sharding in flatten(shardings).items():
+        if not matches_any(ROUTED, path):
             continue
         leaf, group = shapes[path], cfg.int4_group
         if isinstance(leaf, Int4):
-            # Other axes cut between groups alone; the devices of this one compute with what they hold.
-            where, group = where.packed, leaf.group
+            # Only `tensor` may split inside a group: other axes shard between groups.
+            sharding, group = sharding.packed, leaf.group
             axes = ("tensor",) if path.endswith("down") else ()
         else:
-            entry = where.spec[-2]
+            entry = sharding.spec[-2]
             axes = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-        sizes = {axis: where.mesh.shape[axis] for axis in axes}
+        sizes = {axis: sharding.mesh.shape[axis] for axis in axes}
         rows = leaf.shape[-2] // math.prod(sizes.values())
         if group is not None and rows % group:
-            cut = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
+            axis_sizes = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
-                f"int4 in groups of {group}: mesh axes {cut} cut {path} into shards of {rows} rows, "
+                f"int4 in groups of {group}: mesh axes {axis_sizes} cut {path} into shards of {rows} rows, "
                 "which are not whole groups; use a group that divides them, or smaller axes"
             )

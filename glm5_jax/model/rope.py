@@ -1,20 +1,22 @@
-"""Rotary position embedding, interleaved, with YaRN (spec: transformers' `glm_moe_dsa`).
+"""Rotary position embedding (RoPE) on interleaved pairs, with YaRN (spec: transformers' `glm_moe_dsa`).
 
-GLM-5 rotates the pairs (0, 1), (2, 3), ... in the main attention *and* in the indexer; a port of
-DeepSeek-V3.2's half-split indexer is wrong here and shows only beyond index_topk tokens.
+GLM-5 rotates the pairs (0, 1), (2, 3), ... in the main attention *and* in the indexer. DeepSeek-V3.2's
+indexer splits the dimension into halves: a port of it is wrong here, and the error shows only beyond
+index_topk tokens.
 """
 
 import math
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from glm5_jax.config import RopeParameters, yarn_mscale
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
 
 
 def inverse_frequencies(rope: RopeParameters, dim: int) -> np.ndarray:
-    """float64[dim / 2]: theta^(-2i/dim), blended towards 1/factor of it by YaRN's ramp."""
+    """Returns float64[dim / 2]: theta^(-2i/dim), blended towards 1/factor of it by YaRN's ramp."""
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
     base = rope.rope_theta**-exponents
     if rope.rope_type == "default":
@@ -34,7 +36,7 @@ def inverse_frequencies(rope: RopeParameters, dim: int) -> np.ndarray:
 
 
 def magnitude(rope: RopeParameters) -> float:
-    """Factor on cos and sin; 1 without YaRN."""
+    """Returns the factor on cos and sin; 1 without YaRN."""
     if rope.rope_type == "default":
         return 1.0
     if rope.attention_factor is not None:
@@ -44,9 +46,11 @@ def magnitude(rope: RopeParameters) -> float:
     return yarn_mscale(rope.factor, 1.0)
 
 
-def rope_table(rope: RopeParameters, dim: int, positions, dtype):
-    """(cos, sin), each [b t dim/2] in dtype, for positions int[b t]; angles are wide."""
-    inner = wide(dtype)
+def rope_table(
+    rope: RopeParameters, dim: int, positions: Int[Array, "b t"], dtype
+) -> tuple[Float[Array, "b t dim/2"], Float[Array, "b t dim/2"]]:
+    """Returns (cos, sin) in dtype for these positions. Angles are computed in `accum_dtype(dtype)`."""
+    inner = accum_dtype(dtype)
     frequencies = jnp.asarray(inverse_frequencies(rope, dim), inner)
     angles = positions[..., None].astype(inner) * frequencies
     scale = magnitude(rope)

@@ -1,7 +1,7 @@
 """Sigmoid router with loss-free balancing bias and expert groups (spec: `glm_moe_dsa`, DeepSeek-V3).
 
-The bias chooses experts and never weighs them; it is a buffer that `balance_bias` moves after each
-optimiser step.
+The bias affects which experts are chosen, never their weights. It is a buffer that `balance_bias`
+updates after each optimiser step.
 """
 
 from typing import NamedTuple
@@ -10,35 +10,46 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from pallas_kernels.numerics import wide
+from glm5_jax.config import ModelConfig
+from glm5_jax.core.mesh import Region
+from glm5_jax.core.params import Declare
+from pallas_kernels.numerics import accum_dtype
 
 
-class Router(nnx.Module):
+class ExpertRouter(nnx.Module):
     """Router matrix and the loss-free balancing bias."""
 
-    def __init__(self, declare):
+    def __init__(self, declare: Declare):
         self.weight = declare.normal("weight", "d e")
         self.bias = declare.buffer("bias", "e", jnp.float32)
 
 
 class Routing(NamedTuple):
-    """expert_ids int32[m a]; combine_weights wide[m a]; probs wide[m e], before bias and scaling."""
+    """Expert choice of m tokens.
 
-    expert_ids: jax.Array
-    combine_weights: jax.Array
-    probs: jax.Array
+    Attributes:
+      expert_ids: chosen experts int32[m a].
+      combine_weights: weights of their outputs, wide[m a].
+      probs: sigmoid scores wide[m e], before bias and scaling.
+    """
+
+    expert_ids: Int[Array, "m a"]
+    combine_weights: Float[Array, "m a"]
+    probs: Float[Array, "m e"]
 
 
 @jax.named_scope("router")
-def route(w, x, cfg) -> Routing:
-    """Experts of every token x [m d]: the top `num_experts_per_tok` of sigmoid(x W) + bias.
+def route(w: PyTree, x: Float[Array, "m d"], cfg: ModelConfig) -> Routing:
+    """Chooses the top `num_experts_per_tok` experts of every token by sigmoid(x W) + bias.
 
-    With n_group > 1 only the topk_group groups with the largest sum of their two best biased scores
-    take part; the others are masked with -inf (0 would win against negative scores). Computed wide:
-    a bfloat16 router picks other experts. Ties go to the lower expert.
+    - With n_group > 1 only the topk_group groups with the largest sum of their two best biased scores
+      take part. The others are masked with -inf, because 0 would win against negative scores.
+    - Scores are computed in `accum_dtype`: a bfloat16 router chooses other experts.
+    - Ties go to the lower expert.
     """
-    inner = wide(x.dtype)
+    inner = accum_dtype(x.dtype)
     probs = jax.nn.sigmoid(x.astype(inner) @ w["weight"].astype(inner))
     choice = lax.stop_gradient(probs) + w["bias"].astype(inner)
     if cfg.n_group > 1:
@@ -54,18 +65,27 @@ def route(w, x, cfg) -> Routing:
     return Routing(expert_ids, weights * cfg.routed_scaling_factor, probs)
 
 
-def expert_load(expert_ids, valid, num_experts: int):
-    """Tokens per expert, float32[e], of ids [m a]; tokens with valid [m] false do not count."""
+def expert_load(
+    expert_ids: Int[Array, "m a"], valid: Bool[Array, " m"], num_experts: int
+) -> Float[Array, " e"]:
+    """Returns the tokens per expert, float32[e]. Tokens with valid=False do not count."""
     chosen = jax.nn.one_hot(expert_ids, num_experts, dtype=jnp.float32).sum(-2)
     return jnp.einsum("me,m->e", chosen, valid.astype(jnp.float32))
 
 
-def sequence_balance(probs, expert_ids, valid, region, cfg):
-    """Sum over this device's rows of sum_e f_e P_e, the sequence-level balance loss (DeepSeek-V3).
+def sequence_balance(
+    probs: Float[Array, "b t e"],
+    expert_ids: Int[Array, "b t a"],
+    valid: Bool[Array, "b t"],
+    region: Region,
+    cfg: ModelConfig,
+) -> Float[Array, ""]:
+    """Returns this device's sum over rows of sum_e f_e P_e, the sequence-level balance loss (DeepSeek-V3).
 
-    probs [b t e], expert_ids [b t a], valid bool[b t]; f_e = e / (a T) * count_e, P_e the mean of the
-    normalised scores over the T valid tokens of a row, across sequence shards. 1 for a row that is
-    balanced.
+    - f_e = e / (a T) * count_e, with count_e the choices of expert e.
+    - P_e is the mean of the normalised scores.
+    - Both cover the T valid tokens of a row, across sequence shards.
+    - A balanced row gives 1.
     """
     valid = valid.astype(probs.dtype)
     share = probs / probs.sum(-1, keepdims=True)
@@ -78,7 +98,9 @@ def sequence_balance(probs, expert_ids, valid, region, cfg):
     return jnp.sum(lax.stop_gradient(frequency) * mean)
 
 
-def balance_bias(bias, load, rate):
-    """Loss-free balancing: bias + rate * sign(mean load - load), per layer; bias, load [... e]."""
+def balance_bias(
+    bias: Float[Array, "... e"], load: Float[Array, "... e"], rate: float | Float[Array, ""]
+) -> Float[Array, "... e"]:
+    """Updates the balancing bias of each layer: bias + rate * sign(mean load - load)."""
     error = load.mean(-1, keepdims=True) - load
     return bias + rate * jnp.sign(error).astype(bias.dtype)

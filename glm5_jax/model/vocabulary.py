@@ -1,42 +1,59 @@
-"""The weights with a row or a column for every token: the embedding and the output projection.
+"""Embedding, output projection and cross-entropy: the weights with a row or column per vocabulary entry.
 
-Of GLM-5 either is 1.9 GB in bfloat16, which a device would gather whole. With a `vocab_block` the vocabulary is gone through
-in parts of at most so many tokens: a part is gathered, used and given up, the output projection's in the backward pass
-again, and its gradient is reduce-scattered before the next. What stays whole for a step (`training.accumulation`) is only
-cut for its use.
+Either weight of GLM-5 takes 1.9 GB in bfloat16, which a device would gather in full. With a `vocab_block`
+a device goes through the vocabulary in parts:
+
+- A part is gathered, used and freed. The output projection's parts are gathered again in the backward pass.
+- The gradient of a part is reduce-scattered before the next part.
+- Weights that stay gathered for a step (`training.accumulation`) are only sliced.
 """
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int, PyTree
 
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from pallas_kernels.cross_entropy import LOGZ, linear_cross_entropy
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
+
+if TYPE_CHECKING:  # glm5 imports this module
+    from glm5_jax.model.glm5 import WeightGatherer
 
 
-def embed(params, weights, tokens, vocab_block: int | None = None):
-    """Rows of the embedding table for tokens int[...], [... d] in the compute dtype. weights: `glm5.Weights`;
-    vocab_block: as of `Plan`."""
+def embed(
+    params: PyTree,
+    weights: "WeightGatherer",
+    tokens: Int[Array, "..."],
+    vocab_block: int | None = None,
+) -> Float[Array, "... d"]:
+    """Returns the embeddings of tokens in the compute dtype.
+
+    weights: the forward's `glm5.WeightGatherer`. vocab_block: as in `ExecutionConfig`.
+    """
     table = params["embed"]["weight"]
-    if (cut := weights.by_tokens("embed/weight", table, 0, tokens.size)) is not None:
-        return _rows_of_all(*cut, tokens, weights.region)
+    # Decoding: the table stays sharded where that sends less.
+    if (shard := weights.vocab_shard("embed/weight", table, 0, tokens.size)) is not None:
+        part, axes = shard
+        return _lookup_sharded(part, axes, tokens, weights.region)
     if vocab_block is None:
-        whole = weights("embed", params["embed"])["weight"]
-        return _rows(whole, tokens, whole.shape, float("nan"))
-    size = weights.whole("embed/weight").shape[0]
+        gathered = weights("embed", params["embed"])["weight"]
+        return _lookup(gathered, tokens, gathered.shape, float("nan"))
+    # In parts: each adds the rows of its tokens, and zeros for the others.
+    size = weights.full_shape("embed/weight")[0]
     parts = _parts(table, 0, size, vocab_block)
-    which, row = _place(tokens, table.shape[0], len(parts))
+    part_of_token, row = _locate(tokens, table.shape[0], len(parts))
 
     def add(total, xs):
         number, part = xs
-        own = weights("embed", {"weight": part})["weight"]
-        # Kept for the backward pass is a number of each token: a mask of rows would be kept as wide as they are.
-        here = jnp.where(which == number, row, own.shape[0])
-        return total + _rows(own, here, own.shape, 0.0), None
+        gathered = weights("embed", {"weight": part})["weight"]
+        # The backward pass stores one index per token; a mask would be stored as wide as the rows.
+        index = jnp.where(part_of_token == number, row, gathered.shape[0])
+        return total + _lookup(gathered, index, gathered.shape, 0.0), None
 
     first = jax.eval_shape(lambda: weights("embed", {"weight": parts[0]})["weight"])
     zeros = jnp.zeros((*tokens.shape, first.shape[1]), first.dtype)
@@ -44,113 +61,143 @@ def embed(params, weights, tokens, vocab_block: int | None = None):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rows(table, tokens, shape: tuple[int, int], beyond: float):
-    """Rows of a table of this shape, those beyond its end filled with a number. Its gradient is summed wide: in bfloat16
-    a token's would stop growing at 256 times what each of its occurrences adds."""
-    return jnp.take(table, tokens, axis=0, mode="fill", fill_value=beyond)
+def _lookup(table, tokens, shape: tuple[int, int], fill_value: float):
+    """Returns rows of a table of this shape; indices after its end give fill_value.
+
+    The gradient is summed in `accum_dtype`: in bfloat16 that of a token would stop growing at 256 times
+    the gradient of one occurrence.
+    """
+    return jnp.take(table, tokens, axis=0, mode="fill", fill_value=fill_value)
 
 
-def _rows_forward(table, tokens, shape, beyond):
-    return _rows(table, tokens, shape, beyond), (tokens, jnp.zeros((), table.dtype))
+def _lookup_forward(table, tokens, shape, fill_value):
+    return _lookup(table, tokens, shape, fill_value), (tokens, jnp.zeros((), table.dtype))
 
 
-def _rows_backward(shape, beyond, kept, gradient):
-    tokens, zero = kept
-    blank = jnp.zeros(shape, wide(zero.dtype))
+def _lookup_backward(shape, fill_value, residuals, gradient):
+    tokens, zero = residuals
+    blank = jnp.zeros(shape, accum_dtype(zero.dtype))
     _, pull = jax.vjp(lambda table: jnp.take(table, tokens, axis=0, mode="fill"), blank)
     return pull(gradient.astype(blank.dtype))[0].astype(zero.dtype), None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def _rows_of_all(part, axes, tokens, region):
-    """Rows for all devices' tokens, of which each device finds those that it has, and all their own."""
-    every = region.all_gather(tokens.reshape(-1), axes, 0) - region.index(axes) * len(part)
-    here = jnp.where((every >= 0) & (every < len(part)), every, len(part))
-    found = jnp.take(part, here, axis=0, mode="fill", fill_value=0)
-    return region.psum_scatter(found, axes, 0).reshape(*tokens.shape, -1)
+def _lookup_sharded(part, axes, tokens, region):
+    """Looks up all devices' tokens in this device's part of the table, and reduce-scatters the rows."""
+    index = region.all_gather(tokens.reshape(-1), axes, 0) - region.index(axes) * len(part)
+    index = jnp.where((index >= 0) & (index < len(part)), index, len(part))
+    rows = jnp.take(part, index, axis=0, mode="fill", fill_value=0)
+    return region.psum_scatter(rows, axes, 0).reshape(*tokens.shape, -1)
 
 
 @jax.named_scope("head")
-def read_logits(params, hidden, weights, only=None):
-    """wide[b t v] of hidden [b t d], or of the one place of each row that `only` int[b 1] names."""
-    if only is not None:
-        hidden = jnp.take_along_axis(hidden, only[..., None], 1)
-    kind = wide(hidden.dtype)
+def compute_logits(
+    params: PyTree,
+    hidden: Float[Array, "b t d"],
+    weights: "WeightGatherer",
+    logit_positions: Int[Array, "b 1"] | None = None,
+) -> Float[Array, "b t v"]:
+    """Returns logits in `accum_dtype`.
+
+    weights: the forward's `glm5.WeightGatherer`. logit_positions: the one position of each row to compute,
+    which gives [b 1 v]; None: all.
+    """
+    if logit_positions is not None:
+        hidden = jnp.take_along_axis(hidden, logit_positions[..., None], 1)
+    kind = accum_dtype(hidden.dtype)
     name, dim = ("lm_head", 1) if "lm_head" in params else ("embed", 0)
-    cut = weights.by_tokens(
+    shard = weights.vocab_shard(
         f"{name}/weight", params[name]["weight"], dim, math.prod(hidden.shape[:2])
     )
-    if cut is None:
-        return jnp.einsum("btd,dv->btv", hidden, head(params, weights), preferred_element_type=kind)
-    part, axes = cut
+    if shard is None:
+        return jnp.einsum(
+            "btd,dv->btv", hidden, head_weight(params, weights), preferred_element_type=kind
+        )
+    part, axes = shard
     rows = weights.region.all_gather(hidden.reshape(-1, hidden.shape[2]), axes, 0)
     logits = jnp.matmul(rows, part if dim else part.T, preferred_element_type=kind)
-    own = weights.region.all_to_all(logits, axes, split=0, join=1)
-    return own.reshape(*hidden.shape[:2], -1)
+    logits = weights.region.all_to_all(logits, axes, split=0, join=1)
+    return logits.reshape(*hidden.shape[:2], -1)
 
 
-def head(params, weights):
-    """The output projection [d v] in the compute dtype (the embedding's transpose where tied)."""
+def head_weight(params: PyTree, weights: "WeightGatherer") -> Float[Array, "d v"]:
+    """Returns the output projection in the compute dtype: the embedding's transpose where they are tied."""
     if "lm_head" in params:
         return weights("lm_head", params["lm_head"])["weight"]
     return weights("embed", params["embed"])["weight"].T
 
 
-def cross_entropy(params, weights, hidden, targets, chunk: int, plan: Plan):
-    """(nll, log partition), wide[m], of targets int32[m] behind hidden [m d]; as `linear_cross_entropy`."""
-    run = functools.partial(linear_cross_entropy, chunk=chunk, implementation=plan.kernels)
-    if plan.vocab_block is None:
-        return run(hidden, head(params, weights), targets)
+def cross_entropy(
+    params: PyTree,
+    weights: "WeightGatherer",
+    hidden: Float[Array, "m d"],
+    targets: Int[Array, " m"],
+    chunk: int,
+    execution: ExecutionConfig,
+) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    """Returns (negative log-likelihood, log partition) of targets, in `accum_dtype`.
+
+    chunk: rows of logits at a time, as in `linear_cross_entropy`.
+    """
+    run = functools.partial(linear_cross_entropy, chunk=chunk, implementation=execution.kernels)
+    if execution.vocab_block is None:
+        return run(hidden, head_weight(params, weights), targets)
     name, dim = ("lm_head", 1) if "lm_head" in params else ("embed", 0)
+    # In parts: each gives a partial log partition, and the logits of the targets in it.
     table = params[name]["weight"]
-    parts = _parts(table, dim, weights.whole(f"{name}/weight").shape[dim], plan.vocab_block)
-    which, column = _place(targets, table.shape[dim], len(parts))
+    size = weights.full_shape(f"{name}/weight")[dim]
+    parts = _parts(table, dim, size, execution.vocab_block)
+    part_of_target, column = _locate(targets, table.shape[dim], len(parts))
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(LOGZ))
     def one(hidden, number, part):
-        own = weights(name, {"weight": part})["weight"]
-        nll, logz = run(hidden.astype(dtype), own if dim else own.T, column)
-        return logz, jnp.where(which == number, logz - nll, 0.0)
+        gathered = weights(name, {"weight": part})["weight"]
+        nll, logz = run(hidden.astype(dtype), gathered if dim else gathered.T, column)
+        return logz, jnp.where(part_of_target == number, logz - nll, 0.0)
 
-    # A scan sums the gradient of what all its turns read in that array's dtype.
-    dtype, hidden = hidden.dtype, hidden.astype(wide(hidden.dtype))
+    # A scan sums the gradient of an array that all its steps read in that array's dtype.
+    dtype, hidden = hidden.dtype, hidden.astype(accum_dtype(hidden.dtype))
     numbers = jnp.arange(len(parts))
     _, (logz, logits) = lax.scan(lambda _, xs: (None, one(hidden, *xs)), None, (numbers, parts))
     logz = jax.nn.logsumexp(logz, axis=0)
     return logz - logits.sum(0), logz
 
 
-def _parts(table, dim: int, size: int, most: int):
-    """A device's part of a table as parts of the vocabulary [n ...], of at most so many tokens on all devices together."""
-    own = table.shape[dim]
-    count = num_parts(size, size // own, most)
-    shape = (*table.shape[:dim], count, own // count, *table.shape[dim + 1 :])
+def _parts(table, dim: int, size: int, vocab_block: int):
+    """Splits a device's shard of a table into parts [n ...] of at most vocab_block entries over all devices."""
+    local_size = table.shape[dim]
+    count = num_parts(size, size // local_size, vocab_block)
+    shape = (*table.shape[:dim], count, local_size // count, *table.shape[dim + 1 :])
     return jnp.moveaxis(table.reshape(shape), dim, 0)
 
 
-def num_parts(size: int, shards: int, most: int) -> int:
-    """How many equal parts of at most so many tokens a vocabulary of this size, cut over shards, is gone through in.
-    ValueError if there are none, or all are much smaller."""
-    own = size // shards
-    counts = (n for n in range(1, own + 1) if own % n == 0 and size // n <= most)
+def num_parts(size: int, shards: int, vocab_block: int) -> int:
+    """Returns the number of equal parts of at most vocab_block entries of a sharded vocabulary.
+
+    Raises ValueError if no number of parts fits, or if the parts would be much smaller than vocab_block.
+    """
+    local_size = size // shards
+    counts = (
+        n for n in range(1, local_size + 1) if local_size % n == 0 and size // n <= vocab_block
+    )
     count = next(counts, None)
     if count is None:
         raise ValueError(
-            f"vocab_block is {most}; {shards} parts of the vocabulary are cut over devices, use at least that"
+            f"vocab_block is {vocab_block}; the vocabulary has {shards} shards, use at least that"
         )
-    if 2 * size // count < min(most, size):
-        smaller = max(n for n in range(1, count) if own % n == 0)
+    if 2 * size // count < min(vocab_block, size):
+        smaller = max(n for n in range(1, count) if local_size % n == 0)
         raise ValueError(
-            f"vocab_block is {most}; equal parts of {size} tokens on {shards} devices have {size // count} or "
+            f"vocab_block is {vocab_block}; equal parts of {size} tokens on {shards} devices have {size // count} or "
             f"{size // smaller}, use one of these"
         )
     return count
 
 
-def _place(tokens, own: int, count: int):
-    """(part, place in it once it is gathered) of tokens, of which each device has `own`."""
-    shard, row = tokens // own, tokens % own
-    size = own // count
+def _locate(tokens, local_size: int, count: int):
+    """Returns (part, index in the gathered part) of tokens, with local_size entries per device."""
+    shard, row = tokens // local_size, tokens % local_size
+    size = local_size // count
     return row // size, shard * size + row % size

@@ -28,11 +28,11 @@ from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import Computation
-from glm5_jax.inference.steps import Shape, bucket
+from glm5_jax.inference.shapes import EngineShapes, bucket_size
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_pages
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index
-from glm5_jax.model.plan import Plan
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.training.loss import target_logp
 from pallas_kernels.index_scores import index_scores
@@ -92,14 +92,14 @@ def compare(
     engine: Engine,
     cfg: ModelConfig,
     *,
-    plan: Plan = Plan(),
+    execution: ExecutionConfig = ExecutionConfig(),
     chunk: int = 1024,
     temperature: float = 1.0,
     mesh=None,
 ) -> Agreement | None:
     """The `Agreement` of an engine with a learner on some records, None if no token of them was sampled.
 
-    params, cfg, plan, mesh, chunk: of the learner, the last the rows of its loss; temperature: of the samples. What
+    params, cfg, execution, mesh, chunk: of the learner, the last the rows of its loss; temperature: of the samples. What
     the indexers hold of every token is kept at once, i * j numbers in each layer: use a few records. ValueError if
     the engine serves a model that chooses another number of things.
     """
@@ -118,10 +118,10 @@ def compare(
     parts = region.size(SEQUENCE_AXES)
     lengths = [len(record) for record in records]
     longest = max(max(lengths), min(sum(lengths), TOGETHER))
-    length = -(-bucket(longest, 1 << 62, LEAST_LENGTH) // parts) * parts
+    length = -(-bucket_size(longest, 1 << 62, LEAST_LENGTH) // parts) * parts
     batch, rows = lay_out(records, length, region.size(BATCH_AXES), ("token_ids",))
     logp, own = _learner(
-        params, batch, cfg=cfg, plan=plan, chunk=chunk, temperature=temperature, mesh=mesh
+        params, batch, cfg=cfg, execution=execution, chunk=chunk, temperature=temperature, mesh=mesh
     )
     read = np.zeros(batch["token_ids"].shape, bool)
     k = None if own.topk is None else own.topk.shape[-1]
@@ -172,14 +172,16 @@ class _Own(NamedTuple):
     scores: jax.Array | None
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "plan", "chunk", "temperature", "mesh"))
-def _learner(params, batch, *, cfg, plan, chunk, temperature, mesh):
+@functools.partial(jax.jit, static_argnames=("cfg", "execution", "chunk", "temperature", "mesh"))
+def _learner(params, batch, *, cfg, execution, chunk, temperature, mesh):
     """(log-probs [b t] of the tokens, _Own) as the learner computes them; the first of a segment has none."""
 
     def local(region, params, tokens, positions, segments, targets):
-        out = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region, watched=True)
-        weights = glm5.Weights(cfg, region, plan)
-        logp = target_logp(params, weights, out.hidden, targets, temperature, chunk, plan)
+        out = glm5.trunk(
+            params, tokens, positions, segments, None, cfg, execution, region, capture_choices=True
+        )
+        weights = glm5.WeightGatherer(cfg, region, execution)
+        logp = target_logp(params, weights, out.hidden, targets, temperature, chunk, execution)
         topk, index = _with_indexer(out.stats.selection, cfg)
         q, k = (None, None) if topk is None else (index[:2], index.k)
         routing = out.stats.routing or (None, None, None)
@@ -256,12 +258,12 @@ class _Sizes(NamedTuple):
     def of(cls, records: Sequence[TokenRecord], made: Computation) -> "_Sizes":
         shape, counts = made.shape, {True: 1, False: 1}
         for record in records:
-            for run in _runs(record, shape.chunk):
+            for run in _runs(record, shape.prefill_chunk):
                 counts[run.drawn] = max(counts[run.drawn], run.count)
         longest = max(map(len, records))
         return cls(
-            shape.pages(-(-longest // shape.page_size)),
-            {drawn: shape.tokens(count) for drawn, count in counts.items()},
+            shape.table_width(-(-longest // shape.page_size)),
+            {drawn: shape.prefill_tokens(count) for drawn, count in counts.items()},
         )
 
 
@@ -270,10 +272,15 @@ def _reread(
 ) -> _Theirs:
     """A record as an engine reads it. k: keys that the learner selects, None for all."""
     ids = record.token_ids
-    static = {"cfg": made.cfg, "plan": made.plan, "mesh": made.mesh, "temperature": temperature}
+    static = {
+        "cfg": made.cfg,
+        "execution": made.execution,
+        "mesh": made.mesh,
+        "temperature": temperature,
+    }
     layers, tables = _pages(made, sizes.pages)
     logp, topk, experts = np.full(len(ids), np.nan), [], []
-    for first, count, drawn in _runs(record, made.shape.chunk):
+    for first, count, drawn in _runs(record, made.shape.prefill_chunk):
         tokens, targets = np.zeros((2, sizes.tokens[drawn]), np.int32)
         tokens[:count], targets[:count] = ids[first:][:count], ids[first + 1 :][:count]
         step = _decode if drawn else _read
@@ -307,7 +314,7 @@ def _pages(made: Computation, width: int):
 
 
 @functools.cache
-def _emptied(cfg: ModelConfig, shape: Shape, mesh, count: int):
+def _emptied(cfg: ModelConfig, shape: EngineShapes, mesh, count: int):
     """Makes so many empty pages; kept, as another function would be another program."""
     empty = functools.partial(
         init_pages,
@@ -321,7 +328,7 @@ def _emptied(cfg: ModelConfig, shape: Shape, mesh, count: int):
     return jax.jit(empty, out_shardings=spread)
 
 
-_STATIC = ("cfg", "plan", "mesh", "temperature")
+_STATIC = ("cfg", "execution", "mesh", "temperature")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC, donate_argnames="layers")
@@ -348,7 +355,7 @@ def _decode(params, layers, tables, tokens, targets, start, count, **static):
     return layers, said, jax.tree.map(lambda a: jnp.moveaxis(a[:, :, 0], 0, 1), chosen)
 
 
-def _advance(params, layers, tables, tokens, start, count, *, cfg, plan, mesh, temperature):
+def _advance(params, layers, tables, tokens, start, count, *, cfg, execution, mesh, temperature):
     """(layers, log-probs [v] behind the last of `count` tokens, (topk [l t k], experts [l t a])). On a mesh each
     group of devices does the same, and one is looked at."""
 
@@ -358,10 +365,20 @@ def _advance(params, layers, tables, tokens, start, count, *, cfg, plan, mesh, t
         segments = jnp.broadcast_to((jnp.arange(t) < count).astype(jnp.int32), (b, t))
         ids = jnp.broadcast_to(tokens, (b, t))
         out = glm5.trunk(
-            params, ids, cache.positions(t), segments, cache, cfg, plan, region, watched=True
+            params,
+            ids,
+            cache.positions(t),
+            segments,
+            cache,
+            cfg,
+            execution,
+            region,
+            capture_choices=True,
         )
         only = jnp.full((b, 1), jnp.maximum(count - 1, 0), jnp.int32)
-        logits = glm5.read_logits(params, out.hidden, glm5.Weights(cfg, region, plan), only)
+        logits = glm5.compute_logits(
+            params, out.hidden, glm5.WeightGatherer(cfg, region, execution), only
+        )
         topk, _ = _with_indexer(out.stats.selection, cfg)
         routing = out.stats.routing
         return logits[:, 0], out.cache.layers, topk, None if routing is None else routing[0]

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from glm5_jax.core import hosts
-from glm5_jax.core.activity import FOLDER, Activity
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core import multihost
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.core.utilization import FOLDER, UtilizationRecorder
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
@@ -33,8 +33,8 @@ from glm5_jax.rl.repair import FAILED, LOST, STALE
 from glm5_jax.rl.streams import credited_rollouts
 from glm5_jax.rl.types import used_tools
 from glm5_jax.training.metrics import TrainingStopped
-from glm5_jax.training.stages import Source, Stage
-from glm5_jax.training.step import Step, make_step, with_new_moments
+from glm5_jax.training.stages import BatchSource, Stage
+from glm5_jax.training.step import Step, make_step, reset_optimizer
 
 _log = logging.getLogger(__name__)
 DROPPED = (FAILED, LOST, STALE, "cancelled")  # why groups are
@@ -92,8 +92,8 @@ class AsynchronousConfig(RlConfig):
         self.buffer()
 
     @property
-    def free(self) -> tuple[str, ...]:
-        return *super().free, "batch_seconds", "refresh_seconds"
+    def changeable_on_resume(self) -> tuple[str, ...]:
+        return *super().changeable_on_resume, "batch_seconds", "refresh_seconds"
 
     def buffer(self) -> BufferConfig:
         """The hub's; ValueError if there can be none."""
@@ -111,16 +111,16 @@ class Asynchronous(Stage):
         hub: Hub,
         pusher: Pusher,
         step_maker: Callable[..., Step] = make_step,
-        before: Stage | None = None,
+        previous_stage: Stage | None = None,
     ):
         self._hub = hub if jax.process_count() == 1 else _OfPod(hub)
         self._pusher = pusher
-        super().__init__(config, workdir, step_maker, before)
+        super().__init__(config, workdir, step_maker, previous_stage)
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
-    def _open(self) -> Source:
+    def _open(self) -> BatchSource:
         rows = self._group, self._num_groups
         self._batches = Batches(self.config, self._hub, *rows, self._refresh)
         return self._batches
@@ -128,14 +128,14 @@ class Asynchronous(Stage):
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows // self._num_groups
 
-    def _intends(self) -> str:
+    def _describe_step(self) -> str:
         rollout = self.config.rollout
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step, at most {self.config.max_staleness} steps old"
 
-    def _train(self, stop: StopSignal) -> None:
+    def _train(self, stop: PreemptionGuard) -> None:
         first = jax.process_index() == 0
         path = self.workdir / FOLDER / "train.jsonl"
-        doing = Activity(path, lambda: not self._batches.waiting)
+        doing = UtilizationRecorder(path, lambda: not self._batches.waiting)
         with doing if first else contextlib.nullcontext():
             super()._train(stop)
 
@@ -162,7 +162,7 @@ class Asynchronous(Stage):
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
         taken, config = self._batches, self.config
         if self._early:
-            state = with_new_moments(state)
+            state = reset_optimizer(state)
         state, metrics = super()._update(state, batch)
         done = taken.step + 1
         told = dict(taken.metrics)
@@ -174,7 +174,7 @@ class Asynchronous(Stage):
                 told["push"] = {"bytes": pushed.bytes, "lost": len(pushed.lost)}
                 told["seconds"] = told["seconds"] | {"push": pushed.seconds}
                 if config.new_moments:
-                    state = with_new_moments(state)
+                    state = reset_optimizer(state)
         taken.step, self._params, self._early = done, state["params"], False
         return state, metrics | told
 
@@ -335,7 +335,7 @@ class _OfPod:
                 raise ValueError(str(error)) from error
 
         try:
-            return hosts.of_first(ask)
+            return multihost.broadcast_from_first(ask)
         except ValueError as error:
             raise ServerError(str(error)) from error
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from glm5_jax.rl.admission import Admitted, BufferConfig, must_wait, room
-from glm5_jax.rl.journal import Entry, Journal
+from glm5_jax.rl.journal import Entry, Journal, of_this_release
 from glm5_jax.rl.repair import FAILED, LOST, STALE, left_out, repaired, versions
 from glm5_jax.rl.trajectory import Trajectory
-from glm5_jax.rl.types import Weights
+from glm5_jax.rl.types import Weights, is_ahead
 
 _STATE = "state"  # the name of the journal's entry that is no group
 _KEPT = ("group", "batch_groups", "max_staleness")  # what a journal's batches were made by
@@ -93,7 +93,8 @@ class Buffer:
         self._journal = None
         if journal is not None:
             self._journal = Journal(journal, config.durable)
-            self._restore(journal)
+            with of_this_release(journal):
+                self._restore(journal)
             self._write_state()
 
     @property
@@ -254,7 +255,8 @@ class Buffer:
         self._write_state()
 
     def begin(self, step: int, version: int, checksum: str | None = None, least: int = 0) -> None:
-        """A trainer starts or goes on at this step, and the engines have this version. least: of its lease.
+        """A trainer starts or goes on at this step, and the engines have this version. least: of its lease, the time now in
+        milliseconds; 0: no clock.
 
         Batches of earlier steps were trained on; later ones are waiting again. What was sampled by weights newer than
         the step is never learnt from, in groups that have come and in those under way: not even once the trainer has
@@ -274,7 +276,9 @@ class Buffer:
         for place in self._running.values():
             place.version = min(place.version, version)  # what is sampled from now on
         self.step, self.version, self.checksum = step, version, checksum
-        self.lease = max(self.lease + 1, least)
+        self.lease = (
+            least if least and is_ahead(self.lease, least / 1e3) else max(self.lease + 1, least)
+        )
         self._forget(gone)
         for place in list(self._waiting.values()):
             self._keep(place, step)

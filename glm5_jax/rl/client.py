@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from glm5_jax.core.json_body import WHOLE_BYTES
-from glm5_jax.core.server import ApiError, encoded, read_json, shortened
+from glm5_jax.core.json_body import MAX_SINGLE_PASS_BYTES, JsonLimits
+from glm5_jax.core.server import ApiError, json_bytes, read_json, truncate_text
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.rl.buffer import Taken
 from glm5_jax.rl.trajectory import trajectory
@@ -58,18 +58,24 @@ class JsonClient:
         *,
         seconds: float,
         most_bytes: int | None = None,
+        limits: JsonLimits = JsonLimits(),
+        api_key: str | None = None,
     ) -> Any:
         """Returns the value of an answer. Raises ServerError unless it is 200 and JSON, in time and not too long.
 
-        most_bytes: size of the answer; None: that of the client.
+        most_bytes: size of the answer; None: that of the client. limits: what the answer may hold. api_key: key of
+        this server; None: that of the client.
         """
         if self._session is None:
             raise RuntimeError("the client is not open; use it within `async with`")
-        data = None if body is None else encoded(body)
+        data = None if body is None else json_bytes(body)
+        headers = None if api_key is None else {"Authorization": f"Bearer {api_key}"}
         try:
             async with asyncio.timeout(seconds):
                 # A server that redirects would choose where the API key and the request go.
-                request = self._session.request(method, url, data=data, allow_redirects=False)
+                request = self._session.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
+                )
                 async with request as response:
                     most = min(most_bytes or self._most, self._most)
                     status, content = response.status, await self._read(url, response, most)
@@ -77,10 +83,10 @@ class JsonClient:
             raise ServerError(f"{url} has not answered within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"no server answers at {url}: {error}") from None
-        if len(content) <= WHOLE_BYTES:
-            return _value(url, status, content)
+        if len(content) <= MAX_SINGLE_PASS_BYTES:
+            return _value(url, status, content, limits)
         # A large answer is read in pieces in another thread, while the answers of others are read here.
-        return await asyncio.to_thread(_value, url, status, content)
+        return await asyncio.to_thread(_value, url, status, content, limits)
 
     async def _read(self, url: str, response: aiohttp.ClientResponse, most: int) -> bytes:
         content = bytearray()
@@ -91,16 +97,17 @@ class JsonClient:
         return bytes(content)
 
 
-def _value(url: str, status: int, content: bytes) -> Any:
+def _value(url: str, status: int, content: bytes, limits: JsonLimits) -> Any:
     try:
-        value = read_json(content)
+        value = read_json(content, limits)
         if status == 200:
             return value
         message = value["error"]["message"]
-    except (ApiError, LookupError, TypeError):
+    except (ApiError, LookupError, TypeError) as error:
         shown = content[:SHOWN].decode(errors="replace")
-        message = f"the answer of {url} is no JSON of an API ({status}): {shown}"
-    raise ServerError(shortened(str(message), MAX_MESSAGE), status)
+        why = f", as {error}" if isinstance(error, ApiError) else ""
+        message = f"the answer of {url} is no JSON of an API ({status}{why}): {shown}"
+    raise ServerError(truncate_text(str(message), MAX_MESSAGE), status)
 
 
 class HubClient:
@@ -184,11 +191,11 @@ class HubClient:
         return self._ask(path, body | {"lease": self._lease}, seconds)
 
     def _ask(self, path: str, body: Mapping | None = None, seconds: float = 0.0) -> Any:
-        data = None if body is None else encoded(body)
+        data = None if body is None else json_bytes(body)
         until, pause = time.monotonic() + self._patience, ""
         while True:
             try:
-                with self._client.open(path, data, timeout=seconds + MARGIN) as response:
+                with self._client.open(path, data, timeout_s=seconds + MARGIN) as response:
                     return json.load(response)
             except ServerError as error:
                 if error.status == UNAVAILABLE:

@@ -12,7 +12,7 @@ from glm5_jax.rl.rollout import RolloutConfig
 from glm5_jax.rl.streams import CreditConfig
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig
+from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig
 from glm5_jax.training.step import StepConfig
 
 LEARNS = ("rewards", "teachers")
@@ -59,7 +59,9 @@ def small_constant() -> ScheduleConfig:
 
 def policy_alone() -> StepConfig:
     """Neither the MTP layer nor the router's balance takes part: GLM-5 says nothing of either in RL."""
-    return StepConfig(mtp_steps=0, balance_weight=0.0, bias_update_rate=SwitchConfig(0.0, 0.0))
+    return StepConfig(
+        mtp_steps=0, balance_weight=0.0, bias_update_rate=TwoPhaseConfig(before=0.0, after=0.0)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class RlConfig(StageConfig):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=adam)
     schedule: ScheduleConfig = dataclasses.field(default_factory=small_constant)
     step: StepConfig = dataclasses.field(default_factory=policy_alone)
-    goes_on: bool = True
+    requires_checkpoint: bool = True
     learns: str = "rewards"
     policy: PolicyConfig = PolicyConfig()
     credit: CreditConfig = CreditConfig()
@@ -114,24 +116,24 @@ class RlConfig(StageConfig):
         if pulled and origins != [""]:
             raise ValueError(f'a reference has the origin "", not {origins}')
 
-    def after(self, folders: Mapping[str, str]):
+    def continue_from(self, folders: Mapping[str, str]):
         """A teacher whose checkpoint is the name of an earlier stage is that stage."""
         own = (
             dataclasses.replace(one, checkpoint=folders.get(one.checkpoint, one.checkpoint))
             for one in self.teachers
         )
-        return dataclasses.replace(super().after(folders), teachers=tuple(own))
+        return dataclasses.replace(super().continue_from(folders), teachers=tuple(own))
 
     @property
-    def free(self) -> tuple[str, ...]:
-        return *super().free, "agreement."
+    def changeable_on_resume(self) -> tuple[str, ...]:
+        return *super().changeable_on_resume, "agreement."
 
     @property
     def row_length(self) -> int:
         return self.length
 
     @property
-    def first_rows(self) -> int:
+    def first_batch_rows(self) -> int:
         return self.rows
 
     def check_rows(self, region: Region) -> None:

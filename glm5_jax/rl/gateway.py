@@ -24,22 +24,27 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-from glm5_jax.core.schema import checked, of_fields
-from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.core.folder_lock import FolderLock
+from glm5_jax.core.json_pieces import encode_in_pieces
+from glm5_jax.core.schema import validate
+from glm5_jax.core.server import ApiError, Handler, HttpServer, ListenConfig, json_response
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.protocol import CHAT, thinking_of, tools_of
+from glm5_jax.rl import bodies
+from glm5_jax.rl.engine_answers import REFUSED, check_generated, error_message
+from glm5_jax.rl.open_session import OpenSession
 from glm5_jax.rl.router import NoRank, Router, RouterConfig, parse_rank
 from glm5_jax.rl.session_journal import JournalError, SessionJournal
 from glm5_jax.rl.sessions import Plan, Session, SessionConfig, SessionError
 from glm5_jax.rl.trajectory import told
-from glm5_jax.rl.types import MAX_VERSION, Weights, check_lease
+from glm5_jax.rl.types import Weights, check_lease, is_ahead
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
 
@@ -51,7 +56,6 @@ _TAKEN = (
     *("thinking", "chat_template_kwargs"),
 )
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +117,19 @@ class Gateway(HttpServer):
                 )
         self._tokenizer, self._ranks = tokenizer, tuple(ranks)
         self._router = Router(ranks, config.router)
-        self._sessions: dict[str, _Open] = {}
+        self._sessions: dict[str, OpenSession] = {}
         self._wanted: Weights | None = None  # of all engines that serve
         self._seen: dict[str, str | None] = {}  # the processes that were seen to have them, by rank
         self._looking = asyncio.Lock()
-        self._journal = None if config.journal is None else SessionJournal(config.journal)
-        if self._journal is not None:
+        self._held = contextlib.ExitStack()
+        self._journal = None
+        if config.journal is not None:
+            # Two gateways would write over each other's sessions.
+            self._held.enter_context(FolderLock(config.journal))
+            self._journal = SessionJournal(config.journal)
             self._wanted = self._journal.wanted()
             for name, session, rank in self._journal.read(self._begun):
-                self._sessions[name] = _Open(session)
+                self._sessions[name] = OpenSession(session)
                 self._router.place(name, rank)
 
     def _begun(self, seed: int) -> Session:
@@ -144,7 +152,7 @@ class Gateway(HttpServer):
             "DELETE": {"/sessions/{id}": self._end},
         }
 
-    def refusal(self, error: Exception) -> ApiError | None:
+    def to_api_error(self, error: Exception) -> ApiError | None:
         if isinstance(error, SessionError):
             return ApiError(str(error), error.status)
         if isinstance(error, JournalError):
@@ -155,24 +163,28 @@ class Gateway(HttpServer):
                 f" that has the weights of version {self._wanted.version}" if self._wanted else ""
             )
             return ApiError(f"no engine{which} answers; ask again later", 502, "unavailable")
-        return super().refusal(error)
+        return super().to_api_error(error)
 
-    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         connector = aiohttp.TCPConnector(limit=0)
         headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
-        async with aiohttp.ClientSession(headers=headers, connector=connector) as self._client:
-            if self._wanted is not None:
-                await self._look(self._ranks, self._wanted)
-            probe = asyncio.create_task(self._probe())
-            yield
-            probe.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await probe
+        client = aiohttp.ClientSession(headers=headers, connector=connector)
+        with self._held:
+            async with client as self._client:
+                if self._wanted is not None:
+                    await self._look(self._ranks, self._wanted)
+                probe = asyncio.create_task(self._probe())
+                yield
+                probe.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await probe
 
     # -- sessions ------------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        said = checked(read_json(await self.received(request) or b"{}"), _BEGIN)
+        said = await self.read_body(
+            request, lambda said: validate(said, bodies.BEGIN_SESSION), empty=b"{}"
+        )
         if "weights" in said:
             await self._want(Weights(**said["weights"]))
         name = said.get("id") or secrets.token_hex(16)
@@ -197,16 +209,16 @@ class Gateway(HttpServer):
             except JournalError:
                 self._router.release(name)
                 raise
-        self._sessions[name] = _Open(self._begun(seed))
-        return as_json({"id": name})
+        self._sessions[name] = OpenSession(self._begun(seed))
+        return json_response({"id": name})
 
     async def _list(self, request: web.Request) -> web.Response:
-        return as_json({"sessions": list(self._sessions)})
+        return json_response({"sessions": list(self._sessions)})
 
     async def _describe(self, request: web.Request) -> web.Response:
         name, own = self._found(request)
         turns = own.session.turns
-        return as_json(
+        return json_response(
             {
                 "id": name,
                 "rank": self._router.placed.get(name),
@@ -221,7 +233,13 @@ class Gateway(HttpServer):
 
     async def _samples(self, request: web.Request) -> web.Response:
         _, own = self._found(request)
-        return as_json({"records": [told(record) for record in own.session.records()]})
+
+        def encode() -> bytes:
+            return encode_in_pieces({"records": [told(record) for record in own.session.records()]})
+
+        async with own.changing:  # other sessions go on meanwhile
+            body = await asyncio.get_running_loop().run_in_executor(None, encode)
+        return web.Response(body=body, content_type="application/json")
 
     async def _end(self, request: web.Request) -> web.Response:
         name, own = self._found(request)
@@ -230,9 +248,9 @@ class Gateway(HttpServer):
         del self._sessions[name]
         own.end()
         self._router.release(name)
-        return as_json({"id": name, "deleted": True})
+        return json_response({"id": name, "deleted": True})
 
-    def _found(self, request: web.Request) -> tuple[str, "_Open"]:
+    def _found(self, request: web.Request) -> tuple[str, OpenSession]:
         name = request.match_info["id"]
         if name not in self._sessions:
             raise ApiError(f"there is no session {name!r}; it was never begun, or has ended", 404)
@@ -244,18 +262,18 @@ class Gateway(HttpServer):
         if self._draining:
             raise ApiError("the gateway is ending; ask another", 503, "unavailable")
         name, own = self._found(request)
-        said = await self.read_body(request, lambda said: checked(said, CHAT))
+        said = await self.read_body(request, lambda said: validate(said, CHAT))
         sampling = self._sampling(said)
         thinking, _ = thinking_of(said)
         tools = tools_of(said)
-        plan = own.session.plan(said["messages"], tools, enable_thinking=thinking, asked=own.asked)
+        plan = await own.plan(said["messages"], tools, thinking)
         sampling["sampling_seed"] = own.session.seed_of(plan)
-        own.asked.append(plan)
         self._active += 1
         try:
             reply = await self._generate(name, own, plan, sampling)
-            own.check(name)
-            return as_json(self._take(name, own, plan, reply, tools, thinking))
+            async with own.changing:
+                own.check(name)
+                return json_response(self._take(name, own, plan, reply, tools, thinking))
         finally:
             own.asked.remove(plan)
             self._active -= 1
@@ -276,7 +294,7 @@ class Gateway(HttpServer):
         most = said.get("max_completion_tokens", said.get("max_tokens", config.max_tokens))
         return {"temperature": config.temperature, "top_p": 1.0, "max_new_tokens": most}
 
-    async def _generate(self, name: str, own: "_Open", plan: Plan, sampling: Mapping) -> dict:
+    async def _generate(self, name: str, own: OpenSession, plan: Plan, sampling: Mapping) -> dict:
         """An engine's answer. One that does not answer, or has failed, is lost: the session goes on at another, with
         the same seed. ApiError."""
         why = ""
@@ -291,19 +309,23 @@ class Gateway(HttpServer):
             try:
                 call = self._call(f"{url}/generate", body, name)
                 status, found, instance = await own.until_ended(name, call)
-            except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-                status, found = 503, {}
+                is_reply = status == 200 and check_generated(found)
+            except _NO_ANSWER as error:
+                status, found, is_reply = 503, {}, False
                 why = f"{rank} does not answer: {type(error).__name__} {error}"
-            if status == 200 and found["meta_info"]["finish_reason"]["type"] != "abort":
+            if is_reply:
                 versions = found["meta_info"]["weight_versions"]
                 if wanted is None or (instance == seen and min(versions) >= wanted.version):
                     return found
                 status = 503
                 why = f"{rank} was started anew, or has not the weights of version {wanted.version}"
-            if status < 500 and status != 200:
-                message = found.get("error", {}).get("message", "no reason")
+            if status in REFUSED:
+                message = error_message(found)
                 code = "context_length_exceeded" if "token" in message else None
                 raise ApiError(f"the engine refuses: {message}", 400, code)
+            if status == 429:
+                # Neither the agent's fault, which an answer of 400 would make it, nor an engine that is lost.
+                raise ApiError(f"{rank} is overloaded: {error_message(found)}", 429, "overloaded")
             why = why or f"{rank} has failed: {str(found)[:200]}"
             _log.warning("session %s: %s", name, why)
             if status != 200 and rank in self._router.loads:
@@ -321,7 +343,9 @@ class Gateway(HttpServer):
         ):
             return response.status, await response.json(), response.headers.get(INSTANCE)
 
-    def _take(self, name, own: "_Open", plan: Plan, found: Mapping, tools, thinking: bool) -> dict:
+    def _take(
+        self, name, own: OpenSession, plan: Plan, found: Mapping, tools, thinking: bool
+    ) -> dict:
         """Keeps a reply, and tells it."""
         meta = found["meta_info"]
         ids = found["output_ids"]
@@ -368,9 +392,9 @@ class Gateway(HttpServer):
     # -- engines -------------------------------------------------------------------------------------------
 
     async def _set_weights(self, request: web.Request) -> web.Response:
-        said = await self.read_body(request, lambda said: checked(said, _WEIGHTS))
+        said = await self.read_body(request, lambda said: validate(said, bodies.WEIGHTS))
         await self._want(Weights(**said))
-        return as_json(self._wanted._asdict())
+        return json_response(self._wanted._asdict())
 
     async def _want(self, weights: Weights) -> None:
         """From now on engines must have these, unless later ones were wanted before; who has others is lost."""
@@ -378,9 +402,11 @@ class Gateway(HttpServer):
             check_lease(weights.lease, time.time())
         except ValueError as error:
             raise ApiError(str(error), param="lease") from None
+        if self._has_wanted(weights):
+            return  # before the lock, which a look at engines that hang holds for seconds
         async with self._looking:
             before = self._wanted
-            if before is not None and weights[:2] <= before[:2]:
+            if self._has_wanted(weights):
                 return
             if self._journal is not None:
                 self._journal.want(weights)
@@ -388,13 +414,24 @@ class Gateway(HttpServer):
             await self._look(self._ranks, weights, strict)
             self._wanted = weights
 
+    def _has_wanted(self, weights: Weights) -> bool:
+        """Whether these weights, or later ones, are wanted already."""
+        before = self._wanted
+        if before is None or is_ahead(before.lease, time.time()):
+            return False
+        return weights[:2] <= before[:2]
+
     async def _probe(self) -> None:
         """Takes lost engines in again once they are well."""
         while True:
             await asyncio.sleep(self.config.probe_seconds)
             async with self._looking:
                 lost = [rank for rank in self._ranks if rank not in self._router.loads]
-                await self._look(lost, self._wanted)
+                try:
+                    await self._look(lost, self._wanted)
+                except Exception:
+                    # Whatever one engine says, the others must not stay lost for it.
+                    _log.exception("lost engines cannot be looked at")
 
     async def _look(
         self, ranks: Sequence[str], wanted: Weights | None, strict: bool = False
@@ -421,8 +458,10 @@ class Gateway(HttpServer):
             return False
         if wanted is None:
             return True
-        said = await self._asked(f"{url}/weights") or {}
-        version, instance = said.get("version", -1), said.get("instance")
+        said = await self._asked(f"{url}/weights")
+        if not isinstance(said, dict) or not isinstance(said.get("version"), int):
+            return False
+        version, instance = said["version"], said.get("instance")
         if version == wanted.version:
             well = wanted.checksum in (None, said.get("checksum"))
         else:
@@ -432,66 +471,27 @@ class Gateway(HttpServer):
             self._seen[rank] = instance
         return well
 
-    async def _asked(self, url: str) -> dict | None:
+    async def _asked(self, url: str) -> Any:
         """What an engine says; None unless it does so soon."""
         limit = aiohttp.ClientTimeout(total=self.config.probe_seconds)
         try:
             async with self._client.get(url, timeout=limit) as response:
                 return await response.json() if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        except _NO_ANSWER:
             return None
 
     async def _health(self, request: web.Request) -> web.Response:
         """Its own: what would be started anew for want of engines would end the sessions' chats, and those that push
         weights to engines may wait for it to be there."""
         state = "draining" if self._draining else "ok" if self._router.loads else "no engine"
-        return as_json({"status": state}, 503 if self._draining else 200)
+        return json_response({"status": state}, 503 if self._draining else 200)
 
     async def _info(self, request: web.Request) -> web.Response:
         told = {"sessions": len(self._sessions), "active": self._active}
         weights = self._wanted and self._wanted._asdict()
-        return as_json(told | {"loads": self._router.loads, "weights": weights})
+        return json_response(told | {"loads": self._router.loads, "weights": weights})
 
 
+# Of an engine that does not answer, or whose answer is no JSON, or nested too deeply.
+_NO_ANSWER = (TimeoutError, aiohttp.ClientError, OSError, ValueError, RecursionError)
 _FOREVER = aiohttp.ClientTimeout(total=None)  # `GatewayConfig.seconds` counts
-_COUNT = {"type": "integer", "minimum": 0}
-_WEIGHTS = of_fields(
-    ("lease", "version"),
-    lease=_COUNT,
-    version=_COUNT | {"maximum": MAX_VERSION},
-    checksum={"type": "string"},
-)
-_BEGIN = of_fields(id={"type": "string"}, seed=_COUNT, weights=_WEIGHTS)
-
-
-class _Open:
-    """A session that is open, and what is asked of it."""
-
-    def __init__(self, session: Session):
-        self.session, self.ended = session, False
-        self.cached = self.read = 0  # tokens of prompts
-        self.asked: list[Plan] = []  # that are being answered
-        self._calls: set[asyncio.Task] = set()  # of engines
-
-    def end(self) -> None:
-        """No engine goes on with what nobody will read."""
-        self.ended = True
-        for call in self._calls:
-            call.cancel()
-
-    async def until_ended(self, name: str, call: Coroutine[Any, Any, _T]) -> _T:
-        """What a call of an engine gives; ApiError if the session ends before."""
-        task = asyncio.create_task(call)
-        self._calls.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            self.check(name)
-            raise
-        finally:
-            self._calls.discard(task)
-
-    def check(self, name: str) -> None:
-        """ApiError if it was ended while it was asked."""
-        if self.ended:
-            raise ApiError(f"the session {name!r} was ended meanwhile", 404)

@@ -10,7 +10,7 @@ Whenever a batch is asked for, all groups are sampled that may be outstanding by
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.coroutines import run_sync
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
@@ -63,7 +63,7 @@ class InProcess:
         rollouts = self._rollouts(own.temperature)
         for kind, tasks in self._world.held_out.items():
             groups = rollouts.sample(tasks[:count], 0, group=own.group)
-            wait_for(judge(groups, self._world, self._config.judged_at_once))
+            run_sync(judge(groups, self._world, self._config.judged_at_once))
             found[kind] = {"reward": mean_reward(groups), "count": len(groups), "failed": 0}
         return found
 
@@ -72,7 +72,7 @@ class InProcess:
         config = self._config
         rollouts = self._rollouts(config.policy.temperature)
         groups = rollouts.sample(tasks, config.seed, first=first)
-        wait_for(judge(groups, self._world, config.judged_at_once))
+        run_sync(judge(groups, self._world, config.judged_at_once))
         return groups
 
     def _rollouts(self, temperature: float) -> Rollouts:

@@ -5,13 +5,14 @@ times as long, and a group of long rollouts has millions. A digest in front tell
 """
 
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,6 +121,18 @@ class Journal:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+
+
+@contextlib.contextmanager
+def of_this_release(folder: pathlib.Path) -> Iterator[None]:
+    """Raises ValueError, with what to do, if what is read within it lacks what this release writes."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the journal in {folder} is not of this release ({type(error).__name__} {error}); go on with the release "
+            "that wrote it, or empty the folder"
+        ) from error
 
 
 def _packed(head: Mapping[str, Any], members: Sequence[Trajectory]) -> bytes:

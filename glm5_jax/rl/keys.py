@@ -7,6 +7,7 @@ because `ps` shows flags to all users, and child processes inherit the environme
 import os
 import pathlib
 import secrets
+import stat
 
 KEY_FILE = "run.key"
 _OTHERS = 0o077  # rights of everyone but the owner
@@ -26,6 +27,8 @@ def ensure_key_file(path: str | os.PathLike) -> pathlib.Path:
         raise ValueError(
             f"the key file {path} cannot be created ({error}); write a random key into it, with mode 600"
         ) from None
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"the key file {path} is no regular file; move it away, or name another")
     if mode & _OTHERS:
         raise ValueError(
             f"the key file {path} has mode {mode & 0o777:03o}, so other users may use it; run chmod 600 on it"

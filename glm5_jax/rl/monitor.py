@@ -18,7 +18,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import Computation
 from glm5_jax.rl.agreement import compare, is_sampled
 from glm5_jax.training.metrics import TrainingStopped
-from pallas_kernels.eight_bits import FORMATS
+from pallas_kernels.quantized_vectors import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,9 @@ def _read_late(record: TokenRecord, count: int) -> TokenRecord:
     sampled = is_sampled(record)
     late = sampled & (np.cumsum(sampled[::-1])[::-1] <= count)
     return TokenRecord(
-        record.token_ids, late, rollout_logp=np.where(late, record.rollout_logp, np.nan)
+        token_ids=record.token_ids,
+        loss_mask=late,
+        rollout_logp=np.where(late, record.rollout_logp, np.nan),
     )
 
 

@@ -36,22 +36,24 @@ from typing import Any
 
 from aiohttp import web
 
-from glm5_jax.core.schema import checked, of_fields
+from glm5_jax.core.folder_lock import FolderLock
+from glm5_jax.core.schema import validate
 from glm5_jax.core.server import (
     ApiError,
     Handler,
     HttpServer,
     ListenConfig,
-    as_json,
     check_url,
-    encoded,
+    json_bytes,
+    json_response,
 )
+from glm5_jax.rl import bodies
 from glm5_jax.rl.buffer import Admitted, Buffer, BufferConfig, Taken
 from glm5_jax.rl.client import NOT_BEGUN, JsonClient, told_taken
 from glm5_jax.rl.registry import Registry, RegistryConfig, Service
 from glm5_jax.rl.remote import Remote, RemoteConfig
 from glm5_jax.rl.trajectory import Trajectory
-from glm5_jax.rl.types import MAX_VERSION
+from glm5_jax.rl.types import is_ahead
 
 _log = logging.getLogger(__name__)
 RETRY_S = 1.0  # between two tries to write the journal of a full disk
@@ -68,7 +70,7 @@ class HubConfig(ListenConfig):
       poll_seconds: that a trainer is kept waiting at most before it has to ask again.
       tick: seconds between two looks at what only time changes.
       most_bytes: of an answer.
-      api_key: that the hub wants, and the services and the gateway too.
+      api_key: key that the hub and the gateway require; services require the token that they register with.
     """
 
     port: int = 8100
@@ -110,8 +112,13 @@ class Orchestrator(HttpServer):
         super().__init__(config)
         self._clock = time.monotonic
         folder = None if config.journal is None else pathlib.Path(config.journal)
-        # Agents of a hub that was killed may go on in their sessions, which no other's must be named like.
-        self._buffer = Buffer(config.buffer, folder, f"{secrets.token_hex(4)}-")
+        with contextlib.ExitStack() as held:
+            # Two hubs would give out the same groups, and write over each other's.
+            if folder is not None:
+                held.enter_context(FolderLock(folder))
+            # Agents of a hub that was killed may go on in their sessions, which no other's must be named like.
+            self._buffer = Buffer(config.buffer, folder, f"{secrets.token_hex(4)}-")
+            self._held = held.pop_all()
         self._registry = Registry(config.buffer.group, config.registry)
         self._registry.drawn.update(self._buffer.begun)
         self._collect()
@@ -148,11 +155,20 @@ class Orchestrator(HttpServer):
         app.on_shutdown.append(end)
         return app
 
-    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+        with self._held:
+            async for _ in self._working():
+                yield
+
+    async def _working(self) -> AsyncIterator[None]:
         config = self.config
-        async with JsonClient(self.api_key, most_bytes=config.most_bytes) as self._client:
+        async with (
+            JsonClient(self.api_key, most_bytes=config.most_bytes) as gateway,
+            # Without the key of the run, which must not go to whatever URL was registered.
+            JsonClient(most_bytes=config.most_bytes) as services,
+        ):
             own = config.gateway, config.seed, config.remote, self._clock, self._buffer.life
-            self._remote = Remote(self._client, *own)
+            self._remote = Remote(gateway, services, *own)
             self._remote.weights = self._buffer.weights
             self._filling = self._started(self._fill())
             self._started(self._remote.sweep())
@@ -161,7 +177,7 @@ class Orchestrator(HttpServer):
             for task in tasks:
                 task.cancel()
             # They end their sessions, and their numbers are in the journal.
-            await asyncio.wait(tasks, timeout=config.grace)
+            await asyncio.wait(tasks, timeout=config.grace_s)
 
     def _started(self, work: Coroutine) -> asyncio.Task:
         task = asyncio.create_task(work)
@@ -290,22 +306,22 @@ class Orchestrator(HttpServer):
             self._call_off(service)
         _log.info("%s is served at %s", service.spec.name, service.spec.url)
         self._tell()
-        return as_json({"name": service.spec.name})
+        return json_response({"name": service.spec.name})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _BEAT)
+        said = await self._said(request, bodies.BEAT)
         name = request.match_info["name"]
         self._registry.heartbeat(name, said.get("instance", ""), self._clock())
-        return as_json({"name": name})
+        return json_response({"name": name})
 
     async def _leave(self, request: web.Request) -> web.Response:
         service = self._registry.leave(request.match_info["name"])
-        return as_json({"name": service.spec.name, "groups": service.groups})
+        return json_response({"name": service.spec.name, "groups": service.groups})
 
     # -- the trainer ---------------------------------------------------------------------------------------
 
     async def _begin(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _BEGIN)
+        said = await self._said(request, bodies.BEGIN)
         with _conflicts():
             # By the clock they differ from those of a hub that has left no journal, too.
             least = int(1e3 * time.time())
@@ -315,10 +331,10 @@ class Orchestrator(HttpServer):
         self._collect()
         self._tell()
         await self._remote.want(self._buffer.weights)
-        return as_json(self._position() | {"lease": lease})
+        return json_response(self._position() | {"lease": lease})
 
     async def _take(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _TAKE)
+        said = await self._said(request, bodies.TAKE)
         until = self._clock() + min(said["seconds"], self.config.poll_seconds)
         while True:
             self._check_lease(said)
@@ -336,37 +352,38 @@ class Orchestrator(HttpServer):
             left = until - self._clock()
             if left <= 0 or self._ending:
                 self._check_journal()
-                return as_json({"groups": None, "hindered": self._hindered()})
+                return json_response({"groups": None, "hindered": self._hindered()})
             await self._hear(news, left)
 
     async def _trained(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _TRAINED)
+        said = await self._said(request, bodies.TRAINED)
         self._check_lease(said)
         with _conflicts():
             self._buffer.trained(said["step"])
         self._check_journal()
         self._collect()
         self._tell()
-        return as_json(self._position())
+        return json_response(self._position())
 
     async def _version(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _VERSION)
+        said = await self._said(request, bodies.VERSION)
         self._check_lease(said)
         with _conflicts():
             self._buffer.push(said["version"], said.get("checksum"))
         self._check_journal()
         self._tell()
         await self._remote.want(self._buffer.weights)
-        return as_json(self._position())
+        return json_response(self._position())
 
     async def _said(self, request: web.Request, schema: Mapping) -> Any:
-        return await self.read_body(request, lambda said: checked(said, schema))
+        return await self.read_body(request, lambda said: validate(said, schema))
 
     def _check_lease(self, said: Mapping[str, Any]) -> None:
         """ApiError unless it is the trainer that began last who says this."""
         if self._filling.done():
             raise ApiError(f"the hub has failed: {self._filling.exception()!r}", 500, "internal")
-        if not self._buffer.lease:
+        if not self._buffer.lease or is_ahead(self._buffer.lease, time.time()):
+            # The clock may have been set back since the lease was given, and gateways refuse what is ahead of theirs.
             raise ApiError(
                 "no trainer has begun; say where it is with /trainer/begin", NOT_BEGUN, "begin"
             )
@@ -387,19 +404,19 @@ class Orchestrator(HttpServer):
     # -- people --------------------------------------------------------------------------------------------
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _CANCEL)
+        said = await self._said(request, bodies.CANCEL)
         own = self._groups.get(said["group_id"])
         if own is None:
             raise ApiError(f"no group {said['group_id']!r} is under way", 404, param="group_id")
         own.again = said.get("again", False)
         own.task.cancel()
-        return as_json({"group_id": said["group_id"], "task": own.admitted.task})
+        return json_response({"group_id": said["group_id"], "task": own.admitted.task})
 
     async def _pause(self, paused: bool, request: web.Request) -> web.Response:
         del request
         self._paused = paused
         self._tell()
-        return as_json({"paused": paused})
+        return json_response({"paused": paused})
 
     async def _status(self, request: web.Request) -> web.Response:
         now = self._clock()
@@ -408,7 +425,7 @@ class Orchestrator(HttpServer):
             "state": self._remote.gateway.state,
             "error": self._remote.error,
         }
-        return as_json(
+        return json_response(
             {
                 **self._position(),
                 "room": self._buffer.room(),
@@ -433,7 +450,7 @@ class Orchestrator(HttpServer):
     async def _health(self, request: web.Request) -> web.Response:
         failed = self._filling.done()
         state = "failed" if failed else "draining" if self._draining else "ok"
-        return as_json({"status": state}, 503 if failed else 200)
+        return json_response({"status": state}, 503 if failed else 200)
 
     def _hindered(self) -> list[str]:
         """Why batches may be late, in words."""
@@ -453,7 +470,7 @@ class Orchestrator(HttpServer):
         return found + self._registry.hindered()
 
     async def _evaluate(self, request: web.Request) -> web.Response:
-        said = await self._said(request, _EVALUATE)
+        said = await self._said(request, bodies.EVALUATE)
         able = [own for own in self._registry.services.values() if own.spec.held_out]
         self._active += 1
         try:
@@ -462,7 +479,7 @@ class Orchestrator(HttpServer):
             )
         finally:
             self._active -= 1
-        return as_json({"tasks": dict(zip((own.spec.name for own in able), found))})
+        return json_response({"tasks": dict(zip((own.spec.name for own in able), found))})
 
 
 @contextlib.contextmanager
@@ -475,17 +492,4 @@ def _conflicts():
 
 
 def _batch(taken: Sequence[Taken], counts: Mapping[str, int]) -> bytes:
-    return encoded({"groups": [told_taken(group) for group in taken], "counts": counts})
-
-
-_COUNT, _POSITIVE = {"type": "integer", "minimum": 0}, {"type": "integer", "minimum": 1}
-_SECONDS = {"type": "number", "minimum": 0}
-_TEXT = {"type": "string"}
-_STEP = _COUNT | {"maximum": MAX_VERSION}
-_BEGIN = of_fields(("step", "version"), step=_STEP, version=_STEP, checksum=_TEXT)
-_TAKE = of_fields(("lease", "step", "seconds"), lease=_COUNT, step=_STEP, seconds=_SECONDS)
-_TRAINED = of_fields(("lease", "step"), lease=_COUNT, step=_STEP)
-_VERSION = of_fields(("lease", "version"), lease=_COUNT, version=_STEP, checksum=_TEXT)
-_EVALUATE = of_fields(("count", "seconds"), count=_POSITIVE, seconds=_SECONDS)
-_CANCEL = of_fields(("group_id",), group_id=_TEXT, again={"type": "boolean"})
-_BEAT = of_fields(instance=_TEXT)
+    return json_bytes({"groups": [told_taken(group) for group in taken], "counts": counts})

@@ -24,27 +24,27 @@ from glm5_jax.core.mesh import Region, check_batch
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.rl.batch import lay_out
 from glm5_jax.rl.types import Attempt, Message, Task, Unreadable
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import read_messages
 from glm5_jax.text.tokenizer import Tokenizer
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
 
 HEAD = "score"  # beside the backbone's weights, as HuggingFace calls it
 SCORER = "scorer.json"  # in the workdir: what scores mean, and how chats are read
 
 
 def letters(cfg: ModelConfig) -> dict:
-    """As `glm5.letters`, with the head's."""
-    return {**glm5.letters(cfg), HEAD: {"weight": "d"}}
+    """As `glm5.axis_letters`, with the head's."""
+    return {**glm5.axis_letters(cfg), HEAD: {"weight": "d"}}
 
 
 def abstract(cfg: ModelConfig) -> dict:
-    """As `glm5.abstract`, with the head's."""
+    """As `glm5.abstract_params`, with the head's."""
     head = jax.ShapeDtypeStruct((cfg.hidden_size,), jnp.float32)
-    return {**glm5.abstract(cfg), HEAD: {"weight": head}}
+    return {**glm5.abstract_params(cfg), HEAD: {"weight": head}}
 
 
 def shardings(cfg: ModelConfig, mesh) -> dict:
@@ -52,7 +52,9 @@ def shardings(cfg: ModelConfig, mesh) -> dict:
     return {**glm5.param_shardings(cfg, mesh), HEAD: {"weight": NamedSharding(mesh, P())}}
 
 
-def token_scores(cfg: ModelConfig, plan: Plan = Plan(), mesh=None) -> Callable:
+def token_scores(
+    cfg: ModelConfig, execution: ExecutionConfig = ExecutionConfig(), mesh=None
+) -> Callable:
     """`f(params, batch) -> wide [b t]`: of each token, the score of a chat that ended with it."""
 
     def scores(params, batch):
@@ -64,9 +66,9 @@ def token_scores(cfg: ModelConfig, plan: Plan = Plan(), mesh=None) -> Callable:
             positions=batch["positions"],
             segment_ids=batch["segment_ids"],
             mesh=mesh,
-            plan=plan,
+            execution=execution,
         ).hidden
-        dtype = wide(hidden.dtype)
+        dtype = accum_dtype(hidden.dtype)
         # Not a product of matrices: accelerators would round its factors.
         return jnp.sum(hidden.astype(dtype) * params[HEAD]["weight"].astype(dtype), axis=-1)
 
@@ -97,7 +99,7 @@ def lay_side_by_side(
 ) -> tuple[Batch, list[tuple[int, int]]]:
     """A batch whose rows are a multiple of rows, as `lay_out`, and (row, position) of each sequence's last token."""
     records = [
-        TokenRecord(ids, np.zeros(len(ids)), rollout_id=str(number))
+        TokenRecord(token_ids=ids, loss_mask=np.zeros(len(ids)), rollout_id=str(number))
         for number, ids in enumerate(sequences)
     ]
     batch, laid = lay_out(records, length, rows, ("token_ids",))
@@ -219,7 +221,7 @@ class OutcomeModel:
 
 
 class Asked:
-    """An `OutcomeModel` for `envs.general.General`: what is asked while it computes is scored together next.
+    """An `OutcomeModel` for `envs.general.HybridReward`: what is asked while it computes is scored together next.
 
     seconds: that an answer may take (TimeoutError); at_once: replies that are scored together; mean, std: the model's.
     """

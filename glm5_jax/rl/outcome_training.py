@@ -4,7 +4,7 @@
 
 That is the model of Bradley and Terry, as in InstructGPT (arXiv 2203.02155, 3.4); GLM-5 discloses nothing of it: pairs
 of a step and rate are Llama 2's (arXiv 2307.09288, 3.2.2), the other defaults ours. The head begins at 0, so the first
-loss is log 2. A checkpoint is that of a model with one array more, which `unshared=("^score/",)` leaves behind.
+loss is log 2. A checkpoint is that of a model with one array more, which `may_differ=("^score/",)` leaves behind.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from glm5_jax.core.mesh import Region, check_batch
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.preferences import Preference, read_preferences
-from glm5_jax.data.sources import held_out
+from glm5_jax.data.sources import is_held_out
 from glm5_jax.model import glm5
 from glm5_jax.rl import outcome_model
 from glm5_jax.rl.experiment import policy_alone
@@ -39,8 +39,8 @@ from glm5_jax.training.optimizer import (
     state_shardings,
 )
 from glm5_jax.training.schedule import ScheduleConfig
-from glm5_jax.training.stages import Source, Stage
-from glm5_jax.training.step import Step, StepConfig, advanced
+from glm5_jax.training.stages import BatchSource, Stage
+from glm5_jax.training.step import Step, StepConfig, next_state
 
 
 def margins_of(scores, pair, count: int):
@@ -66,7 +66,7 @@ def adam() -> OptimizerConfig:
 
 def falling() -> ScheduleConfig:
     """Llama 2's, for its largest model: to a tenth, after 3% of the steps. How many they are is ours."""
-    return ScheduleConfig("cosine", peak=5e-6, end=5e-7, warmup_steps=30, total_steps=1000)
+    return ScheduleConfig(kind="cosine", peak=5e-6, end=5e-7, warmup_steps=30, total_steps=1000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class OutcomeConfig(StageConfig):
     optimizer: OptimizerConfig = dataclasses.field(default_factory=adam)
     schedule: ScheduleConfig = dataclasses.field(default_factory=falling)
     step: StepConfig = dataclasses.field(default_factory=policy_alone)
-    goes_on: bool = True
+    requires_checkpoint: bool = True
     files: tuple[str, ...] = ()
     pairs: int = 512
     length: int = 8192
@@ -125,8 +125,10 @@ class OutcomeConfig(StageConfig):
             raise ValueError("there are no files; give --experiment.files=\"('PAIRS.jsonl',)\"")
         return [pair for file in self.files for pair in read_preferences(file)]
 
-    def stage(self, workdir, evaluator=None, before=None, **options):
-        return OutcomeTraining(self, workdir, self.preferences(), before=before, **options)
+    def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
+        return OutcomeTraining(
+            self, workdir, self.preferences(), previous_stage=previous_stage, **options
+        )
 
 
 def make_outcome_step(
@@ -143,7 +145,7 @@ def make_outcome_step(
     groups = groups_of(optimizer_config, names)
     frozen = [path for path, group in flatten(groups).items() if group == "frozen"]
     optimizer = make_optimizer(optimizer_config, names, mesh)
-    scores = outcome_model.token_scores(cfg, config.plan(), mesh)
+    scores = outcome_model.token_scores(cfg, config.execution(), mesh)
 
     def objective(moving, still, batch):
         margins = margins_of(scores(unflatten(moving | still), batch), batch["pair"], pairs)
@@ -182,7 +184,7 @@ def make_outcome_step(
         updates, moments = optimizer.update(grads, state["optimizer"], params)
         moved = optax.apply_updates(params, jax.tree.map(lambda u: learning_rate * u, updates))
 
-        state = advanced(state, batch, moved, moments, finite)
+        state = next_state(state, batch, moved, moments, finite)
         metrics = {
             "loss": {"total": loss, "preference": loss},
             "accuracy": jnp.mean(margins > 0),
@@ -247,7 +249,7 @@ def rendered(
         if pair.chosen == pair.rejected:
             raise ValueError(f"pair {number}: both replies read alike; drop it")
         asked = json.dumps([one.messages, one.tools], sort_keys=True)
-        sides[held_out(asked, config.held_out_fraction)].append(pair)
+        sides[is_held_out(asked, config.held_out_fraction)].append(pair)
     for side, name in zip(sides, ("learn from", "be judged by")):
         if not side:
             raise ValueError(
@@ -258,7 +260,7 @@ def rendered(
 
 
 class Pairs:
-    """Endless batches of pairs, each epoch in an order of its own; a `training.stages.Source`."""
+    """Endless batches of pairs, each epoch in an order of its own; a `training.stages.BatchSource`."""
 
     def __init__(self, pairs: Sequence[Pair], config: OutcomeConfig):
         self._pairs, self._config = pairs, config
@@ -312,10 +314,10 @@ class OutcomeTraining(Stage):
         workdir,
         preferences: Sequence[Preference],
         step_maker: Callable[..., Step] = make_outcome_step,
-        before: Stage | None = None,
+        previous_stage: Stage | None = None,
     ):
         self._preferences = preferences
-        super().__init__(config, workdir, step_maker, before)
+        super().__init__(config, workdir, step_maker, previous_stage)
 
     def _check(self) -> None:
         config = self.config
@@ -328,7 +330,7 @@ class OutcomeTraining(Stage):
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, pairs=self.config.pairs, **options)
 
-    def _open(self) -> Source:
+    def _open(self) -> BatchSource:
         learnt, self._judged = rendered(self._preferences, self.tokenizer, self.config)
         self._known = learnt[: self.config.examined]
         return Pairs(learnt, self.config)
@@ -336,7 +338,7 @@ class OutcomeTraining(Stage):
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows
 
-    def _intends(self) -> str:
+    def _describe_step(self) -> str:
         return f"{self.config.pairs} pairs per step"
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]]:

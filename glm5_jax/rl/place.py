@@ -4,8 +4,8 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from glm5_jax.core.activity import FOLDER
 from glm5_jax.core.server import ListenConfig, read_key
+from glm5_jax.core.utilization import FOLDER
 from glm5_jax.rl.keys import KEY_FILE, ensure_key_file
 
 
@@ -45,7 +45,7 @@ class PlaceConfig:
         """Returns the fields of a `ListenConfig` for the program of this name in the report."""
         listen = dataclasses.replace(
             self.listen,
-            activity_file=str(workdir / FOLDER / f"{name}.jsonl"),
+            utilization_file=str(workdir / FOLDER / f"{name}.jsonl"),
             api_key_file=self._key_file(workdir),
         )
         return {field.name: getattr(listen, field.name) for field in dataclasses.fields(listen)}

@@ -23,7 +23,7 @@ class SyncConfig:
       load_seconds: for the last one, until which it ends what is under way, if that is the policy, and loads.
       look_seconds: that it has to tell what it holds, between two pushes.
       tries: of a message whose connection breaks.
-      bucket_bytes: of a message; an engine's `ServerConfig.max_part` must be more.
+      bucket_bytes: of a message; an engine's `ServerConfig.max_part_bytes` must be more.
       delta: whether only what changed since the last push travels. Trainer and engines then keep a copy in host memory.
       keep: versions that stay in shared storage.
       api_key: key that engines want; None: that of api_key_file, or none. No flag sets it, as `ps` shows flags.

@@ -8,8 +8,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from glm5_jax.core.schema import checked, of_fields
-from glm5_jax.core.server import ApiError, check_url, shortened
+from glm5_jax.core.schema import object_schema, validate
+from glm5_jax.core.server import ApiError, check_url, truncate_text
 from glm5_jax.rl.shares import (
     CLOSED,
     Breaker,
@@ -17,16 +17,20 @@ from glm5_jax.rl.shares import (
     Shares,
     SharesConfig,
     TokenBucket,
+    check_weight,
 )
 from glm5_jax.rl.trajectory import Trajectory
 
 MAX_ERROR = 1000  # characters of a service's error that are kept
 SCHEMA = 1  # of what a service and the hub say to each other
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OF_ALL = ("mean", "reward")  # names of numbers over all tasks, in reports
 
 
 def check_name(name: str) -> None:
-    """ValueError unless it can name a task: it is part of ids and paths."""
+    """ValueError unless it can name a task: it is part of ids, of paths and of the names of numbers in reports."""
+    if name in _OF_ALL:
+        raise ValueError(f"name is {name!r}, which stands for all tasks in reports; use another")
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"name is {name[:200]!r}; use up to 64 letters, digits, dots, dashes and underscores"
@@ -55,7 +59,12 @@ class RegistryConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What a service says of itself; `service.ServiceConfig` describes it. instance: of the process that it is."""
+    """What a service says of itself; `service.ServiceConfig` describes it.
+
+    Attributes:
+      instance: of the process that it is.
+      token: key that it requires of the hub; None: none.
+    """
 
     name: str
     url: str
@@ -66,6 +75,7 @@ class Spec:
     seconds: float
     rate: float | None = None
     instance: str = ""
+    token: str | None = dataclasses.field(default=None, repr=False)
 
 
 class Service:
@@ -115,7 +125,7 @@ class Service:
     def tried(self, error: str, now: float) -> None:
         """A rollout has come, or failed for this reason."""
         if error:
-            self.error = shortened(error, MAX_ERROR)
+            self.error = truncate_text(error, MAX_ERROR)
             self.counts["failures"] += 1
             self.breaker.failed(now, self.in_flight)
         else:
@@ -123,7 +133,7 @@ class Service:
 
     def broken(self, error: str, now: float) -> None:
         """Records that a whole group of it could not be kept, after which it gets no other for a while."""
-        self.error = shortened(error, MAX_ERROR)
+        self.error = truncate_text(error, MAX_ERROR)
         self.counts["failures"] += 1
         self.breaker.trip(now)
 
@@ -295,7 +305,7 @@ class Registry:
         }
 
     def _spec(self, said: Mapping[str, Any]) -> Spec:
-        said = dict(checked(said, _SPEC))
+        said = dict(validate(said, _SPEC))
         schema = said.pop("schema")
         if schema != SCHEMA:
             raise ApiError(
@@ -312,6 +322,10 @@ class Registry:
             value = getattr(spec, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ApiError(f"{name} is {value}; it must be positive and finite", param=name)
+        try:
+            check_weight(spec.weight)
+        except ValueError as error:
+            raise ApiError(str(error), param="weight") from None
         if spec.max_inflight < self._group:
             raise ApiError(
                 f"max_inflight is {spec.max_inflight} and a group has {self._group} rollouts; raise it",
@@ -321,7 +335,7 @@ class Registry:
 
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
-_SPEC = of_fields(
+_SPEC = object_schema(
     ("schema", "name", "url", "weight", "size", "held_out", "max_inflight", "seconds"),
     schema={},
     name=_TEXT,
@@ -332,5 +346,6 @@ _SPEC = of_fields(
     max_inflight={"type": "integer"},
     rate=_NUMBER,
     seconds=_NUMBER,
-    instance=_TEXT,
+    instance=_TEXT | {"maxLength": 200},
+    token=_TEXT | {"maxLength": 200, "pattern": "^[!-~]+$"},
 )

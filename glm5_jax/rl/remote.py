@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from glm5_jax.core.json_body import JsonLimits
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.admission import Admitted
@@ -34,6 +35,7 @@ class RemoteConfig:
       sweep_seconds: between two looks for sessions that were left behind.
       slack: seconds beyond its own deadline that a service may take to answer.
       max_answer_bytes: size of a service's answer, in bytes.
+      max_answer_values: values of JSON in a service's answer.
       breaker: of the gateway.
     """
 
@@ -45,12 +47,13 @@ class RemoteConfig:
     look: float = 0.1  # ours
     sweep_seconds: float = 2.0  # ours
     slack: float = 15.0  # ours
-    max_answer_bytes: int = 2**25  # ours: 200,000 tokens are about a megabyte of text
+    max_answer_bytes: int = 2**23  # ours: 200,000 tokens are about a megabyte of text
+    max_answer_values: int = 20_000  # ours: a chat of 256 turns has some thousands
     breaker: BreakerConfig = BreakerConfig()
 
     def __post_init__(self):
         own = "tries", "call_seconds", "cancel_seconds", "look_seconds", "look", "sweep_seconds"
-        for name in (*own, "max_answer_bytes"):
+        for name in (*own, "max_answer_bytes", "max_answer_values"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         for name in ("again_after", "slack"):
@@ -76,15 +79,18 @@ class Remote:
     def __init__(
         self,
         client: JsonClient,
+        services: JsonClient,
         url: str,
         seed: int,
         config: RemoteConfig,
         clock: Callable[[], float],
         life: str,
     ):
-        """life: with which the names of all sessions begin that are this hub's."""
+        """client: of the gateway. services: client of the task services, which has no key. life: with which the names
+        of all sessions begin that are this hub's."""
         self._life, self._under_way = life, set[str]()
-        self._client, self._url, self._seed = client, url.rstrip("/"), seed
+        self._client, self._services = client, services
+        self._url, self._seed = url.rstrip("/"), seed
         self._config, self._clock = config, clock
         self.gateway, self.error = Breaker(config.breaker), ""
         self._examinations = 0
@@ -188,7 +194,7 @@ class Remote:
                     if name.startswith(self._life) and name not in self._under_way:
                         _log.info("session %s was left behind", name)
                         await self._at_gateway("DELETE", f"/sessions/{name}")
-            except GatewayError as error:
+            except (GatewayError, LookupError, TypeError, AttributeError) as error:
                 _log.debug("sessions are not looked at: %s", error)
             await asyncio.sleep(self._config.sweep_seconds)
 
@@ -257,9 +263,15 @@ class Remote:
         """The service's answer. ServerError for what is none, and once the service is lost."""
         limit = service.spec.seconds + self._config.slack
         url = service.spec.url.rstrip("/")
-        most = self._config.max_answer_bytes
+        bounds = dict(
+            most_bytes=self._config.max_answer_bytes,
+            limits=JsonLimits(num_values=self._config.max_answer_values),
+        )
+        token = service.spec.token
         call = asyncio.create_task(
-            self._client.ask("POST", f"{url}/rollout", dict(asked), seconds=limit, most_bytes=most)
+            self._services.ask(
+                "POST", f"{url}/rollout", dict(asked), seconds=limit, api_key=token, **bounds
+            )
         )
         service.calls.add(call)
         try:
@@ -275,12 +287,12 @@ class Remote:
             call.cancel()
             if not (heard_of or service.lost):
                 # One that does not see that nobody listens any more.
-                await self._call_off(url, asked["rollout_id"])
+                await self._call_off(url, asked["rollout_id"], token)
 
-    async def _call_off(self, url: str, name: str) -> None:
-        limit = self._config.cancel_seconds
+    async def _call_off(self, url: str, name: str, token: str | None) -> None:
+        body, limit = {"rollout_id": name}, self._config.cancel_seconds
         try:
-            await self._client.ask("POST", f"{url}/cancel", {"rollout_id": name}, seconds=limit)
+            await self._services.ask("POST", f"{url}/cancel", body, seconds=limit, api_key=token)
         except ServerError as error:
             _log.debug("cancel %s: %s", name, error)
 

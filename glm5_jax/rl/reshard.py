@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from glm5_jax.checkpoint.manifest import travelling
+from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.core.tree import Lazy, flatten, map_with_path
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.runner import check_params
-from glm5_jax.inference.weights import admit
+from glm5_jax.inference.weights import should_load
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
 from glm5_jax.rl.pushed import HELD, WHOLE, NotPushed, Pushed, SyncConfig, Told, reported
@@ -60,7 +60,7 @@ class Reshard:
         if held != engine.version:
             known = None  # its weights came otherwise
         same = self._checksum(params, engine) if known and held == version else None
-        if not admit(version, same, engine.version, known, rewind):
+        if not should_load(version, same, engine.version, known, rewind):
             return Told(str(place), HELD, 0), same
         sums: dict[str, np.ndarray] = {}
         lazy, policy = self._lazy(params, engine, sums), self._config.policy
@@ -86,18 +86,18 @@ class Reshard:
 
     def _size(self, params, place: int) -> int:
         """Bytes that travel."""
-        kinds = travelling(self._inner(place).cfg, self._config.dtype)
+        kinds = transfer_dtypes(self._inner(place).cfg, self._config.dtype)
         leaves = flatten(params).items()
         return sum(math.prod(x.shape) * kinds[path].itemsize for path, x in leaves)
 
     def _checksum(self, params, engine: Engine) -> str:
-        kinds = travelling(engine.cfg, self._config.dtype)
+        kinds = transfer_dtypes(engine.cfg, self._config.dtype)
         leaves = flatten(params).items()
         return _summed((path, fingerprint(_cast(x, kinds[path]))) for path, x in leaves)
 
     def _lazy(self, params, engine: Engine, sums: dict):
         """The parameters as leaves that travel when they are made; sums: gets their fingerprints."""
-        computed, kinds = engine.computation, travelling(engine.cfg, self._config.dtype)
+        computed, kinds = engine.computation, transfer_dtypes(engine.cfg, self._config.dtype)
         if computed.mesh is not None:
             where = flatten(glm5.param_shardings(engine.cfg, computed.mesh))
         else:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.coroutines import run_sync
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import LENGTH, STOP, Completion
@@ -114,7 +114,7 @@ class Rollouts:
             if not under_way:
                 break
             self._reply(under_way)
-            wait_for(self._use_tools(under_way, last=turn == self._config.max_turns - 1))
+            run_sync(self._use_tools(under_way, last=turn == self._config.max_turns - 1))
             under_way = [course for course in under_way if course.finish_reason is None]
         return [
             Group(
@@ -133,7 +133,9 @@ class Rollouts:
                 course.cut_off()
                 continue
             most = min(room, self._config.max_tokens)
-            samplings.append(Sampling(most, self._temperature, seed=course.seed()))
+            samplings.append(
+                Sampling(max_tokens=most, temperature=self._temperature, seed=course.seed())
+            )
             prompts.append(course.plan.ids)
             asked.append(course)
         for course, reply in zip(asked, self._engine.generate(prompts, samplings)):
@@ -227,7 +229,8 @@ class _Course:
         elif found.problem:
             # As GLM-4.5 has it: a call that cannot be parsed ends the attempt.
             self.finish_reason, self.error = "stop", found.problem
-        elif not self.calls or found.stopped_by != "<|observation|>":
+        elif not self.calls:
+            # Whole calls are answered whatever marker follows them, as servers pass them on to agents.
             self.finish_reason = "stop"
 
     def go_on(self, answers: Sequence[str], most: int) -> None:
@@ -260,4 +263,4 @@ class _Course:
             return record
         none = np.zeros(len(self.plan.ids))
         streams = {"rollout_logp": none + np.nan, "weight_version": none.astype(int) - 1}
-        return TokenRecord(self.plan.ids, none, **streams, **more)
+        return TokenRecord(token_ids=self.plan.ids, loss_mask=none, **streams, **more)

@@ -28,25 +28,30 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from glm5_jax.core.placement import address
-from glm5_jax.core.schema import checked, of_fields
+from glm5_jax.core.addresses import is_wildcard
+from glm5_jax.core.placement import http_url
+from glm5_jax.core.schema import object_schema, validate
 from glm5_jax.core.server import (
     ApiError,
     Handler,
     HttpServer,
     ListenConfig,
-    as_json,
     check_url,
-    shortened,
+    json_response,
+    truncate_text,
 )
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.client import JsonClient
 from glm5_jax.rl.registry import MAX_ERROR, SCHEMA, check_name
-from glm5_jax.rl.shares import shuffled
+from glm5_jax.rl.shares import check_weight, shuffled
 from glm5_jax.rl.types import Message, Reward, check_number
 
 _log = logging.getLogger(__name__)
 MAX_DEPTH = 100  # levels of a rollout's outcome
+MAX_NAMES, MAX_NAME = (
+    100,
+    100,
+)  # of its reward's parts and of its metrics: their count, and characters of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class ServiceConfig(ListenConfig):
       seconds: of a rollout; past them its environment has failed. What an agent may take is less, and its own limit.
       heartbeat: seconds between two of them, and that the hub has to answer one.
       seed: of the order of the tasks.
-      api_key: that this service wants, and the hub and the gateway too.
+      api_key: key that the hub and the gateway require, and this service; the hub sends it a token of its own.
     """
 
     name: str = "task"
@@ -82,7 +87,7 @@ class ServiceConfig(ListenConfig):
         check_url("hub", self.hub)
         if self.url is not None:
             check_url("url", self.url)
-        elif self.host in ("0.0.0.0", "::"):
+        elif is_wildcard(self.host):
             raise ValueError(
                 f"host is {self.host}, which is no address; give url, by which the hub reaches this service"
             )
@@ -90,6 +95,7 @@ class ServiceConfig(ListenConfig):
             value = getattr(self, name)
             if not (value is None or (value > 0 and math.isfinite(value))):
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
+        check_weight(self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +135,25 @@ def outcome(said: Any) -> Outcome:
     try:
         _check_depth(said)
         messages, reward = said["messages"], Reward(**said["reward"])
+        metrics = dict(said.get("metrics", {}))
+        _check_names("metrics", metrics)
+        _check_names("parts", reward.parts)
         if not (isinstance(messages, list) and all(isinstance(m["role"], str) for m in messages)):
             raise TypeError("the messages are none")
         if not isinstance(reward.error, str):
             raise TypeError("the reward's error is no text")
-        return Outcome(tuple(messages), reward, dict(said.get("metrics", {})))
+        return Outcome(tuple(messages), reward, metrics)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        why = shortened(f"{type(error).__name__} {error}", MAX_ERROR)
+        why = truncate_text(f"{type(error).__name__} {error}", MAX_ERROR)
         raise ValueError(f"this is no outcome of a rollout ({why}): {reprlib.repr(said)}") from None
+
+
+def _check_names(what: str, numbers: Mapping[str, Any]) -> None:
+    """Raises ValueError for more names of numbers, or longer ones, than reports can show."""
+    if len(numbers) > MAX_NAMES or any(len(name) > MAX_NAME for name in numbers):
+        raise ValueError(
+            f"{what} has {len(numbers)} names; give at most {MAX_NAMES}, of at most {MAX_NAME} characters each"
+        )
 
 
 def _check_depth(value: Any) -> None:
@@ -172,6 +189,8 @@ class TaskService(HttpServer):
         self._ending: set[asyncio.Task] = set()
         # A service that was started anew has none of the rollouts of the one before.
         self._instance = secrets.token_hex(8)
+        # What the hub sends back, so that the key of the run goes to no URL that somebody has registered.
+        self._token = None if self.api_key is None else secrets.token_urlsafe(32)
         self._problem = "it has not been reached yet"
         self._leaving = asyncio.Event()
 
@@ -179,6 +198,12 @@ class TaskService(HttpServer):
         """An attempt at a task by its place among those to learn from, or those held out. What it raises is the
         environment's failure; what the policy does wrong, its limits included, is an ordinary reward."""
         raise NotImplementedError
+
+    @property
+    def accepted_keys(self) -> tuple[str, ...]:
+        """See `HttpServer`; the token that the hub was given is one, too."""
+        tokens = () if self._token is None else (self._token,)
+        return *super().accepted_keys, *tokens
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -197,17 +222,17 @@ class TaskService(HttpServer):
         app.on_shutdown.append(end)
         return app
 
-    async def opened(self, app: web.Application) -> AsyncIterator[None]:
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         async with JsonClient(self.api_key) as self._http:
             announcing = asyncio.create_task(self._announce())
             yield
             announcing.cancel()
-            await asyncio.wait({announcing, *self._ending}, timeout=self.config.grace)
+            await asyncio.wait({announcing, *self._ending}, timeout=self.config.grace_s)
 
     async def drain(self) -> None:
         """See `HttpServer`; before that, the groups that the hub has begun may end, their later rollouts too."""
         self._leaving.set()
-        until = time.monotonic() + self.config.grace
+        until = time.monotonic() + self.config.grace_s
         try:
             await self._hub("DELETE", f"/tasks/{self.config.name}")
             while self.registered and time.monotonic() < until:
@@ -221,7 +246,7 @@ class TaskService(HttpServer):
     async def _rollout(self, request: web.Request) -> web.Response:
         if self._draining:
             raise ApiError("the service is ending; ask another", 503, "unavailable")
-        said = await self.read_body(request, lambda said: checked(said, _ASKED))
+        said = await self.read_body(request, lambda said: validate(said, _ASKED))
         asked = Asked(**said)
         if asked.rollout_id in self._running:
             raise ApiError(f"rollout {asked.rollout_id!r} is under way; cancel it first", 409)
@@ -245,8 +270,8 @@ class TaskService(HttpServer):
                 raise ApiError(f"rollout {asked.rollout_id!r} was cancelled", 409, "cancelled")
             if not task.done():
                 late = f"the rollout has not ended within {self.config.seconds:g} s"
-                return as_json(Outcome((), Reward(None, error=late)).told())
-            return as_json(task.result().told())
+                return json_response(Outcome((), Reward(None, error=late)).told())
+            return json_response(task.result().told())
         finally:
             task.cancel()
             del self._running[asked.rollout_id]
@@ -273,12 +298,12 @@ class TaskService(HttpServer):
         return int(shuffled(self.config.seed, self.config.name, epoch, self.size)[place])
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        said = await self.read_body(request, lambda said: checked(said, _NAMED))
+        said = await self.read_body(request, lambda said: validate(said, _NAMED))
         name = said["rollout_id"]
         task = self._running.get(name)
         if task is not None:
             task.cancel()
-        return as_json({"rollout_id": name, "cancelled": task is not None})
+        return json_response({"rollout_id": name, "cancelled": task is not None})
 
     async def _health(self, request: web.Request) -> web.Response:
         told = {
@@ -287,7 +312,7 @@ class TaskService(HttpServer):
             "running": len(self._running),
             "registered": self.registered,
         }
-        return as_json(told if self.registered else {**told, "problem": self._problem})
+        return json_response(told if self.registered else {**told, "problem": self._problem})
 
     # -- the hub -------------------------------------------------------------------------------------------
 
@@ -323,7 +348,7 @@ class TaskService(HttpServer):
         return {
             "schema": SCHEMA,
             "name": config.name,
-            "url": _at_port(config.url or address(config.host, 0), self.port),
+            "url": _at_port(config.url or http_url(config.host, 0), self.port),
             "weight": config.weight,
             "size": self.size,
             "held_out": self.held_out,
@@ -331,6 +356,7 @@ class TaskService(HttpServer):
             "rate": config.rate,
             "seconds": config.seconds,
             "instance": self._instance,
+            "token": self._token,
         }
 
     async def _hub(self, method: str, path: str, body: Mapping | None = None) -> Any:
@@ -347,7 +373,7 @@ def _at_port(url: str, port: int) -> str:
 
 
 _TEXT, _COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
-_ASKED = of_fields(
+_ASKED = object_schema(
     tuple(field.name for field in dataclasses.fields(Asked)),
     rollout_id=_TEXT,
     group_id=_TEXT,
@@ -356,4 +382,4 @@ _ASKED = of_fields(
     base_url=_TEXT,
     seed=_COUNT,
 )
-_NAMED = of_fields(("rollout_id",), rollout_id=_TEXT)
+_NAMED = object_schema(("rollout_id",), rollout_id=_TEXT)

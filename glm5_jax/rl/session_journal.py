@@ -7,13 +7,13 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from glm5_jax.core.lines import append, read_whole
+from glm5_jax.core.jsonl import append_lines, read_complete_lines
 from glm5_jax.rl.sessions import Session, SessionError, Turn
 from glm5_jax.rl.types import Weights, check_lease
 
 _WANTED = "weights.json"  # no session's file, whose names end otherwise
 # What is read may be anything: no JSON, JSON of something else, or turns that do not go on from each other.
-_UNREADABLE = (OSError, ValueError, TypeError, LookupError, SessionError)
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, RecursionError, SessionError)
 _log = logging.getLogger(__name__)
 
 
@@ -38,7 +38,7 @@ class SessionJournal:
         line that was cut off was never answered."""
         for path in sorted(self._folder.glob("*.jsonl")):
             try:
-                lines = read_whole(path)
+                lines = read_complete_lines(path)
                 if not lines:
                     path.unlink()
                     continue
@@ -47,6 +47,8 @@ class SessionJournal:
                 for said in turns:
                     rank = said["rank"]
                     session.add(_turn(said))
+                _check_rank(rank)
+                session.records()  # raises for tokens that do not fit together
             except _UNREADABLE as error:
                 _set_aside(path, error)
             else:
@@ -59,6 +61,7 @@ class SessionJournal:
             if not path.exists():
                 return None
             weights = Weights(**json.loads(path.read_bytes()))
+            _check_weights(weights)
             check_lease(weights.lease, time.time())
             return weights
         except _UNREADABLE as error:
@@ -91,12 +94,25 @@ class SessionJournal:
 
     def _append(self, name: str, value: Mapping) -> None:
         try:
-            append(self._path(name), json.dumps(value).encode() + b"\n")
+            append_lines(self._path(name), json.dumps(value).encode() + b"\n")
         except OSError as error:
             raise _unwritten(error) from error
 
     def _path(self, name: str) -> pathlib.Path:
         return self._folder / f"{name}.jsonl"
+
+
+def _check_rank(rank) -> None:
+    """Raises TypeError unless it can be the rank of a session."""
+    if not isinstance(rank, str | None):
+        raise TypeError(f"rank is {rank!r:.60}; it must be a text or null")
+
+
+def _check_weights(weights: Weights) -> None:
+    """Raises TypeError unless lease and version are integers, and the checksum a text or None."""
+    lease, version, checksum = weights
+    if not (type(lease) is type(version) is int and isinstance(checksum, str | None)):
+        raise TypeError(f"weights are {weights!r:.200}; lease and version must be integers")
 
 
 def _set_aside(path: pathlib.Path, error: Exception) -> None:

@@ -7,6 +7,7 @@ only then it changes the session (`Session.add`), so that what fails leaves no t
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from glm5_jax.core.server import ApiError
 from glm5_jax.data.record import TokenRecord
+from glm5_jax.inference.prompts import PromptReader, num_characters
 from glm5_jax.rl.types import Message
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import ChatError, read_message, read_messages
@@ -23,6 +26,7 @@ from glm5_jax.text.tokenizer import STOP_TOKENS, Tokenizer
 
 CLEAN, REALIGN, FORK = "clean", "realign", "fork"
 ROOT = -1
+_MAX_UNCOUNTED = 2**14  # characters that are encoded without a look at how many tokens they are
 
 
 class SessionError(Exception):
@@ -43,14 +47,16 @@ class SessionConfig:
       max_turns: replies of a session, of all its branches.
       realigned: a reply that comes back altered is overwritten by what came back, which is not trained on, if that is
         shorter than so many tokens; else the session forks before it, and both are kept.
+      max_length: largest prompt that is encoded, in tokens. Engines may have a smaller limit.
     """
 
     variant: str = "glm5"
     max_turns: int = 256  # not disclosed
     realigned: int = 1024  # THUDM/slime, agent adapters
+    max_length: int = 202_752  # GLM-5 2.3: the positions that it is trained on
 
     def __post_init__(self):
-        for name in ("max_turns", "realigned"):
+        for name in ("max_turns", "realigned", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
@@ -174,17 +180,24 @@ class Session:
                         "max_tokens and ask for it again",
                         409,
                     )
-            context = render_chat(
+            render = functools.partial(
+                render_chat,
                 messages,
-                self._tokenizer,
                 tools=tools or None,
                 enable_thinking=enable_thinking,
                 clear_thinking=False,
                 variant=self._config.variant,
                 first=known,
-            ).ids
-        except ChatError as error:
+            )
+            if num_characters([said[known:], tools]) > _MAX_UNCOUNTED:
+                self._check_length(render().text)
+            context = render(self._tokenizer).ids
+        except (
+            ValueError
+        ) as error:  # a `ChatError`, or half of a character, which no tokenizer encodes
             raise SessionError(str(error), 400) from None
+        except RecursionError:
+            raise SessionError("the messages or tools are nested too deeply", 400) from None
         if parent != ROOT and kind == CLEAN and before[-1] in self._stops:
             # What a reply stops with opens the message that it expects; another one opens itself.
             if before[-1] == context[0]:
@@ -200,6 +213,15 @@ class Session:
         }
         draw = next(i for i in itertools.count() if i not in drawn)
         return Plan(parent, kind, offered, said[known:], drop, context, draw, ids)
+
+    def _check_length(self, text: str) -> None:
+        """Raises SessionError if a text has too many tokens, before it is encoded: 15 MB take 20 s and 2 GB."""
+        try:
+            _prompt_reader(self._tokenizer, self._config.max_length).check_text(text, "messages")
+        except ApiError as error:
+            raise SessionError(
+                f"{error}; shorten it, or raise max_length of sessions", 400
+            ) from None
 
     def seed_of(self, plan: Plan) -> int:
         """Of the reply to a plan: the same for who asks the same again after a failure, another for a second reply."""
@@ -261,7 +283,7 @@ class Session:
             cut = self.turns[leaf].finish_reason == "length"
             fields = {"status": "truncated" if cut else "completed", **more}
             streams = {"rollout_logp": logp, "weight_version": version}
-            found.append(TokenRecord(ids, ~np.isnan(logp), **streams, **fields))
+            found.append(TokenRecord(token_ids=ids, loss_mask=~np.isnan(logp), **streams, **fields))
         return found
 
     def _deepest(self, said: tuple[Message, ...], tools: str) -> tuple[int, int]:
@@ -321,6 +343,11 @@ class Session:
                 drop = max(drop - len(last.ids), 0)
             pieces += [_Piece(None, turn.context), _Piece(number, turn.output)]
         return pieces
+
+
+@functools.lru_cache(maxsize=4)
+def _prompt_reader(tokenizer: Tokenizer, max_length: int) -> PromptReader:
+    return PromptReader(tokenizer, max_length)
 
 
 def plain(message: Mapping) -> dict:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 CLOSED, OPEN, HALF_OPEN = "closed", "open", "half_open"
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  # ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,12 @@ class SharesConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
 
 
+def check_weight(weight: float) -> None:
+    """Raises ValueError for a weight with which quotients of shares would overflow, or leave all others nothing."""
+    if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        raise ValueError(f"weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}")
+
+
 @dataclasses.dataclass
 class _Share:
     """weight: as it was given; in_flight: trajectories on their way; forfeited: that count as accepted, though they were
@@ -55,11 +62,8 @@ class Shares:
         self._tasks: dict[str, _Share] = {}
 
     def set(self, task: str, weight: float) -> None:
-        """A task is there, or has another weight. ValueError unless it is positive."""
-        if not (weight > 0 and math.isfinite(weight)):
-            raise ValueError(
-                f"the weight of {task!r} is {weight}; it must be positive and finite, or take the task away"
-            )
+        """A task is there, or has another weight. ValueError unless it is within `MIN_WEIGHT` and `MAX_WEIGHT`."""
+        check_weight(weight)
         self._tasks.setdefault(task, _Share(weight)).weight = weight
 
     def remove(self, task: str) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from glm5_jax.checkpoint import models
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.coroutines import run_sync
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
 from glm5_jax.rl.experiment import RlConfig
@@ -32,7 +32,7 @@ def skill_matrix(config: RlConfig, world: World, checkpoints: Mapping[str, str])
     its replies to those of the first kind are well formed, with thinking and without; attempted as `config.evaluation`,
     `rollout` and `engine` say. ValueError for a checkpoint that is none."""
     loads = {
-        stage: models.open_weights(path, config.model, unshared=config.unshared)
+        stage: models.open_weights(path, config.model, may_differ=config.may_differ)
         for stage, path in checkpoints.items()
     }
     tokenizer = Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
@@ -65,7 +65,7 @@ def skill_matrix(config: RlConfig, world: World, checkpoints: Mapping[str, str])
             for place, (skill, tasks) in enumerate(known.items()):
                 bar.update(number * len(known) + place, f"{skill} after {stage}")
                 groups = rollouts.sample(tasks, 0, group=config.evaluation.group)
-                wait_for(judge(groups, judged, config.judged_at_once))
+                run_sync(judge(groups, judged, config.judged_at_once))
                 found.rewards[skill][stage] = mean_reward(groups)
                 found.samples[skill][stage] = _shown(_said(groups[0].attempts[0]))
     return found

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from glm5_jax.checkpoint import models, store
-from glm5_jax.core.coroutines import wait_for
-from glm5_jax.data.conversation import Conversation, records
+from glm5_jax.core.coroutines import run_sync
+from glm5_jax.data.conversation import Conversation, make_records
 from glm5_jax.data.loader import Batch
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
@@ -26,7 +26,7 @@ from glm5_jax.rl.reshard import Reshard
 from glm5_jax.rl.rollout import Group, Rollouts, Tools, check_task
 from glm5_jax.rl.streams import credited, distilled
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier, used_tools
-from glm5_jax.training.stages import Source, Stage
+from glm5_jax.training.stages import BatchSource, Stage
 from glm5_jax.training.step import Step, make_step
 
 MOST_EMPTY = 10  # batches in a row without anything to learn from
@@ -75,11 +75,11 @@ class Reinforcement(Stage):
         world: World,
         known: Sequence[Task] = (),
         step_maker: Callable[..., Step] = make_step,
-        before: Stage | None = None,
+        previous_stage: Stage | None = None,
     ):
         """known: tasks that are checked before anything starts."""
-        self.world, self._known, self._before = world, known, before
-        super().__init__(config, workdir, step_maker, before)
+        self.world, self._known, self._previous_stage = world, known, previous_stage
+        super().__init__(config, workdir, step_maker, previous_stage)
 
     def _check(self) -> None:
         config = self.config
@@ -108,7 +108,7 @@ class Reinforcement(Stage):
         self._texts = [
             record
             for text in self.world.texts
-            for record in records(text, self.tokenizer, variant=config.chat_variant)
+            for record in make_records(text, self.tokenizer, variant=config.chat_variant)
         ]
         if wrong := [len(record) for record in self._texts if len(record) > config.length]:
             raise ValueError(
@@ -123,7 +123,7 @@ class Reinforcement(Stage):
         that says nothing there is something to say, unless what judges fails."""
         first = {task.kind: task for task in reversed(self._known)}
         groups = [Group(task, [Attempt(())], []) for task in first.values()]
-        wait_for(judge(groups, self.world, self.config.judged_at_once))
+        run_sync(judge(groups, self.world, self.config.judged_at_once))
         for group in groups:
             [reward] = group.rewards
             if reward.value is None:
@@ -134,7 +134,7 @@ class Reinforcement(Stage):
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         return super()._make_step(step_maker, token_loss=self.config.token_loss, **options)
 
-    def _open(self) -> Source:
+    def _open(self) -> BatchSource:
         config = self.config
         self._teachers = {}
         for teacher in config.teachers:
@@ -142,7 +142,7 @@ class Reinforcement(Stage):
                 continue
             try:
                 self._teachers[teacher.origin] = models.open_weights(
-                    teacher.checkpoint, config.model, mesh=self._mesh, unshared=config.unshared
+                    teacher.checkpoint, config.model, mesh=self._mesh, may_differ=config.may_differ
                 )
             except ValueError as error:
                 raise ValueError(
@@ -153,16 +153,16 @@ class Reinforcement(Stage):
 
     def _is_to_come(self, teacher: Teacher) -> bool:
         """Whether it is a stage of the same run that has saved nothing yet, while the one before this has still to train."""
-        if self._before is None or self._before.finished:
+        if self._previous_stage is None or self._previous_stage.is_finished:
             return False
         path = pathlib.Path(teacher.checkpoint)
-        its_run = path.parent == self._before.workdir.parent
+        its_run = path.parent == self._previous_stage.workdir.parent
         return its_run and store.latest_step(path) is None
 
     def _rows(self, tokens_seen: int) -> int:
         return self.config.rows
 
-    def _intends(self) -> str:
+    def _describe_step(self) -> str:
         rollout = self.config.rollout
         return f"{rollout.prompts} tasks of {rollout.group} attempts per step"
 
@@ -207,7 +207,7 @@ class Reinforcement(Stage):
             self._engine,
             config.model,
             config.agreement,
-            plan=config.step.plan(),
+            execution=config.step.execution(),
             chunk=config.step.loss_chunk,
             temperature=config.policy.temperature,
             mesh=self._mesh,
@@ -225,7 +225,7 @@ class Reinforcement(Stage):
             found, made = {}, []
             for kind, tasks in held_out.items():
                 groups = self._examined.sample(tasks[: config.tasks], 0, group=config.group)
-                wait_for(judge(groups, self.world, self.config.judged_at_once))
+                run_sync(judge(groups, self.world, self.config.judged_at_once))
                 found[f"held_out/{kind}"] = mean_reward(groups)
                 made += groups
             whole = {"held_out/reward": float(np.mean(list(found.values())))}
@@ -301,7 +301,7 @@ class Attempts:
         tasks = self._world.tasks.draw(count)
         groups = self.rollouts.sample(tasks, config.seed, first=number * count, name=f"{number}-")
         sampled = time.perf_counter()
-        wait_for(judge(groups, self._world, config.judged_at_once))
+        run_sync(judge(groups, self._world, config.judged_at_once))
         self.metrics = told(groups) | {
             "seconds": {"rollout": sampled - began, "judging": time.perf_counter() - sampled}
         }

@@ -10,7 +10,6 @@ Message = Mapping[str, Any]  # in OpenAI's form: role, content, reasoning_conten
 FINISHED = ("stop", "length", "failed")
 MAX_REWARD = 1e6  # ours: advantages and their squares stay finite in float32
 MAX_NUMBER = 1e15  # ours, of parts and metrics, which are averaged for reports
-MAX_VERSION = 2**31 - 1  # `TokenRecord.weight_version` is int32
 _MAX_LEASE_AHEAD_MS = 24 * 3600 * 1000
 
 
@@ -99,11 +98,17 @@ def check_lease(lease: int, now: float) -> None:
 
     A lease is the orchestrator's time in milliseconds. A later one could never be replaced by that of another trainer.
     """
-    if lease > 1e3 * now + _MAX_LEASE_AHEAD_MS:
+    if is_ahead(lease, now):
         raise ValueError(
             f"lease is {lease}, which is more than a day ahead of this machine's clock ({1e3 * now:.0f}); give the lease "
             "of the orchestrator, and set the clocks of both machines"
         )
+
+
+def is_ahead(lease: int, now: float) -> bool:
+    """Returns whether a lease is of a clock more than a day ahead of now, in seconds since the epoch, as one that was set back
+    since. Such a lease is replaced by that of the next trainer, although it is later."""
+    return lease > 1e3 * now + _MAX_LEASE_AHEAD_MS
 
 
 class Unreadable(ValueError):

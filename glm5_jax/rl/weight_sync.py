@@ -2,7 +2,7 @@
 
     pusher = Network(cfg, ["http://10.0.0.1:8000"], SyncConfig(delta=True))
     pushed = pusher.push(state["params"], int(state["step"]))       # every K updates
-    state = with_new_moments(state)                                 # GLM-5 4.1.1
+    state = reset_optimizer(state)                                 # GLM-5 4.1.1
 
     Network         over HTTP, in buckets, at need only what has changed
     SharedStorage   through a folder that trainer and engines see
@@ -30,11 +30,11 @@ import numpy as np
 from safetensors.numpy import save
 
 from glm5_jax.checkpoint.hf_export import named_tensors, save_hf
-from glm5_jax.checkpoint.manifest import FILE, Manifest, travelling
+from glm5_jax.checkpoint.manifest import FILE, Manifest, transfer_dtypes
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import hosts
-from glm5_jax.core.coroutines import wait_for
-from glm5_jax.core.server import key_of
+from glm5_jax.core import multihost
+from glm5_jax.core.coroutines import run_sync
+from glm5_jax.core.server import load_api_key
 from glm5_jax.inference.weights import AT, MASK, VALUES
 from glm5_jax.rl.pushed import CHANGES, HELD, WHOLE, Pushed, SyncConfig, Told, reported
 
@@ -52,7 +52,7 @@ class _Engines:
     def refresh(self, params, version: int) -> Pushed | None:
         """See `Pusher`."""
         given, limit = self._given, self._config.look_seconds
-        states = hosts.of_first(lambda: wait_for(self._states(limit)))
+        states = multihost.broadcast_from_first(lambda: run_sync(self._states(limit)))
         there = [url for url, own in states.items() if "error" not in own]
         lacking = [url for url in there if _held(states[url]) != given]
         if not lacking:
@@ -101,13 +101,13 @@ class SharedStorage(_Engines):
         written; what was there before still is."""
         jax.block_until_ready(params)
         began, out, self._given = time.perf_counter(), self._folder / str(version), None
-        hosts.first_does(lambda: self._clear(version + 1 if rewind else None))
-        there = hosts.everyones(out.exists())[0]
+        multihost.run_on_first(lambda: self._clear(version + 1 if rewind else None))
+        there = multihost.all_gather_objects(out.exists())[0]
         manifest = Manifest(version, self._cfg.arithmetic)
         if there:
             for name, tensor in named_tensors(params, self._cfg, self._kinds):
                 manifest.add(name, tensor)
-            there = hosts.of_first(lambda: self._is_same(out, manifest, rewind))
+            there = multihost.broadcast_from_first(lambda: self._is_same(out, manifest, rewind))
         if not there:
             manifest = Manifest(version, self._cfg.arithmetic)
             # Experts that become int4 are written as they are: engines make them so.
@@ -118,13 +118,13 @@ class SharedStorage(_Engines):
             save_hf(params, out, cfg=cfg, **more)
 
         def tell():
-            told = wait_for(self._tell(out, manifest, rewind))
+            told = run_sync(self._tell(out, manifest, rewind))
             return manifest.checksum, manifest.num_bytes, told
 
         checksum, whole, told = _of_first(tell)
         told = [Told(*own) for own in told]
         pushed = self._reported(version, checksum, 0 if there else whole, whole, began, told)
-        hosts.first_does(self._prune)
+        multihost.run_on_first(self._prune)
         return pushed
 
     def _is_same(self, out: pathlib.Path, manifest: Manifest, rewind: bool) -> bool:
@@ -141,7 +141,7 @@ class SharedStorage(_Engines):
 
     @property
     def _kinds(self) -> dict[str, np.dtype]:
-        return travelling(self._cfg, self._config.dtype)
+        return transfer_dtypes(self._cfg, self._config.dtype)
 
     async def _tell(self, out: pathlib.Path, manifest: Manifest, rewind: bool) -> list[Told]:
         said = {"path": str(out), "version": manifest.version, "policy": self._config.policy}
@@ -193,21 +193,21 @@ class Network(_Engines):
         jax.block_until_ready(params)
         began, self._given = time.perf_counter(), None
         manifest = Manifest.of(self._cfg, version, self._config.dtype)
-        states = _of_first(lambda: wait_for(self._states()))
+        states = _of_first(lambda: run_sync(self._states()))
         # Which of those that hold this version have these numbers, only all of them tell.
         if any(own.get("version") == version for own in states.values()):
             for name, tensor in self._tensors(params):
                 manifest.add(name, tensor)
         tensors = self._tensors(params)
         checksum, told = _of_first(
-            lambda: wait_for(self._send(tensors, manifest, states, rewind)), tensors
+            lambda: run_sync(self._send(tensors, manifest, states, rewind)), tensors
         )
         told = [Told(*own) for own in told]
         sent = sum(own.bytes for own in told)
         return self._reported(version, checksum, sent, manifest.num_bytes, began, told)
 
     def _tensors(self, params) -> Iterator[tuple[str, np.ndarray]]:
-        return named_tensors(params, self._cfg, travelling(self._cfg, self._config.dtype))
+        return named_tensors(params, self._cfg, transfer_dtypes(self._cfg, self._config.dtype))
 
     async def _send(self, tensors, manifest: Manifest, states: Mapping, rewind: bool):
         """(checksum, what became of it at each engine)."""
@@ -219,7 +219,7 @@ class Network(_Engines):
                 state = states[engine.url]
                 engine.error = state.get("error")
                 if checksum is not None and state.get("checksum") == checksum:
-                    engine.how = HELD if state["version"] == manifest.version else WHOLE
+                    engine.how = HELD if state.get("version") == manifest.version else WHOLE
                 elif self._base is not None and _is(state, self._base[0]):
                     engine.how = CHANGES
                 if engine.error is None and engine.how != HELD:
@@ -323,8 +323,8 @@ def _of_first(action: Callable[[], Any], tensors: Iterable = ()) -> Any:
     if jax.process_count() > 1:
         for _ in tensors:
             pass
-    hosts.agree(error)
-    return hosts.everyones(found)[0]
+    multihost.raise_on_all(error)
+    return multihost.all_gather_objects(found)[0]
 
 
 def pieces(
@@ -415,7 +415,7 @@ class _Remote:
                         answer = await response.json(content_type=None)
             except TimeoutError:
                 raise TimeoutError(f"no answer to {path} within {seconds} s") from None
-            except ValueError:
+            except (ValueError, RecursionError):  # deep JSON, too
                 raise _Refused(status, f"the answer to {path} is no JSON ({status})") from None
             except (aiohttp.ClientError, OSError):
                 if not left:
@@ -435,7 +435,7 @@ def _message(answer) -> str:
 
 @contextlib.asynccontextmanager
 async def _opened(urls: Iterable[str], config: SyncConfig):
-    key = key_of(config)
+    key = load_api_key(config)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     connector, never = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=never) as client:

@@ -1,8 +1,8 @@
-"""Chats as GLM models read and write them: messages to text, ids, and what of them is learnt.
+"""Renders chats in the form of GLM models: messages to text, token ids and a loss mask.
 
-There is no end-of-turn token. A turn ends where the next role's marker stands, and that marker is what
-the model writes to stop: `<|user|>` behind an answer, `<|observation|>` behind a tool call. Markers come
-from the layout alone: text that spells one out stays text, whoever wrote it. Layouts by name: text/layouts.py.
+There is no end-of-turn token. A turn ends at the marker of the next role, and the model writes that marker to stop:
+`<|user|>` after an answer, `<|observation|>` after a tool call. Only the layout (text/layouts.py) produces markers: a marker
+that is spelled out in any message stays text.
 """
 
 import itertools
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm5_jax.text.layouts import BEFORE_TOOLS, VARIANTS, Variant, layout_of
+from glm5_jax.text.layouts import BEFORE_TOOLS, VARIANTS, ChatLayout, layout_of
 from glm5_jax.text.messages import (
     CALL_END,
     CALL_START,
     ChatError,
     argument_texts,
-    as_json,
     read_messages,
     read_tools,
+    to_json_text,
 )
 from glm5_jax.text.tokenizer import SPECIAL_TOKENS, Tokenizer
 
@@ -30,10 +30,15 @@ _MARKER = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
 
 
 class Span(NamedTuple):
-    """A part of a message: "text" of system and user, "result" of a tool; of an assistant "reasoning"
-    (with the markers around it that the model writes), "content", "call" (one each) and "stop" (the
-    marker that opens the next turn). Characters start..end of the text, tokens first..last of the ids, both
-    ends exclusive; without a tokenizer the latter are -1."""
+    """Part of a message in a rendered chat.
+
+    Attributes:
+      message: index of the message.
+      part: "text" of system and user, "result" of a tool; for an assistant "reasoning" (with the markers that the model
+        writes around it), "content", "call" (one for each) and "stop" (the marker that opens the next turn).
+      start, end: range in the text, in characters, end exclusive.
+      first, last: range in the ids, in tokens, last exclusive; -1 without a tokenizer.
+    """
 
     message: int
     part: str
@@ -44,8 +49,14 @@ class Span(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """A chat's text, ids, whether each id is learnt, and the parts of its messages; ids and loss_mask are
-    None without a tokenizer."""
+    """Rendered chat.
+
+    Attributes:
+      text: text with markers.
+      ids: token ids; None without a tokenizer.
+      loss_mask: whether each id is trained on; None without a tokenizer.
+      spans: parts of the messages.
+    """
 
     text: str
     ids: list[int] | None
@@ -54,12 +65,18 @@ class RenderedChat(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A marker or a stretch of text; learnt: whether the model is to write it; part: its message and
-    part, None for what belongs to the layout."""
+    """Marker or text of a rendered chat.
+
+    Attributes:
+      text: its text.
+      is_marker: whether it is a marker.
+      is_trained: whether the model is trained to write it.
+      part: (message, part, number) that it belongs to; None: the layout.
+    """
 
     text: str
-    marker: bool
-    learnt: bool
+    is_marker: bool
+    is_trained: bool
     part: tuple[int, str, int] | None
 
 
@@ -76,33 +93,47 @@ def render_chat(
     reasoning_effort: str | None = None,
     first: int = 0,
 ) -> RenderedChat:
-    """Lays out messages in OpenAI's form for a model of the family.
+    """Renders messages in OpenAI's form for a model of the family.
 
-    messages: dicts with `role` and `content` (text, or a list of text parts); an assistant's may have
-    `reasoning_content` and `tool_calls`, whose arguments are an object or the JSON of one, and results of tools are
-    sorted by the ids of their calls (text/messages.py). tools: function definitions in OpenAI's form. enable_thinking: whether the reply that is prompted for begins with
-    thinking. clear_thinking: whether reasoning before the last user message is left out. close: ends, in
-    place of a prompt, with the marker by which the last message, an assistant's, stops: a sample of training.
-    reasoning_effort: "max" (default) or "high", of GLM-5.2 alone. first: messages before this one, and what stands in
-    front of all, are left out: what remains goes behind them, where reasoning is kept (clear_thinking false).
+    - messages: dicts with `role` and `content` (text, or a list of text parts). An assistant's may have
+      `reasoning_content` and `tool_calls`, whose arguments are an object or its JSON. Results of tools are sorted by the
+      ids of their calls (text/messages.py).
+    - tokenizer: tokenizer of the ids; None: text only.
+    - tools: function definitions in OpenAI's form.
+    - enable_thinking: whether the next reply begins with thinking.
+    - clear_thinking: whether reasoning before the last user message is left out.
+    - add_generation_prompt: whether the text ends with the prompt of the next reply.
+    - close: end with the stop marker of the last message, an assistant's, in place of a prompt, as training samples do.
+    - variant: name of the layout.
+    - reasoning_effort: "max" or "high", for GLM-5.2 only; None: "max".
+    - first: index of the first rendered message. The prefix and the messages before it are left out, so that the result
+      can be appended to them if clear_thinking is false.
 
-    What is learnt (loss_mask): of every assistant message that shows its own reasoning (behind the last user
-    message; all of them if clear_thinking is false) what the model writes: reasoning and its end, content,
-    calls, and the marker of the next turn. `<|assistant|>` and what the prompt with this enable_thinking has
-    behind it, such as `<think>`, are not written by the model.
+    loss_mask covers the text that the model writes in every assistant message whose reasoning is shown: those after the
+    last user message, or all if clear_thinking is false. That text is the reasoning and its end, content, calls, and the
+    marker of the next turn. It excludes `<|assistant|>` and the rest of the prompt for this enable_thinking, such as
+    `<think>`.
 
-    Raises ChatError (ValueError) naming the message or the tool.
+    Raises ChatError (a ValueError) with the message or the tool, and ValueError for options that the variant lacks.
     """
+    # Options.
     layout = layout_of(variant)
-    if reasoning_effort is not None and not (layout.effort and reasoning_effort in EFFORTS):
+    if reasoning_effort is not None and not (
+        layout.has_effort_line and reasoning_effort in EFFORTS
+    ):
         known = " or ".join(map(repr, EFFORTS))
-        known = f"use {known}" if layout.effort else f"leave it out, {variant} has no such line"
+        known = (
+            f"use {known}"
+            if layout.has_effort_line
+            else f"leave it out, {variant} has no such line"
+        )
         raise ValueError(f"reasoning_effort is {reasoning_effort!r}; {known}")
-    if not (clear_thinking or layout.keeps):
-        others = ", ".join(name for name, other in VARIANTS.items() if other.keeps)
+    if not (clear_thinking or layout.keeps_reasoning):
+        others = ", ".join(name for name, other in VARIANTS.items() if other.keeps_reasoning)
         raise ValueError(
             f"clear_thinking is false; {variant} cannot keep earlier reasoning, {others} can"
         )
+    # Pieces of the messages, then the end.
     messages = read_messages(messages)
     if close and messages[-1]["role"] != "assistant":
         raise ChatError(
@@ -115,46 +146,51 @@ def render_chat(
         )
     )
     if close:
-        marker = "<|observation|>" if "tool_calls" in messages[-1] else "<|user|>"
-        pieces += _template(marker, learnt=True, part=(len(messages) - 1, "stop", 0))
+        is_marker = "<|observation|>" if "tool_calls" in messages[-1] else "<|user|>"
+        pieces += _template(is_marker, is_trained=True, part=(len(messages) - 1, "stop", 0))
     elif add_generation_prompt:
         pieces += _template("<|assistant|>" + layout.prompt(enable_thinking))
-    return _rendered(pieces, tokenizer)
+    return _assemble(pieces, tokenizer)
 
 
 def _pieces(
     messages,
     tools,
-    layout: Variant,
+    layout: ChatLayout,
     enable_thinking: bool,
     clear_thinking: bool,
     effort: str | None,
     first: int,
 ) -> Iterator[_Piece]:
-    """Everything from a message on but the prompt for the reply, in order."""
+    """Yields all pieces from a message on, in order, without the prompt of the next reply."""
+    # Prefix and tools.
     if not first:
         yield from _template("[gMASK]<sop>")
-        if layout.effort and enable_thinking:
+        if layout.has_effort_line and enable_thinking:
             yield from _template(f"<|system|>Reasoning Effort: {(effort or 'max').capitalize()}")
         if tools:
             yield from _template("<|system|>" + BEFORE_TOOLS)
-            yield from (_text(f"{shown}\n") for shown in _offered(tools, layout))
-            yield from _template(layout.behind_tools)
+            yield from (_text(f"{shown}\n") for shown in _tool_texts(tools, layout))
+            yield from _template(layout.after_tools)
+    # Messages.
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     last_user = users[-1] if users else -1
-    learnt = False  # whether the message before is
+    is_trained = False  # of the previous message
     for i, message in enumerate(messages):
-        role, line = message["role"], layout.line
+        role, line = message["role"], layout.line_break
         after = messages[i - 1]["role"] if i else None
-        # The model's own sign that its turn is over.
-        stop = {"learnt": learnt, "part": (i - 1, "stop", 0)} if after == "assistant" else {}
-        own = not clear_thinking or i > last_user
-        learnt = role == "assistant" and own
+        # This marker ends the turn of the model, which writes it.
+        is_stop = after == "assistant"
+        stop = {"is_trained": is_trained, "part": (i - 1, "stop", 0)} if is_stop else {}
+        shows_reasoning = not clear_thinking or i > last_user
+        is_trained = role == "assistant" and shows_reasoning
         if i < first:
             continue
         if role == "assistant":
             yield from _template("<|assistant|>")
-            yield from _assistant(message, i, layout, own, i > last_user, enable_thinking)
+            yield from _assistant(
+                message, i, layout, shows_reasoning, i > last_user, enable_thinking
+            )
         elif role == "tool":
             if after != "tool":
                 yield from _template("<|observation|>", **stop)
@@ -165,22 +201,27 @@ def _pieces(
             yield from _template(f"<|{role}|>", **(stop if role == "user" else {}))
             yield from _template(line)
             yield _text(message["content"], part=(i, "text", 0))
-            if role == "user" and layout.nothink and not enable_thinking:
+            if role == "user" and layout.adds_nothink and not enable_thinking:
                 if not message["content"].endswith("/nothink"):
                     yield from _template("/nothink")
 
 
 def _assistant(
-    message, i: int, layout: Variant, own: bool, behind_last_user: bool, enable_thinking: bool
+    message,
+    i: int,
+    layout: ChatLayout,
+    shows_reasoning: bool,
+    is_after_last_user: bool,
+    enable_thinking: bool,
 ) -> Iterator[_Piece]:
-    """A reply, behind its marker. own: whether it shows the reasoning that it was written with."""
-    line = layout.line
-    thinks = {"learnt": own, "part": (i, "reasoning", 0)}
-    shown = own and message.get("reasoning_content") or ""
-    text = shown.strip() if layout.strips else shown
-    empty = layout.empty == "last" and behind_last_user and enable_thinking
-    if shown or empty or layout.empty == "always":
-        # Behind a bare prompt the model opens its thinking itself, and a prompt without thinking closes it.
+    """Yields the pieces of a reply after its marker. shows_reasoning: whether its reasoning is rendered."""
+    line = layout.line_break
+    thinks = {"is_trained": shows_reasoning, "part": (i, "reasoning", 0)}
+    shown = shows_reasoning and message.get("reasoning_content") or ""
+    text = shown.strip() if layout.strips_reasoning else shown
+    empty = layout.empty_thinking == "last" and is_after_last_user and enable_thinking
+    if shown or empty or layout.empty_thinking == "always":
+        # After a bare prompt the model opens its thinking itself. A prompt without thinking closes it.
         bare = not layout.prompt(enable_thinking)
         yield from _template(f"{line}<think>", **(thinks if bare else {}))
         if text:
@@ -189,16 +230,18 @@ def _assistant(
     else:
         yield from _template("</think>")
     if content := message["content"].strip():
-        yield _text(line + content, own, (i, "content", 0))
+        yield _text(line + content, shows_reasoning, (i, "content", 0))
     for number, call in enumerate(message.get("tool_calls", ())):
-        yield from _call(call, i, line, {"learnt": own, "part": (i, "call", number)})
+        yield from _call(
+            call, i, line, {"is_trained": shows_reasoning, "part": (i, "call", number)}
+        )
 
 
 def _call(call: Mapping, i: int, line: str, part: Mapping) -> Iterator[_Piece]:
-    """A call of message i; part: whether it is learnt, and of which part it is."""
+    """Yields the pieces of a call of message i; part: is_trained and part of each piece."""
     name, arguments = call["name"], call["arguments"]
     yield from _template(line + CALL_START, **part)
-    if isinstance(arguments, str):  # as it was written, as it could not be parsed
+    if isinstance(arguments, str):  # a call that could not be parsed, with its original text
         written = arguments.removeprefix(CALL_START)
         yield _text(written.removesuffix(CALL_END), **part)
         if written.endswith(CALL_END):
@@ -206,81 +249,87 @@ def _call(call: Mapping, i: int, line: str, part: Mapping) -> Iterator[_Piece]:
         return
     yield _text(name + line, **part)
     for key, value in argument_texts(name, arguments, i):
-        for marker, text in (("arg_key", key), ("arg_value", value)):
-            yield from _template(f"<{marker}>", **part)
+        for is_marker, text in (("arg_key", key), ("arg_value", value)):
+            yield from _template(f"<{is_marker}>", **part)
             yield _text(text, **part)
-            yield from _template(f"</{marker}>{line}", **part)
+            yield from _template(f"</{is_marker}>{line}", **part)
     yield from _template(CALL_END, **part)
 
 
-def _offered(tools, layout: Variant) -> Iterator[str]:
-    """Tools as they are shown."""
+def _tool_texts(tools, layout: ChatLayout) -> Iterator[str]:
+    """Yields the text of each tool."""
     for i, (tool, function) in enumerate(zip(tools, read_tools(tools))):
-        if layout.unwraps:
+        if layout.unwraps_tools:
             if function.get("defer_loading"):
                 continue
             tool = {k: v for k, v in function.items() if k not in ("defer_loading", "strict")}
-        yield as_json(tool, f"tool {i}, {function['name']!r}, has a definition")
+        yield to_json_text(tool, f"tool {i}, {function['name']!r}, has a definition")
 
 
-def _template(text: str, learnt: bool = False, part=None) -> Iterator[_Piece]:
-    """Text of the layout, in which markers are markers."""
+def _template(text: str, is_trained: bool = False, part=None) -> Iterator[_Piece]:
+    """Yields the pieces of text of the layout, in which markers are markers."""
     at = 0
-    for found in _MARKER.finditer(text):
-        if found.start() > at:
-            yield _Piece(text[at : found.start()], False, learnt, part)
-        yield _Piece(found.group(), True, learnt, part)
-        at = found.end()
+    for match in _MARKER.finditer(text):
+        if match.start() > at:
+            yield _Piece(text[at : match.start()], False, is_trained, part)
+        yield _Piece(match.group(), True, is_trained, part)
+        at = match.end()
     if text[at:]:
-        yield _Piece(text[at:], False, learnt, part)
+        yield _Piece(text[at:], False, is_trained, part)
 
 
-def _text(text: str, learnt: bool = False, part=None) -> _Piece:
-    """Text of a message, in which nothing is a marker."""
-    return _Piece(text, False, learnt, part)
+def _text(text: str, is_trained: bool = False, part=None) -> _Piece:
+    """Returns a piece of text of a message, in which markers are text."""
+    return _Piece(text, False, is_trained, part)
 
 
-def _rendered(pieces: Sequence[_Piece], tokenizer: Tokenizer | None) -> RenderedChat:
+def _assemble(pieces: Sequence[_Piece], tokenizer: Tokenizer | None) -> RenderedChat:
+    """Joins the pieces to a rendered chat."""
     ends = list(itertools.accumulate(len(piece.text) for piece in pieces))
     ids = owners = mask = None
     if tokenizer is not None:
-        ids, owners = _encoded(pieces, tokenizer)
-        mask = [pieces[owner].learnt for owner in owners]
+        ids, owners = _encode(pieces, tokenizer)
+        mask = [pieces[owner].is_trained for owner in owners]
     spans, first = [], 0
-    for part, group in itertools.groupby(enumerate(pieces), key=lambda found: found[1].part):
-        places = [place for place, _ in group]
+    for part, group in itertools.groupby(enumerate(pieces), key=lambda item: item[1].part):
+        indices = [index for index, _ in group]
         last = first
         if owners is None:
             first = last = -1
         else:
-            while last < len(owners) and owners[last] <= places[-1]:
+            while last < len(owners) and owners[last] <= indices[-1]:
                 last += 1
         if part is not None:
-            start = ends[places[0]] - len(pieces[places[0]].text)
-            spans.append(Span(*part[:2], start, ends[places[-1]], first, last))
+            start = ends[indices[0]] - len(pieces[indices[0]].text)
+            message, name, _ = part
+            end = ends[indices[-1]]
+            span = Span(message=message, part=name, start=start, end=end, first=first, last=last)
+            spans.append(span)
         first = last
     return RenderedChat("".join(piece.text for piece in pieces), ids, mask, tuple(spans))
 
 
-def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Ids, and the piece in which each begins. Text between two markers is encoded as one."""
+def _encode(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Returns (ids, index of the piece in which each begins). Text between two markers is encoded in one piece."""
     ids, owners = [], []
-    for marker, group in itertools.groupby(enumerate(pieces), key=lambda found: found[1].marker):
+    for is_marker, group in itertools.groupby(
+        enumerate(pieces), key=lambda item: item[1].is_marker
+    ):
         group = list(group)
-        if marker:
-            for place, piece in group:
+        if is_marker:
+            for index, piece in group:
                 if piece.text not in tokenizer.special_ids:
                     raise ValueError(
                         f"the tokenizer has no token {piece.text!r}; chats need one of the GLM family"
                     )
                 ids.append(tokenizer.special_ids[piece.text])
-                owners.append(place)
+                owners.append(index)
             continue
-        found = tokenizer.encode("".join(piece.text for _, piece in group))
+        text_ids = tokenizer.encode("".join(piece.text for _, piece in group))
         # Not `token_bytes`, which is as long as the vocabulary.
-        sizes = [len(tokenizer.bytes_of(token)) for token in found]
+        sizes = [len(tokenizer.bytes_of(token)) for token in text_ids]
         ends = np.cumsum([len(piece.text.encode()) for _, piece in group])
         begins = np.cumsum(sizes) - sizes
-        ids += found
+        ids += text_ids
         owners += [group[i][0] for i in np.searchsorted(ends, begins, side="right")]
     return ids, owners

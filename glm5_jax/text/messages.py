@@ -1,26 +1,27 @@
-"""Messages and tools in OpenAI's form, read the same way for servers, gateways, rollouts and training data.
+"""Reads messages and tools in OpenAI's form, for servers, gateways, rollouts and training data.
 
-`read_messages` turns what a client sends into messages of one form, which `render_chat` lays out: content as one text,
-roles of the layout, reasoning under one name, and results in the order of their calls. Reading its result again changes
-nothing. What no chat can show is a `ChatError` with the number of the message, never left out in silence.
+`read_messages` normalises the messages of a client for `render_chat`: content as one text, roles of the layout, reasoning
+under one name, and results in the order of their calls. It is idempotent. A message that no chat can show raises a
+`ChatError` with its number; nothing is dropped silently.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
-# Roles of OpenAI's API by the role of the layouts that says the same.
+# Roles of OpenAI's API, with the equivalent role of the layouts.
 OTHER_ROLES = {"developer": "system"}
-# Fields without a place in any layout of the family, which change nothing of what is said.
+# Fields that no layout of the family shows, and that do not change the meaning of a message.
 IGNORED_FIELDS = frozenset(("name", "cache_control"))
-# Fields under which other programs keep what a chat should show, and where to put it.
+# Fields in which other programs store text that a chat should show, and the fix.
 MISPLACED_FIELDS = {
     "function_call": "give it as tool_calls",
     "thinking": "call it reasoning_content",
     "thinking_blocks": "give their text as reasoning_content",
     "reasoning_details": "give their text as reasoning_content",
-    "audio": "this model reads text alone",
-    "images": "this model reads text alone",
+    "audio": "this model reads text only",
+    "images": "this model reads text only",
 }
 _FIELDS = {
     "system": frozenset(("role", "content")),
@@ -33,24 +34,24 @@ _PART_FIELDS = frozenset(("type", "text", "cache_control"))
 _CALL_FIELDS = frozenset(("id", "type", "index", "function", "name", "arguments"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-_MAX_SHOWN_CHARS = 60
+_MAX_QUOTED_CHARS = 60
 
 
 class ChatError(ValueError):
-    """A message or a tool that no chat can hold; says which one and how to mend it."""
+    """Raised for a message or a tool that no chat can hold; the message names it and the fix."""
 
 
 def read_messages(messages: Sequence[Mapping]) -> tuple[dict, ...]:
-    """Reads a chat's messages.
+    """Reads the messages of a chat.
 
-    Returns messages with `role` (one of `ROLES`) and `content` (text). An assistant's has `reasoning_content` if its
-    reasoning is given, and `tool_calls` if there are any: `{"name", "arguments"}` with an object, or, of a call that
-    could not be parsed when it was written (`is_unparsed`), its text. Results of tools stand in the order of their calls.
+    Returns messages with `role` (one of `ROLES`) and `content` (text). An assistant's message has `reasoning_content` if it
+    has reasoning, and `tool_calls` if there are any: `{"name", "arguments"}`. The arguments are an object, or the text of a
+    call that could not be parsed (`is_unparsed`). Results of tools are in the order of their calls.
 
-    Raises ChatError for what no chat can hold.
+    Raises ChatError for messages that no chat can hold.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ChatError("messages is empty or no list; give at least one message")
+        raise ChatError("messages is empty or not a list; give at least one message")
     chat: list[dict] = []
     calls: list[dict] | None = None  # of the assistant's message before the results
     results: list[tuple[int, dict]] = []
@@ -64,31 +65,31 @@ def read_messages(messages: Sequence[Mapping]) -> tuple[dict, ...]:
                 )
             results.append((i, read))
             continue
-        chat += _in_order(results, calls)
+        chat += _sort_results(results, calls)
         chat.append(read)
         calls, results = read.get("tool_calls"), []
-    chat += _in_order(results, calls)
+    chat += _sort_results(results, calls)
     return tuple(map(_without_ids, chat))
 
 
 def read_message(message: Mapping, i: int = 0) -> dict:
-    """Reads one message, in the form of `read_messages`; i: its number, for errors. Raises ChatError."""
+    """Reads one message into the form of `read_messages`; i: its number in errors. Raises ChatError."""
     return _without_ids(_read_message(message, i))
 
 
-def is_unparsed(arguments) -> bool:
-    """Whether the arguments of a call are the text of one that was cut off or could not be parsed.
+def is_unparsed(arguments: Any) -> bool:
+    """Returns True if the arguments are the text of a call that was cut off or could not be parsed.
 
-    Servers pass on such a call as it was written, from `<tool_call>` on, so that no client takes it for JSON.
+    Servers send the original text of such a call, from `<tool_call>` on, so that no client parses it as JSON.
     """
     return isinstance(arguments, str) and arguments.startswith(CALL_START)
 
 
 def lost_text(message: Mapping, i: int = 0) -> str:
-    """Returns the text of an assistant's message that no chat shows, as in the published templates.
+    """Returns the text of an assistant's message that the published templates drop.
 
-    Of content that holds reasoning, that is the text before its `<think>` and between its first and last `</think>`.
-    Such a message is whole with reasoning_content, which may be "".
+    If content includes reasoning, they drop the text before its `<think>` and that between its first and last `</think>`.
+    A separate reasoning_content, which may be "", avoids that.
     """
     content = _content(message, i)
     if _reasoning(message, i) is not None or "</think>" not in content:
@@ -98,7 +99,7 @@ def lost_text(message: Mapping, i: int = 0) -> str:
 
 
 def read_tools(tools: Sequence[Mapping]) -> tuple[Mapping, ...]:
-    """Reads a list of tools: the function of each. Raises ChatError for what is none, and for a name given twice."""
+    """Returns the function of each tool. Raises ChatError for an invalid tool or a duplicate name."""
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
         raise ChatError(f"tools is {describe(tools)}; it must be a list")
     functions = tuple(tool_function(tool, i) for i, tool in enumerate(tools))
@@ -111,10 +112,10 @@ def read_tools(tools: Sequence[Mapping]) -> tuple[Mapping, ...]:
 
 
 def tool_function(tool: Mapping, i: int = 0) -> Mapping:
-    """Returns the function of a tool in OpenAI's form, with its envelope or without.
+    """Returns the function of a tool in OpenAI's form, with or without its envelope.
 
-    It has a name, and its `parameters` and their `properties` are objects or missing. Raises ChatError naming tool i
-    and the fix.
+    It has a name, and its `parameters` and their `properties` are objects or missing. Raises ChatError with tool i and
+    the fix for any other tool.
     """
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     if not isinstance(function, Mapping):
@@ -137,34 +138,34 @@ def tool_function(tool: Mapping, i: int = 0) -> Mapping:
 
 
 def argument_texts(name: str, arguments: Mapping, i: int) -> list[tuple[str, str]]:
-    """Returns arguments as a call shows them: text as it is, other values as JSON. Raises ChatError."""
+    """Returns (name, text) of arguments: text unchanged, other values as JSON. Raises ChatError."""
     return [
         (key, value)
         if isinstance(value, str)
-        else (key, as_json(value, f"message {i} calls {name!r} with {key!r}"))
+        else (key, to_json_text(value, f"message {i} calls {name!r} with {key!r}"))
         for key, value in arguments.items()
     ]
 
 
-def as_json(value, what: str) -> str:
-    """Returns a value as JSON. Raises ChatError, whose text begins with `what`, if it is none."""
+def to_json_text(value: Any, what: str) -> str:
+    """Returns a value as JSON. Raises ChatError, whose text begins with `what`, if it cannot be encoded."""
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ChatError(f"{what} that is no JSON: {error}") from None
+        raise ChatError(f"{what} that is not JSON: {error}") from None
 
 
-def describe(value) -> str:
-    """Returns a value as errors show it: its repr, cut to a few words."""
+def describe(value: Any) -> str:
+    """Returns the repr of a value for an error, truncated."""
     try:
         text = repr(value)
     except RecursionError:
         text = f"a deeply nested {type(value).__name__}"
-    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+    return text if len(text) <= _MAX_QUOTED_CHARS else f"{text[: _MAX_QUOTED_CHARS - 3]}..."
 
 
 def _read_message(message: Mapping, i: int) -> dict:
-    """Reads one message; results keep their `tool_call_id`, and calls their `id`, for `_in_order`."""
+    """Reads one message; results keep their `tool_call_id`, and calls their `id`, for `_sort_results`."""
     if not isinstance(message, Mapping):
         raise ChatError(f"message {i} is {describe(message)}; it must be an object with a role")
     role = message.get("role")
@@ -180,7 +181,7 @@ def _read_message(message: Mapping, i: int) -> dict:
 
 
 def _check_fields(message: Mapping, role: str, i: int) -> None:
-    """Raises ChatError for a field that says something and that a message of this role does not show."""
+    """Raises ChatError for a non-empty field that a message of this role does not show."""
     for name in sorted(message.keys() - _FIELDS[role] - IGNORED_FIELDS, key=str):
         if _is_empty(message[name]):
             continue
@@ -196,7 +197,7 @@ def _check_fields(message: Mapping, role: str, i: int) -> None:
 
 
 def _is_empty(value) -> bool:
-    """Whether the value of a field says nothing, as programs fill in fields that they do not use."""
+    """Returns True if the value of a field is empty, as programs write unused fields."""
     values = value.values() if isinstance(value, Mapping) else (value,)
     return all(one is None or one == "" or one == [] for one in values)
 
@@ -218,7 +219,7 @@ def _part_text(part, i: int) -> str:
         raise ChatError(f"message {i} has the part {describe(part)}; it must be text or an object")
     if part.get("type") != "text":
         raise ChatError(
-            f"message {i} has a part of type {describe(part.get('type'))}; this model reads text alone, in parts of "
+            f"message {i} has a part of type {describe(part.get('type'))}; this model reads text only, in parts of "
             "type 'text'"
         )
     if not isinstance(part.get("text"), str):
@@ -234,7 +235,7 @@ def _part_text(part, i: int) -> str:
 
 
 def _reply(message: Mapping, content: str, i: int) -> dict:
-    """Returns what an assistant's message has beyond its role: content, reasoning and calls."""
+    """Returns content, reasoning and calls of an assistant's message."""
     reasoning = _reasoning(message, i)
     if reasoning is None and "</think>" in content:
         (_, reasoning), (_, content) = _split(content)
@@ -250,7 +251,7 @@ def _reply(message: Mapping, content: str, i: int) -> dict:
 
 
 def _reasoning(message: Mapping, i: int) -> str | None:
-    """Returns the reasoning that is given in a field, under either of its names; None if there is none."""
+    """Returns the reasoning in a separate field, under either of its names; None: there is none."""
     values = {}
     for name in ("reasoning_content", "reasoning"):
         value = message.get(name)
@@ -274,7 +275,7 @@ def _split(content: str) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _call(call, i: int) -> dict:
-    """Reads a call: name, arguments and, if it has one, id."""
+    """Reads a call: name, arguments and id if present."""
     function = call.get("function") or call if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ChatError(f"message {i} has the tool call {describe(call)}; it must name a function")
@@ -308,7 +309,7 @@ def _arguments(arguments, name: str, i: int) -> dict | str:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as error:
             raise ChatError(
-                f"message {i} calls {name!r} with arguments that are no JSON: {error}"
+                f"message {i} calls {name!r} with arguments that are not JSON: {error}"
             ) from None
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
@@ -326,47 +327,48 @@ def _id(value: Mapping, field: str, what: str) -> str | None:
     return id_ or None
 
 
-def _in_order(results: Sequence[tuple[int, dict]], calls: Sequence[Mapping] | None) -> list[dict]:
-    """Sorts numbered results by the calls that they answer.
+def _sort_results(
+    results: Sequence[tuple[int, dict]], calls: Sequence[Mapping] | None
+) -> list[dict]:
+    """Sorts numbered results in the order of their calls.
 
-    A layout ties a result to its call by its place. A result with an id answers the call of that id, and others answer
-    the calls that are left, in their order; ids say nothing where no call has one.
+    A layout assigns a result to its call by its position. A result with an id belongs to the call of that id; the other
+    results belong to the remaining calls, in their order. Ids are ignored if no call has one.
     """
     if not results:
         return []
     ids = [call.get("id") for call in calls]
-    places: dict[
-        str | None, list[int]
-    ] = {}  # of the calls of an id that have no result yet, the last first
+    # Indices of the calls of each id that have no result yet, the last first.
+    open_calls: dict[str | None, list[int]] = {}
     for k, id_ in reversed(list(enumerate(ids))):
-        places.setdefault(id_, []).append(k)
-    answers: list[dict | None] = [None] * len(ids)
+        open_calls.setdefault(id_, []).append(k)
+    sorted_results: list[dict | None] = [None] * len(ids)
     others, has_ids = [], any(ids)
     for i, result in results:
         id_ = result.get("tool_call_id") if has_ids else None
         if id_ is None:
             others.append(result)
-        elif places.get(id_):
-            answers[places[id_].pop()] = result
+        elif open_calls.get(id_):
+            sorted_results[open_calls[id_].pop()] = result
         else:
-            what = "a second result of" if id_ in places else "the result of no"
+            what = "a second result of" if id_ in open_calls else "the result of no"
             raise ChatError(
                 f"message {i} is {what} call {describe(id_)}; the calls before are {describe(ids)}"
             )
-    free = (k for k, answer in enumerate(answers) if answer is None)
+    free = (k for k, result_or_none in enumerate(sorted_results) if result_or_none is None)
     for k, result in zip(list(free), others):
-        answers[k] = result
-    answers = answers[: len(results)]
-    if None in answers:
+        sorted_results[k] = result
+    sorted_results = sorted_results[: len(results)]
+    if None in sorted_results:
         raise ChatError(
-            f"message {results[0][0]} and those after it have no result of call {describe(ids[answers.index(None)])}, but one "
-            "of a later call; results are told apart by their place, so give one for each call"
+            f"message {results[0][0]} and those after it have no result of call {describe(ids[sorted_results.index(None)])}, but one "
+            "of a later call; results are assigned by their position, so give one for each call"
         )
-    return answers
+    return sorted_results
 
 
 def _without_ids(message: dict) -> dict:
-    """Drops ids, which layouts do not show, from a message whose results are in order."""
+    """Returns a message without ids, which layouts do not show; call it after the results are sorted."""
     message = {name: value for name, value in message.items() if name != "tool_call_id"}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [

@@ -1,17 +1,20 @@
-"""Three ways to think in a conversation (GLM-5 3.1), as what a request asks for and what is trained.
+"""Implements three modes of thinking in a conversation (GLM-5 3.1), for requests and for training samples.
 
-- interleaved: before every reply and every call; kept within a user's turn, gone in the next;
-- preserved: likewise, and kept for good: with the same options, tokens once laid out stay as they are
-  and what follows goes behind them;
-- turn_level: each turn with or without, as its request says.
+- interleaved: thinking before every reply and every call. It stays within a user's turn, and is dropped in the next.
+- preserved: likewise, but it stays in all later turns. With the same options, rendered tokens never change, and later
+  messages are appended.
+- turn_level: each turn with or without thinking, as its request states.
 
-Exceptions to preserved: in glm5.1 the `<think></think>` of a reply without reasoning (missing or "") becomes
-`</think>` with the next user. And a reply is laid out as its prompt and what the model wrote behind it, but
-for blanks around content and reasoning (of the latter glm5.2 keeps those that a message has), the spelling of
-JSON, and thinking that was closed at once (reasoning missing or ""), which glm5 lays out as `</think>`.
+Exceptions to preserved:
+
+- In glm5.1 the `<think></think>` of a reply without reasoning (missing or "") becomes `</think>` with the next user message.
+- A rendered reply equals its prompt plus the generated text, except for blanks around content and reasoning (glm5.2 keeps
+  those of the reasoning), the formatting of JSON, and thinking that was closed immediately (reasoning missing or ""), which
+  glm5 renders as `</think>`.
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from glm5_jax.text.chat import RenderedChat, render_chat
@@ -22,24 +25,36 @@ MODES = ("interleaved", "preserved", "turn_level")
 
 
 class Sample(NamedTuple):
-    """Messages that end with an assistant's, and how a model that had written them was asked."""
+    """Training sample of a chat: messages up to an assistant's, and the options of its request.
 
-    messages: tuple[Mapping, ...]
+    Attributes:
+      chat: all messages of the conversation, which its samples share.
+      start: index of the first message of the turn whose replies are trained on; 0: all replies are.
+      end: index of the first message after the sample.
+      enable_thinking, clear_thinking: options of `render_chat`.
+    """
+
+    chat: tuple[Mapping, ...]
+    start: int
+    end: int
     enable_thinking: bool
     clear_thinking: bool
 
     @property
-    def learnt(self) -> tuple[int, ...]:
-        """Numbers of the replies that are learnt: all, or with cleared thinking those of the last turn."""
-        replies = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
-        users = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
-        first = users[-1] if users and self.clear_thinking else 0
-        return tuple(i for i in replies if i >= first)
+    def messages(self) -> tuple[Mapping, ...]:
+        """The messages of the sample."""
+        return self.chat[: self.end]
+
+    @property
+    def trained_replies(self) -> tuple[int, ...]:
+        """The indices of the replies that are trained on: all, or with cleared thinking those of the last turn."""
+        turn = range(self.start, self.end)
+        return tuple(i for i in turn if self.chat[i]["role"] == "assistant")
 
     def render(
         self, tokenizer: Tokenizer, tools: Sequence[Mapping] | None = None, variant: str = "glm5"
     ) -> RenderedChat:
-        """The sample with what is learnt of it, up to the marker by which the model stops."""
+        """Renders the sample with its loss mask, up to the marker by which the model stops."""
         return render_chat(
             self.messages,
             tokenizer,
@@ -52,9 +67,9 @@ class Sample(NamedTuple):
 
 
 class SampleRenderer:
-    """Renders the samples of one conversation; what a turn repeats of the turns before it is laid out once.
+    """Renders the samples of one conversation, and each message that samples share only once.
 
-    Without it a chat of n turns, whose samples each hold all turns before, would be laid out n times.
+    The samples of a chat of n turns each contain all previous turns, so separate rendering would take n times as long.
     """
 
     def __init__(
@@ -64,19 +79,17 @@ class SampleRenderer:
         variant: str = "glm5",
     ):
         self._tokenizer, self._tools, self._variant = tokenizer, tools, variant
-        # By enable_thinking: the first message that is not laid out, the text of those before it, and their ids.
-        self._before: dict[bool, tuple[int, str, list[int]]] = {}
+        self._prefixes: dict[bool, _Prefix] = {}  # by enable_thinking
 
     def render(self, sample: Sample) -> RenderedChat:
-        """Returns what `Sample.render` does; of a sample with cleared thinking it has the spans of the last turn alone."""
-        users = [i for i, m in enumerate(sample.messages) if m["role"] == "user"]
-        if not (sample.clear_thinking and users and users[-1]):
-            return sample.render(self._tokenizer, self._tools, self._variant)
-        text, ids = self._lay_out_cleared(sample, users[-1])
-        turn = self._lay_out([_ANY, *sample.messages[users[-1] :]], sample, first=1, close=True)
+        """Returns the result of `Sample.render`, but with cleared thinking only the spans of the last turn."""
+        prefix, turn = self._parts(sample)
+        if prefix is None:
+            return turn
+        text, ids = "".join(prefix.texts), prefix.ids
         spans = tuple(
             span._replace(
-                message=span.message + users[-1] - 1,
+                message=span.message + sample.start - 1,
                 start=span.start + len(text),
                 end=span.end + len(text),
                 first=span.first + len(ids),
@@ -87,23 +100,44 @@ class SampleRenderer:
         mask = [False] * len(ids) + turn.loss_mask
         return RenderedChat(text + turn.text, ids + turn.ids, mask, spans)
 
-    def _lay_out_cleared(self, sample: Sample, end: int) -> tuple[str, list[int]]:
-        """Returns text and ids of the messages before a user's message, which keep no reasoning."""
-        start, text, ids = self._before.get(sample.enable_thinking, (0, "", []))
-        if start > end:
-            start, text, ids = 0, "", []
-        if start < end:
-            before = [_ANY] if start else []
-            middle = [*before, *sample.messages[start:end]]
-            # A user behind them clears their reasoning; it opens with a marker, at which text is parted.
-            more = self._lay_out([*middle, _ANY], sample, first=len(before))
-            last = self._lay_out([_ANY, _ANY], sample, first=1)
-            text += more.text[: len(more.text) - len(last.text)]
-            ids = ids + more.ids[: len(more.ids) - len(last.ids)]
-            self._before[sample.enable_thinking] = end, text, ids
-        return text, ids
+    def count(self, sample: Sample, skipped: Container[int] = ()) -> tuple[int, int]:
+        """Returns (tokens of `render`, tokens that are trained on without the skipped messages).
 
-    def _lay_out(
+        It takes time proportional to the sample's last turn; `render` takes that of all turns.
+        """
+        prefix, turn = self._parts(sample)
+        shift, size = (0, 0) if prefix is None else (sample.start - 1, len(prefix.ids))
+        num_trained = sum(turn.loss_mask)
+        for span in turn.spans:
+            if span.message + shift in skipped:
+                num_trained -= sum(turn.loss_mask[span.first : span.last])
+        return size + len(turn.ids), num_trained
+
+    def _parts(self, sample: Sample) -> tuple["_Prefix | None", RenderedChat]:
+        """Returns (turns before the last one, last turn), or (None, full sample) if thinking is not cleared."""
+        if not (sample.clear_thinking and sample.start):
+            return None, sample.render(self._tokenizer, self._tools, self._variant)
+        prefix = self._render_cleared(sample)
+        turn = [_ANY, *sample.chat[sample.start : sample.end]]
+        return prefix, self._render(turn, sample, first=1, close=True)
+
+    def _render_cleared(self, sample: Sample) -> "_Prefix":
+        """Renders the messages before a sample's last turn, without reasoning."""
+        prefix = self._prefixes.get(sample.enable_thinking)
+        if prefix is None or prefix.end > sample.start:
+            prefix = self._prefixes[sample.enable_thinking] = _Prefix()
+        if prefix.end < sample.start:
+            before = [_ANY] if prefix.end else []
+            middle = [*before, *sample.chat[prefix.end : sample.start]]
+            # A user message after them clears their reasoning. It begins with a marker, so it can be split off.
+            more = self._render([*middle, _ANY], sample, first=len(before))
+            last = self._render([_ANY, _ANY], sample, first=1)
+            prefix.texts.append(more.text[: len(more.text) - len(last.text)])
+            prefix.ids += more.ids[: len(more.ids) - len(last.ids)]
+            prefix.end = sample.start
+        return prefix
+
+    def _render(
         self, messages: Sequence[Mapping], sample: Sample, first: int, close: bool = False
     ) -> RenderedChat:
         return render_chat(
@@ -118,42 +152,50 @@ class SampleRenderer:
         )
 
 
-_ANY = {"role": "user", "content": ""}  # a message that is laid out for its place alone
+@dataclasses.dataclass
+class _Prefix:
+    """The first `end` messages of a chat, rendered without reasoning."""
+
+    end: int = 0
+    texts: list[str] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
 
 
-def request(mode: str, think: bool = True) -> dict[str, bool]:
-    """Options of `render_chat` for the next reply; think: of turn_level alone."""
+_ANY = {"role": "user", "content": ""}  # a message that stands for any neighbour
+
+
+def request_options(mode: str, think: bool = True) -> dict[str, bool]:
+    """Returns the options of `render_chat` for the next reply. think: whether to think; only for turn_level."""
     _check_mode(mode)
     if not think and mode != "turn_level":
         raise ValueError(f"think is false; {mode} always thinks, turn_level lets a request choose")
     return {"enable_thinking": think, "clear_thinking": mode != "preserved"}
 
 
-def samples(messages: Sequence[Mapping], mode: str) -> list[Sample]:
-    """What a conversation trains. Of preserved thinking it is one sample; otherwise one for every user's
-    turn that is answered, as the model saw it then: with its own reasoning and none before. In every mode a
-    sample is one with thinking if any reply that it learns shows reasoning, else one without, as if asked so:
-    the prompt of the variant then begins it. Among replies that do, one without reasoning is laid out as the
-    variant does it.
+def split_samples(messages: Sequence[Mapping], mode: str) -> list[Sample]:
+    """Splits a conversation into training samples.
 
-    ChatError for what `render_chat` refuses, or if nothing is answered.
+    - Preserved thinking gives one sample.
+    - The other modes give a sample per user turn with a reply. It is rendered as the model saw it then: with the
+      reasoning of this turn and without earlier reasoning.
+    - A sample has enable_thinking if any of its trained replies has reasoning. Its prompt is then that of the variant for
+      thinking, and replies without reasoning are rendered as the variant does it.
+
+    Raises ChatError for messages that `render_chat` rejects, and if there is no reply.
     """
     _check_mode(mode)
     messages = read_messages(messages)
-    replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not replies:
-        raise ChatError(
-            "no message is an assistant's; a conversation without a reply trains nothing"
-        )
+    if all(message["role"] != "assistant" for message in messages):
+        raise ChatError("no message is an assistant's; add a reply, or drop the conversation")
     users = [i for i, message in enumerate(messages) if message["role"] == "user"]
     bounds = [0, len(messages)] if mode == "preserved" else [0, *users, len(messages)]
-    found = []
+    parts = []
     for start, end in zip(bounds, bounds[1:]):
-        own = [i for i in replies if start <= i < end]
-        if own:
-            thinks = any(messages[i].get("reasoning_content") for i in own)
-            found.append(Sample(messages[: own[-1] + 1], thinks, mode != "preserved"))
-    return found
+        replies = [i for i in range(start, end) if messages[i]["role"] == "assistant"]
+        if replies:
+            thinks = any(messages[i].get("reasoning_content") for i in replies)
+            parts.append(Sample(messages, start, replies[-1] + 1, thinks, mode != "preserved"))
+    return parts
 
 
 def _check_mode(mode: str) -> None:

@@ -1,8 +1,7 @@
-"""`Tokenizer`: byte-level BPE with GLM's special tokens, lossless for every text.
+"""Implements byte-level BPE with GLM's special tokens, lossless for every text.
 
-Text and special tokens are kept apart: a document that spells out `<|user|>` becomes ordinary
-bytes, so that no data can forge a role. Only `encode(text, parse_special=True)`, meant for rendered
-chats, turns the spelled-out names into their single ids.
+Text and special tokens are separate: a document that spells out `<|user|>` becomes ordinary bytes, so that no data can
+forge a role. Only `encode(text, parse_special=True)`, meant for rendered chats, converts the names to single ids.
 """
 
 import codecs
@@ -16,6 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from glm5_jax.core.files import read_text
 from glm5_jax.text import layouts
 
 # In the order of their ids, the last ids of the vocabulary (154820... in the released models).
@@ -60,7 +60,7 @@ SPECIAL_TOKENS = (
 END_OF_DOCUMENT = "<|endoftext|>"
 STOP_TOKENS = (END_OF_DOCUMENT, "<|user|>", "<|observation|>")
 
-# What the released tokenizer_config.json says; there is no bos token.
+# Contents of the released tokenizer_config.json; there is no bos token.
 CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_DOCUMENT,
@@ -78,14 +78,18 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 NUM_BYTES = 256
-# Characters above which a text is encoded as a batch: of the methods of `tokenizers` only that gives other threads the
-# interpreter meanwhile.
+# Characters above which a text is encoded as a batch, because only that method of `tokenizers` releases the interpreter's
+# lock.
 LONG_TEXT = 2**14
 BYTES = "bytes"
-# Texts that a normalizer, or a blank put before a word, would change.
+# Maximum characters of an encoded text. Such a text takes 8 GB, and `tokenizers` aborts the process if memory runs out.
+MAX_TEXT = 2**26
+MAX_VOCAB_SIZE = 2**24  # tables by id have a row for each
+_LOSSLESS = "only a lossless one can be used: remove the normalizer and add_prefix_space from its definition"
+# Texts that change if blanks are added before words or removed.
 _PROBES = ("A.\u00e9e\u0301\ufb01\u200b  \t\x01\r\n1", " a ")
-# Where transformers keeps the chat template, and others that a model has by name. Both come before the entry of
-# tokenizer_config.json, which is the older place of them all.
+# Files in which transformers stores the chat template, and further templates by name. Both have priority over the entry of
+# tokenizer_config.json, the older form.
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEFAULT = "default"
@@ -93,16 +97,14 @@ DEFAULT_PATH = pathlib.Path(__file__).parents[1] / "data" / "assets" / "tokenize
 
 
 class Tokenizer:
-    """Token ids of a text, and the text of token ids.
-
-    Made by `Tokenizer.default()`, `Tokenizer.load(path)` or `Tokenizer.train(texts, vocab_size)`.
+    """Tokenizer, created by `Tokenizer.default()`, `Tokenizer.load(path)` or `Tokenizer.train(texts, vocab_size)`.
 
     Attributes:
-      vocab_size: one more than the largest id.
-      special_ids: dict from the name of each special (added) token to its id.
+      vocab_size: largest id + 1.
+      special_ids: ids of the special (added) tokens by name.
       eos_ids: ids that end a generation (GLM: end of text and the openers of the next turn).
-      pad_id: id that fills a row; None if the tokenizer has none.
-      chat_template: the Jinja template that it came with; None if it came with none.
+      pad_id: id of padding; None: the tokenizer has none.
+      chat_template: Jinja template from its files; None: they have none.
       more_templates: templates for other uses, by name.
     """
 
@@ -113,14 +115,17 @@ class Tokenizer:
         chat_template: str | None = None,
         more_templates: Mapping[str, str] | None = None,
     ):
-        """Reads the text of a tokenizer.json and, if there are any, the content of its
-        tokenizer_config.json and the text of its chat_template.jinja and of other templates by name. Without such
-        templates those of the config are read.
+        """Reads a tokenizer from the contents of its files.
 
-        Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`,
-        changes texts (normalizer, add_prefix_space), or numbers its special tokens in a way that
-        `tokenizers` would not keep.
+        - definition: text of tokenizer.json.
+        - config: content of tokenizer_config.json; None: there is none.
+        - chat_template: text of chat_template.jinja; None: there is none.
+        - more_templates: texts of other templates by name. Without any template, those of the config are used.
+
+        Raises ValueError if the definition is not a byte-level BPE in the format of `tokenizers`, changes texts
+        (normalizer, add_prefix_space), or numbers its special tokens in a way that `tokenizers` would change.
         """
+        # The definition, with and without special tokens.
         self._definition = definition
         try:
             content = json.loads(definition)
@@ -132,8 +137,13 @@ class Tokenizer:
                 f"the tokenizer's decoder is {content.get('decoder')}; only byte-level BPE "
                 "(decoder ByteLevel) can be read"
             )
-        # The library always parses added tokens in a text, so plain text goes through a twin that
-        # has none; `encode_special_tokens` would not cover added tokens marked as not special.
+        if _changes_texts(content.get("normalizer")):
+            # The probes below cannot find this: a normalizer may replace a rare letter only, even by a huge text.
+            raise ValueError(
+                f"the tokenizer has a normalizer of type {content['normalizer'].get('type')!r}; {_LOSSLESS}"
+            )
+        # The library always parses added tokens in a text, so plain text is encoded by a copy without added tokens.
+        # `encode_special_tokens` would not cover added tokens that are marked as not special.
         added = content["added_tokens"]
         plain = json.dumps({**content, "added_tokens": [], "post_processor": None})
         self._plain = tokenizers.Tokenizer.from_str(plain)
@@ -143,12 +153,13 @@ class Tokenizer:
 
         self.special_ids = {token["content"]: token["id"] for token in added}
         for name, index in self.special_ids.items():
-            # An id that neither the vocabulary nor the running count gives is replaced in silence.
+            # `tokenizers` silently replaces an id that follows neither from the vocabulary nor from the running count.
             if (read := self._with_special.token_to_id(name)) != index:
                 raise ValueError(
                     f"special token {name!r} has id {index} in the tokenizer's definition but would "
                     f"be read as {read}; give the added tokens ids that follow the vocabulary"
                 )
+        # The config and the templates.
         if config is None:
             config = CONFIG if END_OF_DOCUMENT in self.special_ids else {}
         if not isinstance(config, dict):
@@ -162,6 +173,11 @@ class Tokenizer:
         self.more_templates = templates
         vocabulary = self._with_special.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"the tokenizer has the id {self.vocab_size - 1}; ids can be at most {MAX_VOCAB_SIZE - 1}"
+            )
+        # The bytes of each token.
         byte_of = {letter: byte for byte, letter in enumerate(_byte_letters())}
         self._bytes = [None] * self.vocab_size
         for token, token_id in vocabulary.items():
@@ -172,10 +188,7 @@ class Tokenizer:
         for probe in _PROBES:
             ids = self._plain.encode(probe, add_special_tokens=False).ids
             if (read := self.decode(ids)) != probe:
-                raise ValueError(
-                    f"the tokenizer reads {probe!a} as {read!a}; only one that keeps every text as it is can "
-                    "be used: take the normalizer and add_prefix_space out of its definition"
-                )
+                raise ValueError(f"the tokenizer reads {probe!a} as {read!a}; {_LOSSLESS}")
 
         eos, pad = (_token_name(self._config, kind) for kind in ("eos_token", "pad_token"))
         stops = STOP_TOKENS if END_OF_DOCUMENT in self.special_ids else (eos,)
@@ -184,48 +197,47 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a document; ValueError if the tokenizer names none."""
+        """The id that ends a document. Raises ValueError if the tokenizer has none."""
         if not self.eos_ids:
             raise ValueError(
                 "the tokenizer has no end-of-document token; put a tokenizer_config.json with "
-                "its eos_token beside the tokenizer.json"
+                "its eos_token next to the tokenizer.json"
             )
         return self.eos_ids[0]
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what decides a document's ids: the definition and the ids that end a text."""
+        """The hash of everything that determines a document's ids: the definition and the ids that end a text."""
         content = f"{self.eos_ids}{self._definition}".encode()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     @classmethod
     def default(cls) -> "Tokenizer":
-        """The shipped tokenizer of 2048 ids (experiments/train_tokenizer.py made it)."""
+        """Loads the shipped tokenizer of 2048 ids (trained by experiments/train_tokenizer.py)."""
         return cls.load(DEFAULT_PATH)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "Tokenizer":
-        """Reads a tokenizer.json, or a folder with one, and what stands beside it (tokenizer_config.json,
-        chat_template.jinja, additional_chat_templates/). "bytes" is the tokenizer without a merge: each byte is a token.
+        """Loads a tokenizer from a tokenizer.json, or a folder with one, and the files next to it.
 
-        Raises ValueError naming the path if there is no such file or it cannot be read.
+        These are tokenizer_config.json, chat_template.jinja and additional_chat_templates/. "bytes" is the tokenizer
+        without merges: each byte is a token. Raises ValueError with the path if a file is missing or cannot be read.
         """
         if path == BYTES:
             return cls.train((), NUM_BYTES + len(SPECIAL_TOKENS))
         path = pathlib.Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
+        if not file.exists():
             raise ValueError(
                 f"no tokenizer at {path}: give a tokenizer.json or the folder that holds one"
             )
-        config_file = file.with_name("tokenizer_config.json")
+        config_file, template = file.with_name("tokenizer_config.json"), file.with_name(_TEMPLATE)
         try:
-            config = json.loads(config_file.read_text("utf-8")) if config_file.is_file() else None
-            template = file.with_name(_TEMPLATE)
-            chat_template = template.read_text("utf-8") if template.is_file() else None
+            config = json.loads(read_text(config_file)) if config_file.exists() else None
+            chat_template = read_text(template) if template.exists() else None
             more = file.with_name(_MORE_TEMPLATES).glob("*.jinja")
-            more_templates = {path.stem: path.read_text("utf-8") for path in sorted(more)}
-            return cls(file.read_text("utf-8"), config, chat_template, more_templates)
+            more_templates = {path.stem: read_text(path) for path in sorted(more)}
+            return cls(read_text(file), config, chat_template, more_templates)
         except ValueError as error:
             raise ValueError(f"cannot read the tokenizer at {path}: {error}") from error
 
@@ -233,8 +245,8 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Trains byte-level BPE; the same texts give the same tokenizer.
 
-        `vocab_size` counts everything: 256 bytes, merges, and the 36 special tokens at the end.
-        Raises ValueError if it is too small for that or the texts too short to fill it.
+        vocab_size: number of all tokens: 256 bytes, merges, and the 36 special tokens at the end. Raises ValueError if
+        it is too small for these, or if the texts are too short to fill it.
         """
         num_ordinary = vocab_size - len(SPECIAL_TOKENS)
         if num_ordinary < NUM_BYTES:
@@ -265,13 +277,15 @@ class Tokenizer:
         return cls(inner.to_str())
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """Returns the tokenizer with another chat template, and no other templates, to save."""
+        """Returns a copy for saving, with another chat template and no further templates."""
         return Tokenizer(self._definition, self._config, template)
 
     def save(self, folder: str | pathlib.Path) -> None:
-        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja, as `load` and transformers
-        read them. The template is the one that the tokenizer came with, wherever it stood, or that of GLM-5 if it has
-        GLM's markers. It stands in one place alone, and those that a folder had before are removed."""
+        """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja for `load` and transformers.
+
+        The template is that of the tokenizer's files, or that of GLM-5 if the tokenizer has GLM's markers and no
+        template. It is written to chat_template.jinja only. Templates that the folder had before are removed.
+        """
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self._definition, "utf-8")
@@ -290,11 +304,15 @@ class Tokenizer:
             (folder / _MORE_TEMPLATES / f"{name}.jinja").write_text(text, "utf-8")
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """Ids of a text; `decode` gives the same text back.
+        """Returns the ids of a text; `decode` is the inverse.
 
-        `parse_special` turns spelled-out special tokens into their ids; otherwise they are text.
-        Raises ValueError for text that no bytes can hold (a lone surrogate).
+        parse_special: convert the names of special tokens to their ids; otherwise they are text. Raises ValueError for
+        text that UTF-8 cannot encode (a lone surrogate), and for more than `MAX_TEXT` characters.
         """
+        if len(text) > MAX_TEXT:
+            raise ValueError(
+                f"the text has {len(text):,} characters, and at most {MAX_TEXT:,} can be encoded; split it"
+            )
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -310,47 +328,55 @@ class Tokenizer:
     def decode(
         self, ids: Sequence[int], *, skip_special: bool = False, errors: str = "strict"
     ) -> str:
-        """Text of `ids`; bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+        """Returns the text of ids; bytes that are not UTF-8 (an incomplete character) become U+FFFD.
 
-        `skip_special` leaves the special tokens out. An id without a token, such as the padding of a
-        model's vocabulary, raises ValueError, or becomes U+FFFD too with errors="replace".
+        skip_special: leave out special tokens. An id without a token, such as the padding of a model's vocabulary,
+        raises ValueError; with errors="replace" it becomes U+FFFD.
         """
         special = set(self.special_ids.values()) if skip_special else ()
         pieces = [self.bytes_of(i, errors=errors) for i in map(int, ids) if i not in special]
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def bytes_of(self, token_id: int, *, errors: str = "strict") -> bytes:
-        """What a token stands for; a special one for its name. An id without a token is as in `decode`."""
+        """Returns the bytes of a token; for a special token, its name. An id without a token is as in `decode`."""
         if not 0 <= token_id < self.vocab_size or self._bytes[token_id] is None:
             if errors == "replace":
                 return "\ufffd".encode()
-            raise ValueError(f"id {token_id} is no token; the ids are 0..{self.vocab_size - 1}")
+            raise ValueError(f"id {token_id} is not a token; the ids are 0..{self.vocab_size - 1}")
         return self._bytes[token_id]
 
     def token_bytes(self) -> np.ndarray:
-        """int32[v]: how many bytes of text each id stands for; special tokens stand for none."""
+        """Returns the number of bytes of text of each id, int32[v]; 0 for special tokens."""
         sizes = np.array([len(token or b"") for token in self._bytes], np.int32)
         sizes[list(self.special_ids.values())] = 0
         return sizes
 
 
 class Detokenizer:
-    """Text of ids as they come, of whole characters alone: what `Tokenizer.decode` gives for all of them."""
+    """Incremental decoder that returns complete characters only; in total the text of `Tokenizer.decode`."""
 
     def __init__(self, tokenizer: Tokenizer, errors: str = "strict"):
         self._tokenizer, self._errors = tokenizer, errors
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, ids: Iterable[int]) -> str:
-        """The characters that are whole with these ids. An id without a token is as in `Tokenizer.decode`."""
-        found = (self._tokenizer.bytes_of(token, errors=self._errors) for token in ids)
-        return "".join(map(self._decoder.decode, found))
+        """Returns the characters that these ids complete. An id without a token is as in `Tokenizer.decode`."""
+        parts = (self._tokenizer.bytes_of(token, errors=self._errors) for token in ids)
+        return "".join(map(self._decoder.decode, parts))
 
     def close(self) -> str:
-        """What is left, U+FFFD for a character cut in two; the next ids begin anew."""
+        """Returns the rest, U+FFFD for an incomplete character, and resets the decoder."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+
+def _changes_texts(normalizer) -> bool:
+    """Returns True if a normalizer may change a text: any except none, or a sequence of none."""
+    if normalizer is None:
+        return False
+    inner = normalizer.get("normalizers")
+    return normalizer.get("type") != "Sequence" or any(map(_changes_texts, inner))
 
 
 def _templates(entry) -> dict[str, str]:
@@ -359,21 +385,21 @@ def _templates(entry) -> dict[str, str]:
         return {}
     if isinstance(entry, str):
         return {_DEFAULT: entry}
-    found = {}
+    templates = {}
     for one in entry if isinstance(entry, list) else [entry]:
         match one:
             case {"name": str(name), "template": str(text)} if _TEMPLATE_NAME.fullmatch(name):
-                found[name] = text
+                templates[name] = text
             case _:
                 raise ValueError(
                     f"chat_template of tokenizer_config.json has {str(one)[:100]!r}; it must be a text, or a list of "
                     "objects with a name of letters, digits, - and _, and a template"
                 )
-    return found
+    return templates
 
 
 def _token_name(config: dict, kind: str) -> str | None:
-    """The name in a config entry, which transformers writes as a string or as a dict."""
+    """Returns the token name in a config entry, which transformers writes as a string or a dict."""
     entry = config.get(kind)
     name = entry.get("content", entry) if isinstance(entry, dict) else entry
     if name is not None and not isinstance(name, str):
@@ -382,9 +408,9 @@ def _token_name(config: dict, kind: str) -> str | None:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter by which byte-level BPE writes each of the 256 bytes.
+    """Returns the printable letter that byte-level BPE uses for each of the 256 bytes.
 
-    A byte that is a visible Latin-1 character writes itself; the others take the letters from 256.
+    A visible Latin-1 character is its own letter. The other bytes use the letters from 256 on.
     """
     letters = []
     for byte in range(NUM_BYTES):

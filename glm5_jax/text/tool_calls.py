@@ -1,11 +1,12 @@
-"""What a model wrote, taken apart: reasoning, content and tool calls; whole, or piece by piece as it comes.
+"""Parses a model's reply into reasoning, content and tool calls, at once or as a stream.
 
-However the stream is cut, the parts are the same. As ids, markers are what the tokenizer says; as text,
-whatever spells one. Within the value of an argument markers are text: `</arg_value>` ends it only in front of
-`<arg_key>` or `</tool_call>`, and a marker that would end the turn only as the last of the reply.
-
-A call that is cut off or cannot be parsed has a problem, and goes to clients as it was written (`ToolCall.function`):
-its arguments are then no JSON, so that nobody carries out a part of it. What names no tool at all is content.
+- The result does not depend on how the stream is split.
+- In ids, markers are special tokens; in text, every spelled-out marker counts.
+- Within the value of an argument markers are text. `</arg_value>` ends the value only before `<arg_key>` or
+  `</tool_call>`, and a marker that ends a turn counts only at the end of the reply.
+- A call that is cut off or cannot be parsed has a problem, and clients receive its original text (`ToolCall.function`). Its
+  arguments are then not JSON, so that no client runs a part of it.
+- A call without a name is content.
 """
 
 import dataclasses
@@ -19,19 +20,19 @@ from glm5_jax.text.messages import CALL_END, CALL_START, read_tools
 from glm5_jax.text.schemas import Schema, SchemaError
 from glm5_jax.text.tokenizer import STOP_TOKENS, Detokenizer, Tokenizer
 
-MOST_NESTED = 100  # lists and objects of an argument within each other; deeper ones stay text
+MAX_NESTING = 100  # of lists and objects in an argument; deeper ones stay text
 _CALL_MARKERS = ("tool_call", "arg_key", "arg_value")
 MARKERS = ("<think>", "</think>", *(f"<{e}{m}>" for m in _CALL_MARKERS for e in ("", "/")))
 _KNOWN = re.compile("|".join(map(re.escape, (*MARKERS, *STOP_TOKENS))))
 
 
 class ToolCall(NamedTuple):
-    """A call as it was written.
+    """Tool call of a model.
 
     Attributes:
       name: name of the function.
-      arguments: arguments by name; those that could be read if there is a problem.
-      problem: what is wrong with the call, or None.
+      arguments: arguments by name; if there is a problem, those that could be parsed.
+      problem: error message; None: the call is valid.
       text: text between its markers.
       is_closed: whether it has an end, `</tool_call>`.
     """
@@ -44,20 +45,26 @@ class ToolCall(NamedTuple):
 
     @property
     def raw_text(self) -> str:
-        """The call with its markers, as it was written."""
+        """The original text of the call, with its markers."""
         return CALL_START + self.text + CALL_END * self.is_closed
 
     @property
     def function(self) -> dict[str, str]:
-        """Name and arguments as OpenAI's API has them: JSON, or `raw_text` if the call has a problem."""
+        """The name and arguments in the form of OpenAI's API: JSON, or `raw_text` if the call has a problem."""
         if self.problem is not None:
             return {"name": self.name, "arguments": self.raw_text}
         return {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
 
 
 class Reply(NamedTuple):
-    """reasoning_content (None: nothing was thought), content, both without blanks around them, and
-    calls. stopped_by: the marker that ended the turn, None if it was cut off."""
+    """Parsed reply.
+
+    Attributes:
+      reasoning_content: reasoning without blanks around it; None: there is none.
+      content: content without blanks around it.
+      tool_calls: calls.
+      stopped_by: marker that ended the turn; None: the reply was cut off.
+    """
 
     reasoning_content: str | None
     content: str
@@ -66,8 +73,8 @@ class Reply(NamedTuple):
 
     @property
     def message(self) -> dict:
-        """The reply as a message that `render_chat` lays out again; a call with a problem has its text as arguments."""
-        # Reasoning is always given: without, content that holds `</think>` would be read as some.
+        """The reply as a message for `render_chat`; a call with a problem has its text as arguments."""
+        # Reasoning is always present. Otherwise content with `</think>` would be parsed as reasoning.
         reasoning = self.reasoning_content or ""
         message = {"role": "assistant", "content": self.content, "reasoning_content": reasoning}
         calls = [
@@ -78,12 +85,18 @@ class Reply(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the first call that is cut off or cannot be parsed; None if all are whole."""
+        """The problem of the first invalid call; None: all calls are valid."""
         return next((call.problem for call in self.tool_calls if call.problem), None)
 
 
 class Delta(NamedTuple):
-    """What has come: part "reasoning" or "content" with text to append, or "call" with a whole call."""
+    """Increment of a streamed reply.
+
+    Attributes:
+      part: "reasoning" or "content", whose text is appended, or "call".
+      text: text to append.
+      call: complete call; None: the part is not "call".
+    """
 
     part: str
     text: str = ""
@@ -97,20 +110,24 @@ def parse_reply(
     tokenizer: Tokenizer | None = None,
     thinking: bool = True,
 ) -> Reply:
-    """Takes a whole reply apart, text or ids (of the tokenizer); see `ReplyParser`."""
+    """Parses a complete reply, which is text or ids of the tokenizer; see `ReplyParser`."""
     parser = ReplyParser(tools, tokenizer=tokenizer, thinking=thinking)
     parser.feed(reply)
     return parser.close()
 
 
 class ReplyParser:
-    """Takes a reply apart while it comes: `feed` what is new, `finish` or `close` at the end.
+    """Streaming parser of a reply: `feed` new text or ids, and `finish` or `close` at the end.
 
-    tools: function definitions in OpenAI's form; without any, nothing is a call, and what looks like one is content.
-    A value is text if its schema says string, or allows one and not what the text is as JSON; otherwise JSON, and
-    what is no JSON stays text, Python's literals (`True`, `{'a': 1}`) too. A call of another name has a problem.
-    thinking: whether the prompt opened the thinking. An id without a token is U+FFFD. Raises ChatError for what is
-    no tool.
+    - tools: function definitions in OpenAI's form. Without tools, calls are content. A call of an unknown name has a
+      problem.
+    - tokenizer: tokenizer of the ids; None: the reply is text. An id without a token becomes U+FFFD.
+    - thinking: whether the prompt opened the thinking.
+
+    The value of an argument is text if its schema is a string, or allows a string and rejects the parsed JSON. Otherwise it
+    is parsed as JSON. Text that is not JSON stays text, including Python's literals (`True`, `{'a': 1}`).
+
+    Raises ChatError for an invalid tool.
     """
 
     def __init__(
@@ -127,18 +144,23 @@ class ReplyParser:
             known = {*MARKERS, *STOP_TOKENS}
             self._names = {i: name for name, i in tokenizer.special_ids.items() if name in known}
             self._bytes = Detokenizer(tokenizer, errors="replace")
-        self._held = ""  # text that may be the beginning of a marker
+        self._pending = ""  # text that may be the beginning of a marker
         self._state = "reasoning" if thinking else "content"
         self._text = {"reasoning": [], "content": []}
-        self._blank = {"reasoning": [], "content": []}  # behind it, if more follows
+        self._blank = {
+            "reasoning": [],
+            "content": [],
+        }  # blanks after the text, added if more text follows
         self._calls: list[ToolCall] = []
         self._call: _Call | None = None
         self._stopped_by: str | None = None
-        self._maybe_stopped_by: str | None = None  # within a value, where more text makes it text
+        self._maybe_stopped_by: str | None = (
+            None  # marker within a value, which is text if more follows
+        )
         self._deltas: list[Delta] = []
 
     def feed(self, new: str | Iterable[int]) -> list[Delta]:
-        """What can be told from what is new. Behind the end of the turn nothing is read."""
+        """Parses new text or ids, and returns the increments. Everything after the end of the turn is ignored."""
         if isinstance(new, str):
             self._feed_text(new)
         else:
@@ -146,12 +168,12 @@ class ReplyParser:
         return self._take()
 
     def finish(self) -> list[Delta]:
-        """What can be told once nothing more comes. A call that has no end has a problem."""
+        """Ends the reply, and returns the last increments. A call without an end has a problem."""
         if self._stopped_by is None:
             if self._tokenizer is not None:
                 self._plain(self._bytes.close())
-            held, self._held = self._held, ""
-            self._plain(held)
+            pending, self._pending = self._pending, ""
+            self._plain(pending)
         self._stopped_by = self._stopped_by or self._maybe_stopped_by
         if self._call is not None:
             self._call.fail("the call has no </tool_call>")
@@ -159,7 +181,7 @@ class ReplyParser:
         return self._take()
 
     def close(self) -> Reply:
-        """Finishes; the whole reply."""
+        """Ends the reply, and returns all of it."""
         self.finish()
         reasoning, content = ("".join(self._text[part]) for part in ("reasoning", "content"))
         return Reply(reasoning or None, content, tuple(self._calls), self._stopped_by)
@@ -184,21 +206,21 @@ class ReplyParser:
     def _feed_text(self, text: str) -> None:
         if self._stopped_by is not None:
             return
-        text, self._held, at = self._held + text, "", 0
-        for found in _KNOWN.finditer(text):
-            self._plain(text[at : found.start()])
-            self._marker(found.group())
-            at = found.end()
+        text, self._pending, at = self._pending + text, "", 0
+        for match in _KNOWN.finditer(text):
+            self._plain(text[at : match.start()])
+            self._marker(match.group())
+            at = match.end()
             if self._stopped_by is not None:
                 return
-        # Only the last "<" can begin a marker whose rest is still to come.
+        # Only the last "<" can begin an incomplete marker.
         last = text.rfind("<", at)
         if last >= 0 and any(m.startswith(text[last:]) for m in (*MARKERS, *STOP_TOKENS)):
-            self._held = text[last:]
-        self._plain(text[at : len(text) - len(self._held)])
+            self._pending = text[last:]
+        self._plain(text[at : len(text) - len(self._pending)])
 
     def _marker(self, name: str) -> None:
-        self._go_on()
+        self._resume()
         in_value = self._call is not None and self._call.is_in_value
         if name in STOP_TOKENS:
             if in_value:
@@ -215,12 +237,12 @@ class ReplyParser:
         elif self._state == "content" and name == CALL_START and self._schemas:
             self._call = _Call()
         elif name == "<think>" and not (self._text["reasoning"] or self._text["content"]):
-            self._state = "reasoning"  # a layout whose prompt leaves it to the model
+            self._state = "reasoning"  # a layout in which the model opens its thinking
         else:
             self._plain(name)
 
-    def _go_on(self) -> None:
-        """Makes a marker that might have ended the turn text of the value that it stands in, as more follows."""
+    def _resume(self) -> None:
+        """Turns a marker that might have ended the turn into text of its value, because more text follows."""
         name, self._maybe_stopped_by = self._maybe_stopped_by, None
         if name is not None:
             self._call.marker(name)
@@ -228,21 +250,21 @@ class ReplyParser:
     def _plain(self, text: str) -> None:
         if not text:
             return
-        self._go_on()
+        self._resume()
         if self._call is not None:
             self._call.plain(text)
             return
         part = self._state
         if not self._text[part]:
             text = text.lstrip()
-        kept = text.rstrip()
-        if not kept:
+        stripped = text.rstrip()
+        if not stripped:
             self._blank[part].append(text)
             return
-        shown = "".join((*self._blank[part], kept))
-        self._blank[part] = [text[len(kept) :]]
-        self._text[part].append(shown)
-        self._deltas.append(Delta(part, shown))
+        new_text = "".join((*self._blank[part], stripped))
+        self._blank[part] = [text[len(stripped) :]]
+        self._text[part].append(new_text)
+        self._deltas.append(Delta(part, new_text))
 
     def _end_call(self, is_closed: bool) -> None:
         call = self._call.read(self._schemas, is_closed)
@@ -256,24 +278,27 @@ class ReplyParser:
 
 _MOVES = {
     ("name", "<arg_key>"): "key",
-    ("key", "</arg_key>"): "behind a key",
-    ("behind a key", "<arg_value>"): "value",
-    ("value", "</arg_value>"): "behind a value",
-    ("behind a value", "<arg_key>"): "key",
+    ("key", "</arg_key>"): "after a key",
+    ("after a key", "<arg_value>"): "value",
+    ("value", "</arg_value>"): "after a value",
+    ("after a value", "<arg_key>"): "key",
 }
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Call:
-    """A call that is being written.
+    """Parser state of an unfinished call.
 
     Attributes:
-      place: "name", "key" or "value", "behind" one of the latter, or "broken" once something stood in a wrong place.
-      tail: marker and blanks behind a value, which belong to it unless the next argument or the end follows.
-      problem: what is wrong first.
+      state: "name", "key", "value", "after a key", "after a value", or "broken" after a syntax error.
+      name, key, value: parts of the text of the name, and of the current key and value.
+      tail: marker and blanks after a value, which belong to it unless the next argument or the end follows.
+      values: texts of the complete arguments.
+      problem: first error; None: no error.
+      text: parts of the original text.
     """
 
-    place: str = "name"
+    state: str = "name"
     name: list[str] = dataclasses.field(default_factory=list)
     key: list[str] = dataclasses.field(default_factory=list)
     value: list[str] = dataclasses.field(default_factory=list)
@@ -284,75 +309,75 @@ class _Call:
 
     @property
     def is_in_value(self) -> bool:
-        """Whether what comes next may be text of a value."""
-        return self.place in ("value", "behind a value")
+        """Whether the next text may belong to a value."""
+        return self.state in ("value", "after a value")
 
     @property
     def can_end(self) -> bool:
-        """Whether `</tool_call>` would end the call here."""
-        return self.place != "value"
+        """Whether `</tool_call>` would end the call in this state."""
+        return self.state != "value"
 
     def fail(self, problem: str) -> None:
-        """Notes a problem, unless there is one."""
+        """Stores a problem, unless there is one already."""
         self.problem = self.problem or problem
 
     def marker(self, name: str) -> None:
         """Reads a marker that does not end the call."""
         self.text.append(name)
-        if self.place == "behind a value" and name != "<arg_key>":
+        if self.state == "after a value" and name != "<arg_key>":
             self._resume_value()
-        place = _MOVES.get((self.place, name))
-        if place is not None:
-            self._move(place, name)
-        elif self.place in ("key", "value"):
-            getattr(self, self.place).append(name)
-        elif self.place != "broken":
-            self.fail(f"{name} stands {_where(self.place)}")
-            self.place = "broken"
+        state = _MOVES.get((self.state, name))
+        if state is not None:
+            self._move(state, name)
+        elif self.state in ("key", "value"):
+            getattr(self, self.state).append(name)
+        elif self.state != "broken":
+            self.fail(f"{name} stands {_describe_state(self.state)}")
+            self.state = "broken"
 
     def plain(self, text: str) -> None:
         """Reads text between markers."""
         self.text.append(text)
-        if self.place == "behind a value":
+        if self.state == "after a value":
             if not text.strip():
                 self.tail.append(text)
                 return
             self._resume_value()
-        if self.place in ("name", "key", "value"):
-            getattr(self, self.place).append(text)
-        elif self.place == "behind a key" and text.strip():
-            self.fail(f"text stands {_where(self.place)}")
-            self.place = "broken"
+        if self.state in ("name", "key", "value"):
+            getattr(self, self.state).append(text)
+        elif self.state == "after a key" and text.strip():
+            self.fail(f"text stands {_describe_state(self.state)}")
+            self.state = "broken"
 
     def _resume_value(self) -> None:
-        """Makes the marker that seemed to end a value, and the blanks behind it, text of the value."""
+        """Turns the marker that seemed to end a value, and the blanks after it, into text of the value."""
         self.value += self.tail
-        self.place, self.tail = "value", []
+        self.state, self.tail = "value", []
 
-    def _move(self, place: str, name: str) -> None:
-        if self.place == "behind a value":
-            self._keep_argument()
-        if place == "key":
+    def _move(self, state: str, name: str) -> None:
+        if self.state == "after a value":
+            self._store_argument()
+        if state == "key":
             self.key = []
-        elif place == "value":
+        elif state == "value":
             self.value = []
-        elif place == "behind a value":
+        elif state == "after a value":
             self.tail = [name]
-        self.place = place
+        self.state = state
 
-    def _keep_argument(self) -> None:
+    def _store_argument(self) -> None:
         key = "".join(self.key).strip()
         if key in self.values:
             self.fail(f"the argument {key!r} is given twice")
         self.values[key] = "".join(self.value)
 
     def read(self, schemas: Mapping[str, Mapping], is_closed: bool) -> ToolCall:
-        """Returns the call; without a name if that is missing, or may be cut off."""
-        if self.place == "behind a value":
-            self._keep_argument()
-        elif self.place not in ("name", "broken"):
-            self.fail(f"the call ends {_where(self.place)}")
-        name = "".join(self.name).strip() if is_closed or self.place != "name" else ""
+        """Returns the call; its name is empty if it is missing or may be cut off."""
+        if self.state == "after a value":
+            self._store_argument()
+        elif self.state not in ("name", "broken"):
+            self.fail(f"the call ends {_describe_state(self.state)}")
+        name = "".join(self.name).strip() if is_closed or self.state != "name" else ""
         if name not in schemas:
             self.fail(f"no tool is named {name!r}; there are {', '.join(schemas)}")
         parameters = schemas.get(name, {})
@@ -363,18 +388,20 @@ class _Call:
         return ToolCall(name, arguments, self.problem, "".join(self.text), is_closed)
 
 
-def _where(place: str) -> str:
-    return place if place.startswith("behind") else f"inside the {place}"
+def _describe_state(state: str) -> str:
+    return state if state.startswith("after") else f"inside the {state}"
 
 
 def _value(text: str, key: str, parameters: Mapping, schema: Schema):
-    """Reads what was written as an argument of a function with these parameters; schema: of them."""
+    """Parses the text of an argument of a function; schema: validator of its parameters."""
     value_schema = (parameters.get("properties") or {}).get(key)
     named = value_schema.get("type") if isinstance(value_schema, Mapping) else None
     if named == "string":
         return text
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if "\\u" in text:  # raises for an unpaired surrogate, which cannot be sent as UTF-8
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
     if _is_deep(value):
@@ -382,7 +409,7 @@ def _value(text: str, key: str, parameters: Mapping, schema: Schema):
     if value_schema is None:
         return value
     try:
-        # A string is written as it is, so JSON of one is its text where that may stand.
+        # Strings are written without quotes, so quoted text is literal where the schema allows a string.
         if schema.allows(value_schema, value) and not (
             isinstance(value, str) and schema.allows(value_schema, text)
         ):
@@ -394,9 +421,9 @@ def _value(text: str, key: str, parameters: Mapping, schema: Schema):
 
 
 def _is_deep(value) -> bool:
-    """Whether a value is nested deeper than all who write it again are sure to come."""
+    """Returns True if a value is nested too deeply for some JSON encoders."""
     level = [value]
-    for _ in range(MOST_NESTED):
+    for _ in range(MAX_NESTING):
         inner = (
             v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
         )
@@ -405,8 +432,8 @@ def _is_deep(value) -> bool:
 
 
 def _finite(text: str) -> float:
-    """A number of JSON, which has no NaN and no infinity."""
+    """Returns a JSON number. Raises ValueError for NaN and infinity, which JSON lacks."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no JSON")
+        raise ValueError(f"{text} is not JSON")
     return value

@@ -1,7 +1,7 @@
-"""`ExperimentConfig`: everything that defines a run, as typed data; and its `config.json`.
+"""Configuration of a run as typed data, `StageConfig` and `ExperimentConfig`, and its `config.json`.
 
-An experiment file (experiments/) builds one per variant; the command line may set any field before
-the run starts (core/editable.py); the workdir keeps the resolved values.
+An experiment file (experiments/) builds one config per variant. The command line may set any field before
+the run starts (core/config_flags.py). The workdir stores the resolved values.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from glm5_jax.training.schedule import BatchRampConfig, ScheduleConfig
 from glm5_jax.training.step import StepConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Sizes of the mesh axes; one may be -1, for all the devices that the others leave."""
+    """Sizes of the mesh axes. One may be -1: it gets all remaining devices."""
 
     data: int = 1
     fsdp: int = -1
@@ -33,11 +33,11 @@ class MeshConfig:
     tensor: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The text that a run writes from time to time, to be looked at.
+    """Sample texts that a run writes at intervals, for people to read.
 
-    chat: the prompts are what a user asks, and each is answered with thinking and without.
+    chat: whether prompts are user messages, each answered with thinking and without.
     """
 
     prompts: tuple[str, ...] = ()
@@ -50,20 +50,24 @@ class SampleConfig:
             raise ValueError(f"prompts is {self.prompts!r}; a prompt must not be empty")
         if self.tokens < 1 or self.temperature < 0:
             raise ValueError(
-                f"tokens is {self.tokens} and temperature {self.temperature}; the one must be positive, "
-                "the other not negative"
+                f"tokens is {self.tokens} and temperature {self.temperature}; tokens must be positive "
+                "and temperature not negative"
             )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageConfig:
-    """What all stages of training have. The defaults are GLM-5's pre-training (paper Appendix A, and GLM-4.5 2.4
-    for what it inherits); each part's own file gives the sources of its numbers."""
+    """Options that all stages of training share.
+
+    The defaults are those of GLM-5's pre-training (paper Appendix A; GLM-4.5 2.4 for inherited values). The
+    module of each part gives the sources of its numbers.
+    """
 
     name: str = "experiment"
     model: ModelConfig = dataclasses.field(default_factory=presets.glm5)
     mesh: MeshConfig = MeshConfig()
-    # A tokenizer.json or its folder, or "bytes"; None: the shipped one. Its end and padding ids are the model's.
+    # A tokenizer.json or its folder, or "bytes"; None: the one of this project. The model takes its end and
+    # padding ids.
     tokenizer: str | None = None
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
@@ -71,66 +75,74 @@ class StageConfig:
     train: TrainConfig = TrainConfig()
     seed: int = 0
     checkpoint: str | None = None  # initial weights: a workdir, its checkpoints/STEP, an HF folder
-    goes_on: bool = False  # whether it makes no sense without a checkpoint
-    # Patterns of weights that the checkpoint and the model need not share: what only the model has begins
-    # anew, what only the checkpoint has is left behind. ("indexer",) gives a dense model its indexers. And of
-    # fields of the model that may change what the others compute: ("rope_theta",).
-    unshared: tuple[str, ...] = ()
+    requires_checkpoint: bool = False  # whether the stage makes no sense on random weights
+    # Patterns of weights that only the checkpoint or only the model may have: the model's are drawn, the
+    # checkpoint's are dropped. ("indexer",) adds indexers to a dense model. Also patterns of model fields
+    # that may differ although they change what weights compute: ("rope_theta",).
+    may_differ: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
-        """Where the run ends; by default with its learning-rate schedule."""
+        """Returns the last step of the run; by default that of its learning-rate schedule."""
         return self.train.steps or self.schedule.total_steps
 
     @property
-    def free(self) -> tuple[str, ...]:
-        """How fields begin that a resumed run may change: they alter neither what is trained nor on what."""
-        return _FREE
+    def changeable_on_resume(self) -> tuple[str, ...]:
+        """Returns prefixes of fields that a resumed run may change: they affect neither results nor data."""
+        return _CHANGEABLE_ON_RESUME
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
+        """Returns the tokens of a row."""
         raise NotImplementedError
 
     @property
-    def first_rows(self) -> int:
-        """Rows of the first batch, at least; ValueError of a stage whose step is not `make_step`'s."""
-        raise ValueError(f"{self.name} learns by a step of its own, which is not lowered")
+    def first_batch_rows(self) -> int:
+        """Returns the minimum rows of the first batch.
+
+        Raises ValueError for a stage whose step is not `make_step`'s.
+        """
+        raise ValueError(f"{self.name} does not train by make_step, so its step is not lowered")
 
     def check_rows(self, region: Region) -> None:
-        """ValueError for batches that cannot be cut over the devices of a region."""
-        check_batch(self.first_rows, self.row_length, region)
+        """Raises ValueError if the devices of a region cannot shard the batches."""
+        check_batch(self.first_batch_rows, self.row_length, region)
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Of a record, that the learner reads."""
+        """Returns the streams of a record that the learner reads."""
         return "token_ids", "loss_mask", "ce_weight"
 
     @property
     def token_loss(self) -> TokenLoss | None:
-        """What sampled tokens are learnt from; None: nothing is sampled."""
+        """Returns the loss on sampled tokens; None if the stage samples none."""
         return None
 
     @property
     def chat_variant(self) -> str | None:
-        """The layout of the chats that are learnt; None: there are none."""
+        """Returns the layout of the chats that the stage trains on; None if it has no chats."""
         raise NotImplementedError
 
-    def after(self, folders: Mapping[str, str]):
-        """This stage behind those in the folders, by their names: it starts from the last one's weights, unless it has a
-        checkpoint of its own."""
+    def continue_from(self, folders: Mapping[str, str]):
+        """Returns this stage, starting from the weights of the last of the earlier stages' folders, {name: folder}.
+
+        A stage with a checkpoint of its own stays unchanged.
+        """
         if self.checkpoint is not None or not folders:
             return self
         return dataclasses.replace(self, checkpoint=list(folders.values())[-1])
 
-    def stage(self, workdir, evaluator=None, before=None, **options):
-        """The `Stage` that trains as this says, checked; evaluator: as `Pretraining` has it; options: as of `Stage`."""
+    def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
+        """Returns the checked `Stage` that trains this config.
+
+        evaluator: as for `Pretraining`. previous_stage, options: as for `Stage`.
+        """
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExperimentConfig(StageConfig):
-    """A run that learns from rows of text."""
+    """Options of a run that trains on rows of text."""
 
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     batch: BatchRampConfig = dataclasses.field(default_factory=BatchRampConfig)
@@ -141,7 +153,7 @@ class ExperimentConfig(StageConfig):
         return self.data.sequence_length
 
     @property
-    def first_rows(self) -> int:
+    def first_batch_rows(self) -> int:
         return self.batch.start // self.row_length
 
     def check_rows(self, region: Region) -> None:
@@ -151,12 +163,12 @@ class ExperimentConfig(StageConfig):
             if tokens % (length * shards) or tokens < length * shards:
                 raise ValueError(
                     f"batch.{name} is {tokens} tokens; it must be a multiple of {length * shards} "
-                    f"(sequence length {length} * {shards} devices that have rows of their own)"
+                    f"(sequence length {length} * {shards} devices with different rows)"
                 )
-            if self.data.streams and tokens // length % self.data.streams:
+            if self.data.num_shards and tokens // length % self.data.num_shards:
                 raise ValueError(
-                    f"batch.{name} is {tokens // length} rows, which cannot be dealt out to data.streams "
-                    f"{self.data.streams}; use a divisor of the rows"
+                    f"batch.{name} is {tokens // length} rows, which cannot be divided among data.num_shards "
+                    f"{self.data.num_shards}; use a divisor of the rows"
                 )
         super().check_rows(region)
 
@@ -164,16 +176,16 @@ class ExperimentConfig(StageConfig):
     def chat_variant(self) -> str | None:
         return self.data.chat_variant
 
-    def stage(self, workdir, evaluator=None, before=None, **options):
+    def make_stage(self, workdir, evaluator=None, previous_stage=None, **options):
         # The module imports this one.
         from glm5_jax.training.pretraining import Pretraining
 
-        return Pretraining(self, workdir, evaluator, before=before, **options)
+        return Pretraining(self, workdir, evaluator, previous_stage=previous_stage, **options)
 
 
 Config = TypeVar("Config")
 
-_FREE = (
+_CHANGEABLE_ON_RESUME = (
     "name",
     "mesh.",
     "train.",
@@ -196,7 +208,7 @@ _FREE = (
 
 
 def choose(variant: str, variants: dict[str, Callable[[], Config]]) -> Config:
-    """The variant's config; ValueError with the list of variants if there is none of that name."""
+    """Returns the variant's config. Raises ValueError with the list of variants if the name is unknown."""
     if variant not in variants:
         between = " or " if any("," in name for name in variants) else ", "
         raise ValueError(f"unknown variant {variant!r}; use one of {between.join(variants)}")
@@ -204,18 +216,18 @@ def choose(variant: str, variants: dict[str, Callable[[], Config]]) -> Config:
 
 
 def write_config(workdir, config) -> None:
-    """Writes `config.json` of a workdir, whole or not at all."""
+    """Writes `config.json` of a workdir atomically."""
     path = pathlib.Path(workdir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_suffix(".new")
-    whole.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-    os.replace(whole, path)
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    os.replace(temporary, path)
 
 
 def check_resume(workdir, config) -> None:
-    """ValueError if the run in the workdir was another one; it names every field that differs.
+    """Raises ValueError if the workdir holds a run of another configuration; names every field that differs.
 
-    Steps, intervals, mesh and what only costs time or memory may differ.
+    Steps, intervals, mesh and options that only affect time or memory may differ.
     """
     path = pathlib.Path(workdir) / "config.json"
     if not path.exists():
@@ -223,7 +235,7 @@ def check_resume(workdir, config) -> None:
     before = dict(_flat(json.loads(path.read_text())))
     now = dict(_flat(json.loads(json.dumps(dataclasses.asdict(config)))))
     names = [n for n in dict.fromkeys([*before, *now]) if before.get(n) != now.get(n)]
-    changed = [n for n in names if not n.startswith(config.free)]
+    changed = [n for n in names if not n.startswith(config.changeable_on_resume)]
     if changed:
         listed = "; ".join(f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed)
         raise ValueError(
@@ -233,7 +245,7 @@ def check_resume(workdir, config) -> None:
 
 
 def _flat(config: dict, path: str = ""):
-    """(path, JSON value) of every leaf."""
+    """Yields (path, JSON value) of every leaf."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{path}{name}.")

@@ -1,55 +1,60 @@
-"""The training loop: step, record, evaluate, sample, save; and how it resumes and stops.
+"""Training loop: step, record, evaluate, sample, save; and how it resumes and stops.
 
-State goes in and comes out. Everything that a step computes from is in the state, the data position
-and the step's number, and these are saved together, so a run that was killed and started again gives
-bitwise the same losses as one that never stopped.
+State goes in and comes out. A step computes only from the state, the data position and the step's number,
+which are saved together. So a run that was killed and started again gives bitwise the same losses as one that
+never stopped.
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from glm5_jax.checkpoint.store import Store, disk_full
-from glm5_jax.core import hosts
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.checkpoint.store import Store, is_disk_full
+from glm5_jax.core import multihost
+from glm5_jax.core.preemption import PreemptionGuard
 from glm5_jax.training.metrics import Counters, Recorder, TrainingStopped
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length and rhythm of a run, in steps. An interval of 0 means never; saves, evaluations and
-    samples happen at the last step in any case."""
+    """Length of a run and its intervals, in steps. An interval of 0 means never.
 
-    steps: int | None = None  # None: as many as the learning-rate schedule
+    Saves, evaluations and samples also happen at the last step.
+    """
+
+    steps: int | None = None  # None: total_steps of the learning-rate schedule
     log_interval: int = 1
     eval_interval: int = 100
     sample_interval: int = 100
     save_interval: int = 100
-    keep: int = 2  # checkpoints
+    keep: int = 2  # number of checkpoints
     eval_batches: int = 8
-    baseline_tokens: int = 2**24  # of the training text, that the n-gram baselines count at most
-    max_skipped: int = 100  # steps without an update because of NaN or Inf, in all ...
-    max_skipped_in_a_row: int = 10  # ... and one after another
+    baseline_tokens: int = 2**24  # maximum tokens of training text that the n-gram baselines count
+    max_skipped: int = 100  # steps without an update because of NaN or Inf, in total ...
+    max_consecutive_skipped: int = 10  # ... and in a row
 
     def __post_init__(self):
         positive = ("steps", "log_interval", "keep", "eval_batches", "baseline_tokens")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            least = 1 if field.name in positive else 0
-            if value is not None and value < least:
-                raise ValueError(f"{field.name} is {value}; it must be at least {least}")
+            minimum = 1 if field.name in positive else 0
+            if value is not None and value < minimum:
+                raise ValueError(f"{field.name} is {value}; it must be at least {minimum}")
 
 
 def resume(
     store: Store, abstract: dict, initialise: Callable[[], dict], loader
 ) -> tuple[dict, Counters]:
-    """The newest checkpoint's state, with the loader set to its position; else a fresh state.
+    """Returns the newest checkpoint's state and counters, and restores the loader's position; else a new state.
 
     abstract: the state as `jax.ShapeDtypeStruct` with this run's shardings.
     """
     if store.latest is None:
         return initialise(), Counters()
-    state, data, meta = store.restore(abstract)
+    try:
+        state, data, meta = store.restore(abstract)
+    except ValueError as error:
+        raise TrainingStopped(str(error)) from error
     loader.restore(data)
     return state, Counters(**meta["counters"])
 
@@ -68,16 +73,23 @@ def train(
     evaluate: Callable[[dict, int], dict[str, float]] | None = None,
     evaluate_first: bool = False,
     sample: Callable[[dict, int], str] | None = None,
-    stop: StopSignal | bool = False,
+    stop: PreemptionGuard | bool = False,
 ) -> dict:
-    """Trains up to step `steps`, or until `stop` becomes true; returns the last state, saved.
+    """Trains up to step `steps`, or until `stop` becomes true. Returns the last state, which is saved.
 
-    step(state, batch) -> (state, metrics) may donate its state. loader.next(batch_size) gives this
-    host's part of a batch as NumPy arrays, place puts it onto the devices; batch_size(tokens_seen)
-    is its number of rows. evaluate(state, n) returns numbers to record and sample(state, n) text to
-    print, after n steps; evaluate_first: before the first one too. Diverged if too many steps were
-    skipped, TrainingStopped if the data cannot be read or the disk is full, SaveError if a checkpoint
-    cannot be written; all name the last good checkpoint.
+    Args:
+      step: step(state, batch) -> (state, metrics); it may donate its state.
+      loader: loader.next(batch_size) returns this host's part of a batch as NumPy arrays.
+      place: puts a batch onto the devices.
+      batch_size: batch_size(tokens_seen) -> number of rows.
+      evaluate: evaluate(state, n) -> numbers to record after n steps; None: no evaluation.
+      evaluate_first: whether to evaluate before the first step too.
+      sample: sample(state, n) -> text to print after n steps; None: no samples.
+
+    Raises, with the last good checkpoint in the message:
+      Diverged: too many steps were skipped.
+      TrainingStopped: the data cannot be read, or the disk is full.
+      SaveError: a checkpoint cannot be written.
     """
     done, seen, stopping = int(state["step"]), recorder.counters.tokens, False
     try:
@@ -85,12 +97,12 @@ def train(
             recorder.note(done, evaluate(state, done))
             recorder.restart_clock()
         while done < steps and not stopping:
-            placed = place(_next(loader, batch_size(seen), done))
-            state, metrics = step(state, placed)
-            tokens = placed["token_ids"].size
+            batch = place(_next(loader, batch_size(seen), done))
+            state, metrics = step(state, batch)
+            tokens = batch["token_ids"].size
             done, seen = done + 1, seen + tokens
             recorder.add(done, tokens, metrics)
-            stopping = hosts.anyone(stop)  # so that all of them save the same step
+            stopping = multihost.any_process(stop)  # so that all processes save the same step
             last = done == steps
             evaluating = evaluate and (last or _is_due(done, config.eval_interval))
             sampling = sample and (last or _is_due(done, config.sample_interval))
@@ -110,14 +122,13 @@ def train(
             recorder.restart_clock()
         store.wait()
     except TrainingStopped as error:
-        with contextlib.suppress(
-            TrainingStopped
-        ):  # of the steps that were made, maybe the same again
+        # Record the last step. It may raise the same error again.
+        with contextlib.suppress(TrainingStopped):
             recorder.settle()
         store.wait()
         raise type(error)(f"{error}; {store.last_good}") from None
     except OSError as error:
-        if not disk_full(error):
+        if not is_disk_full(error):
             raise
         raise TrainingStopped(f"step {done}: the disk is full; {store.last_good}") from error
     return state
@@ -128,14 +139,14 @@ def _is_due(done: int, interval: int) -> bool:
 
 
 def _next(loader, batch_size: int, step: int) -> dict:
-    """This host's part of a batch; TrainingStopped on all of them if one cannot read its own."""
+    """Returns this host's part of a batch. Raises TrainingStopped on all hosts if one cannot read its part."""
     batch = problem = None
     try:
         batch = loader.next(batch_size)
     except ValueError as error:
         problem = error
     try:
-        hosts.agree(problem)
+        multihost.raise_on_all(problem)
     except ValueError as error:
         raise TrainingStopped(f"step {step}: {error}") from error
     return batch

@@ -1,31 +1,32 @@
-"""The training objective: next-token and multi-token cross-entropy, z-loss and expert balance, and what else tokens
-that were sampled are learnt from.
+"""Training objective: next-token and multi-token cross-entropy, z-loss, expert balance, losses on sampled tokens.
 
-The output projection and its loss run in row chunks, so that logits [rows v] never exist as a whole.
-Targets arrive shifted (`shift`), so no shard of the sequence needs its neighbour's tokens.
+The output projection and its loss run in chunks of rows, so that logits [rows v] never exist in full. `shift`
+prepares the targets, so that no shard of the sequence needs its neighbour's tokens.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from glm5_jax.config import ModelConfig
 from glm5_jax.core.mesh import AXES, Region
 from glm5_jax.model import glm5
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mtp import mtp_step
-from glm5_jax.model.plan import Plan
 from glm5_jax.model.vocabulary import cross_entropy, embed
 
 
 class TokenLoss(Protocol):
-    """Further parts of the objective, by the log-probs that tokens have under the main head (rl/losses.py).
+    """Loss on sampled tokens: parts of the objective that read their log-probs under the main head (rl/losses.py).
 
     Attributes:
-      streams: arrays [b t] of a batch that it reads; of each part NAME there is a NAME_weight among them.
-      temperature: the log-probs are those of logits / temperature, for the cross-entropy as well.
-      coefficients: of the parts and of "ce" in the objective.
+      streams: arrays [b t] of a batch that the loss reads; each part NAME has a NAME_weight among them.
+      temperature: divisor of the logits, for the cross-entropy as well.
+      coefficients: coefficients of the parts and of "ce" in the objective.
     """
 
     streams: tuple[str, ...]
@@ -33,24 +34,33 @@ class TokenLoss(Protocol):
     coefficients: Mapping[str, float]
 
     def __call__(self, logp, streams) -> tuple[dict, dict]:
-        """({part: loss [b t] of each token}, {name: numbers [b t], told as their mean over tokens with a weight})."""
+        """Returns ({part: loss [b t] of each token}, {metric: numbers [b t]}).
+
+        A metric is reported as its mean over the tokens with a weight.
+        """
         ...
 
 
 class Shifted(NamedTuple):
-    """targets int32[1+k b t], weights float32[1+k b t]: entry j, position t concerns token t + 1 + j. streams: those of
-    a `TokenLoss` [b t], of which position t concerns token t + 1."""
+    """Targets of a batch, shifted to the positions that predict them.
 
-    targets: jax.Array
-    weights: jax.Array
-    streams: dict[str, jax.Array]
+    Attributes:
+      targets, weights: entry j, position t belongs to token t + 1 + j.
+      streams: streams of a `TokenLoss`; position t belongs to token t + 1.
+    """
+
+    targets: Int[Array, "1+k b t"]
+    weights: Float[Array, "1+k b t"]
+    streams: dict[str, Shaped[Array, "b t"]]
 
 
-def shift(batch, mtp_steps: int, streams=()) -> Shifted:
-    """Targets of the main head and of mtp_steps further ones, from a batch of arrays [b t], and these streams of it.
+def shift(batch: dict[str, Array], mtp_steps: int, streams: Sequence[str] = ()) -> Shifted:
+    """Returns the targets of the main head and of mtp_steps further ones, for a batch of arrays [b t].
 
-    A target counts if it lies in the same segment; its weight is loss_mask * ce_weight of the token. So it is
-    with other weights.
+    A target counts if it lies in the same segment. Its weight is the token's loss_mask * ce_weight. Other weights
+    are masked likewise.
+
+    streams: further streams of the batch to shift.
     """
     tokens, segments = batch["token_ids"], batch["segment_ids"]
     weight = batch["loss_mask"] * batch["ce_weight"]
@@ -63,7 +73,7 @@ def shift(batch, mtp_steps: int, streams=()) -> Shifted:
         return jnp.where(same, ahead(weight, j), 0.0)
 
     steps = range(1, mtp_steps + 2)
-    moved = {
+    shifted_streams = {
         name: counted(batch["loss_mask"] * batch[name], 1)
         if name.endswith("_weight")
         else ahead(batch[name], 1)
@@ -72,30 +82,34 @@ def shift(batch, mtp_steps: int, streams=()) -> Shifted:
     return Shifted(
         jnp.stack([ahead(tokens, j) for j in steps]),
         jnp.stack([counted(weight, j) for j in steps]),
-        moved,
+        shifted_streams,
     )
 
 
 class LossWeights(NamedTuple):
-    """Weights of the parts: mtp (paper: 0.3, then 0.1), balance (1e-4), z (0)."""
+    """Weights of the objective's parts: mtp (paper: 0.3, then 0.1), balance (1e-4), z (0)."""
 
-    mtp: jax.Array
+    mtp: Float[Array, ""]
     balance: float
     z: float
 
 
 class Totals(NamedTuple):
-    """What the sums over a batch are divided by: heads [1+k], the summed weights of each head's
-    targets, and queries, in the same precision, its tokens that are no padding; parts: the summed weights of each
-    part of a `TokenLoss`, and "tokens" that have any."""
+    """Divisors of the sums over a batch.
 
-    heads: jax.Array
-    queries: jax.Array
-    parts: dict[str, jax.Array]
+    Attributes:
+      heads: summed weights of each head's targets.
+      queries: number of tokens that are not padding, in the dtype of heads.
+      parts: summed weights of each part of a `TokenLoss`, and "tokens", the number of tokens with any.
+    """
+
+    heads: Float[Array, " 1+k"]
+    queries: Float[Array, ""]
+    parts: dict[str, Float[Array, ""]]
 
 
-def totals_of(batch, shifted: Shifted) -> Totals:
-    """The totals of a whole batch."""
+def totals_of(batch: dict[str, Array], shifted: Shifted) -> Totals:
+    """Returns the totals of a full batch."""
     heads = shifted.weights.sum((1, 2))
     queries = jnp.sum(batch["segment_ids"] != 0, dtype=heads.dtype)
     weights = _weights(shifted.streams)
@@ -106,59 +120,72 @@ def totals_of(batch, shifted: Shifted) -> Totals:
 
 
 def _weights(streams) -> dict[str, jax.Array]:
-    """By the names of their parts."""
-    found = {name.removesuffix("_weight"): x for name, x in streams.items()}
-    return {name: x for name, x in found.items() if name not in streams}
+    """Returns {part: weights} of the streams whose names end in _weight."""
+    by_part = {name.removesuffix("_weight"): x for name, x in streams.items()}
+    return {name: x for name, x in by_part.items() if name not in streams}
 
 
 def _sampled(weights):
-    """1 for tokens with any of these weights, else 0."""
+    """Returns 1 for tokens with any of these weights, else 0."""
     any_weight = sum(jnp.abs(weight) for weight in weights.values())
     return (any_weight > 0).astype(any_weight.dtype)
 
 
 class LossParts(NamedTuple):
-    """Scalars over the whole batch, and per-layer statistics: max_logit [l], load [l e], index_loss [l], the
-    mean over queries of what each indexer learns from, in nats. parts, stats: of a `TokenLoss`, the former
-    without their coefficients."""
+    """Parts of the objective over the full batch, and per-layer statistics.
 
-    ce: jax.Array
-    mtp: jax.Array
-    balance: jax.Array
-    z: jax.Array
-    max_logit: jax.Array
-    load: jax.Array | None
-    index_loss: jax.Array | None
-    parts: dict[str, jax.Array]
-    stats: dict[str, jax.Array]
+    Attributes:
+      ce, mtp, balance, z: scalars, without their weights.
+      max_logit: largest attention logit of each layer.
+      load: tokens per expert of each layer; None for a dense model.
+      index_loss: mean over queries of each layer's indexer loss, in nats; None if indexers are not trained.
+      parts: parts of a `TokenLoss`, without their coefficients.
+      stats: metrics of a `TokenLoss`.
+    """
+
+    ce: Float[Array, ""]
+    mtp: Float[Array, ""]
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
+    max_logit: Float[Array, " l"]
+    load: Float[Array, "l e"] | None
+    index_loss: Float[Array, " l"] | None
+    parts: dict[str, Float[Array, ""]]
+    stats: dict[str, Float[Array, ""]]
 
 
 def local_objective(
-    params,
-    batch,
+    params: PyTree,
+    batch: dict[str, Array],
     shifted: Shifted,
     totals: Totals,
     loss_weights: LossWeights,
     *,
-    cfg,
-    plan: Plan,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
     chunk: int,
     region: Region,
     num_rows: int,
     index_factor: float = 0.0,
-    index_served: bool = False,
+    index_target: str = "own_layer",
     token_loss: TokenLoss | None = None,
-):
-    """(objective, LossParts) over all devices, computed from one device's shard of the batch.
+) -> tuple[Float[Array, ""], LossParts]:
+    """Returns (objective, LossParts) over all devices, computed from one device's shard of the batch.
 
-    totals are those of the whole batch, num_rows its rows: dividing by them here makes microbatches and
-    shards add up to the loss of the whole.
     objective = ce + mtp_weight * mean_k ce_k + balance_weight * sum_layers balance + z_weight * z
-                + index_factor * sum_layers index_loss, which a factor of 0 leaves out;
-    with a token_loss, ce times its coefficient, and its own parts with theirs.
+                + index_factor * sum_layers index_loss
+    With a token_loss, ce is multiplied by its coefficient, and the token_loss adds its parts.
+
+    Args:
+      totals, num_rows: those of the full batch. Dividing by them makes microbatches and shards add up to the
+        loss of the full batch.
+      chunk: rows of logits at a time.
+      index_factor: weight of the indexers' loss; 0: it is not computed.
+      index_target: as in `StepConfig`.
     """
-    weights = glm5.Weights(cfg, region, plan)
+    weights = glm5.WeightGatherer(cfg, region, execution)
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
+    # Trunk.
     index_weight = None
     if index_factor:
         index_weight = (segments != 0) / totals.queries
@@ -169,11 +196,12 @@ def local_objective(
         segments,
         None,
         cfg,
-        plan,
+        execution,
         region,
         index_weight=index_weight,
-        index_served=index_served,
+        index_target=index_target,
     )
+    # Steps of the MTP layer.
     hiddens, stats = out.hidden[None], out.stats
     mtp_steps = shifted.targets.shape[0] - 1
     if mtp_steps:
@@ -184,68 +212,101 @@ def local_objective(
             return hidden, (hidden, stats)
 
         # One lookup for all steps: the table is gathered once, and its gradient reduced once.
-        embedded = embed(params, weights, shifted.targets[:-1], plan.vocab_block)
-        _, (more, mtp_stats) = lax.scan(plan.checkpoint(step), out.hidden, embedded)
+        embedded = embed(params, weights, shifted.targets[:-1], execution.vocab_block)
+        _, (more, mtp_stats) = lax.scan(execution.checkpoint(step), out.hidden, embedded)
         hiddens = jnp.concatenate([hiddens, more])
         # The MTP block counts as one more layer: loads of its runs are summed, their losses averaged.
+        index_loss = None
+        if index_weight is not None:
+            index_loss = _append(stats.index_loss, mtp_stats.index_loss.mean())
         stats = glm5.LayerStats(
-            jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
-            _append(stats.load, mtp_stats.load.sum(0)),
-            _append(stats.balance, mtp_stats.balance.mean()),
-            None
-            if index_weight is None
-            else _append(stats.index_loss, mtp_stats.index_loss.mean()),
+            max_logit=jnp.append(stats.max_logit, mtp_stats.max_logit.max()),
+            load=_append(stats.load, mtp_stats.load.sum(0)),
+            balance=_append(stats.balance, mtp_stats.balance.mean()),
+            index_loss=index_loss,
         )
+    # Cross-entropy of all heads.
     if token_loss is not None:
         hiddens = hiddens / token_loss.temperature
     with jax.named_scope("head"):
         rows = hiddens.reshape(-1, hiddens.shape[-1])
-        nll, logz = cross_entropy(params, weights, rows, shifted.targets.reshape(-1), chunk, plan)
+        nll, logz = cross_entropy(
+            params, weights, rows, shifted.targets.reshape(-1), chunk, execution
+        )
     nll, logz = (x.reshape(shifted.weights.shape) for x in (nll, logz))
     share = shifted.weights / _divisor(totals.heads)[:, None, None]
     ce = jnp.sum(nll * share, axis=(1, 2))
     z = jnp.sum(logz[0] ** 2 * share[0])
     balance = jnp.zeros((), ce.dtype)
     if stats.balance is not None:
-        # Every shard of a sequence holds the whole sequence's value.
+        # Every shard of a sequence holds the value of the full sequence.
         balance = jnp.sum(stats.balance) / (num_rows * region.size(region.sequence_axes))
     mtp = jnp.mean(ce[1:]) if mtp_steps else jnp.zeros((), ce.dtype)
     ce, mtp, balance, z = region.psum((ce[0], mtp, balance, z), AXES)
+    # The objective.
     factor = 1.0 if token_loss is None else token_loss.coefficients["ce"]
     objective = factor * ce
     objective += loss_weights.mtp * mtp + loss_weights.balance * balance + loss_weights.z * z
-    parts, told = {}, {}
+    token_parts, token_stats = {}, {}
     if token_loss is not None:
-        parts, told = region.psum(_sums(token_loss, -nll[0], shifted.streams, totals), AXES)
-        objective += sum(token_loss.coefficients[name] * value for name, value in parts.items())
+        token_parts, token_stats = region.psum(
+            _sums(token_loss, -nll[0], shifted.streams, totals), AXES
+        )
+        objective += sum(
+            token_loss.coefficients[name] * value for name, value in token_parts.items()
+        )
     reduced = glm5.reduce_stats(stats, region)
     if index_weight is not None:
         objective += index_factor * jnp.sum(reduced.index_loss)
     return objective, LossParts(
-        ce, mtp, balance, z, reduced.max_logit, reduced.load, reduced.index_loss, parts, told
+        ce=ce,
+        mtp=mtp,
+        balance=balance,
+        z=z,
+        max_logit=reduced.max_logit,
+        load=reduced.load,
+        index_loss=reduced.index_loss,
+        parts=token_parts,
+        stats=token_stats,
     )
 
 
-def local_logp(params, batch, targets, temperature, *, cfg, plan: Plan, chunk: int, region: Region):
-    """wide[b t]: the log-probs of targets int32[b t], under logits / temperature of this device's shard."""
+def local_logp(
+    params: PyTree,
+    batch: dict[str, Array],
+    targets: Int[Array, "b t"],
+    temperature: float,
+    *,
+    cfg: ModelConfig,
+    execution: ExecutionConfig,
+    chunk: int,
+    region: Region,
+) -> Float[Array, "b t"]:
+    """Returns the log-probs of targets under logits / temperature, for this device's shard, in `accum_dtype`."""
     tokens, segments, positions = (batch[k] for k in ("token_ids", "segment_ids", "positions"))
-    hidden = glm5.trunk(params, tokens, positions, segments, None, cfg, plan, region).hidden
-    weights = glm5.Weights(cfg, region, plan)
-    return target_logp(params, weights, hidden, targets, temperature, chunk, plan)
+    hidden = glm5.trunk(params, tokens, positions, segments, None, cfg, execution, region).hidden
+    weights = glm5.WeightGatherer(cfg, region, execution)
+    return target_logp(params, weights, hidden, targets, temperature, chunk, execution)
 
 
 @jax.named_scope("head")
 def target_logp(
-    params, weights: glm5.Weights, hidden, targets, temperature, chunk: int, plan: Plan
-):
-    """wide[b t]: the log-probs of targets int32[b t], of the trunk's hidden [b t d]."""
+    params: PyTree,
+    weights: glm5.WeightGatherer,
+    hidden: Float[Array, "b t d"],
+    targets: Int[Array, "b t"],
+    temperature: float,
+    chunk: int,
+    execution: ExecutionConfig,
+) -> Float[Array, "b t"]:
+    """Returns the log-probs of targets under the trunk's hidden state, in `accum_dtype`."""
     rows = hidden.reshape(-1, hidden.shape[-1]) / temperature
-    nll, _ = cross_entropy(params, weights, rows, targets.reshape(-1), chunk, plan)
+    nll, _ = cross_entropy(params, weights, rows, targets.reshape(-1), chunk, execution)
     return -nll.reshape(targets.shape)
 
 
 def _sums(token_loss: TokenLoss, logp, streams, totals: Totals) -> tuple[dict, dict]:
-    """This device's share of the parts and of the means that are told."""
+    """Returns this device's share of the token_loss's parts and metrics."""
     weights = _weights(streams)
     losses, stats = token_loss(logp, streams)
     parts = {
@@ -257,7 +318,7 @@ def _sums(token_loss: TokenLoss, logp, streams, totals: Totals) -> tuple[dict, d
 
 
 def _divisor(total):
-    """What has no weight at all adds nothing."""
+    """Replaces 0 by 1, so that rows without weight do not give 0/0."""
     return jnp.where(total == 0, 1, total)
 
 

@@ -1,8 +1,8 @@
-"""From a step's device arrays to rows: counting, throughput, MFU, and the line on the terminal.
+"""Metrics of steps: device arrays become rows of the log, with counters, throughput, MFU and the progress line.
 
-A step returns a nested dict of scalars, or of vectors with one entry per layer. Its paths become the
-names in `metrics.jsonl` ("loss/ce", "grad_norm/muon"). Two of them are read here: "loss/total", and
-"skipped", which is 1 where the step refused an update because its loss or a gradient was not finite.
+A step returns a nested dict of scalars, or of vectors with one entry per layer. Its paths become the names in
+`metrics.jsonl` ("loss/ce", "grad_norm/muon"). This module reads two of them: "loss/total", and "skipped",
+which is 1 if the step made no update because its loss or a gradient was not finite.
 """
 
 import dataclasses
@@ -17,27 +17,27 @@ from glm5_jax.core.metrics_log import MetricsLog
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on; the message says why and what is kept."""
+    """Training cannot continue. The message says why, and what is saved."""
 
 
 class Diverged(TrainingStopped):
-    """Too many steps were skipped, since their loss or a gradient was not finite."""
+    """Too many steps were skipped because their loss or a gradient was not finite."""
 
 
 @dataclasses.dataclass
 class Counters:
-    """What a run has consumed so far; a checkpoint's meta holds it."""
+    """Totals of a run, which are saved in a checkpoint's meta."""
 
     tokens: int = 0
     skipped: int = 0
-    skipped_in_a_row: int = 0
+    consecutive_skipped: int = 0
 
 
 class Recorder:
-    """Turns steps into rows. Waits for a step's arrays only when the next one is under way.
+    """Turns steps into rows of the log. It waits for a step's arrays only after the next step is dispatched.
 
-    flops_per_token: model FLOPs of a training step (`training.flops`); peak: FLOP/s of all devices
-    together, or None.
+    flops_per_token: model FLOPs of a training step (`training.flops`).
+    peak_flops: FLOP/s of all devices together; None if unknown.
     """
 
     def __init__(
@@ -48,36 +48,38 @@ class Recorder:
         *,
         log_interval: int = 1,
         max_skipped: int = 100,
-        max_skipped_in_a_row: int = 10,
+        max_consecutive_skipped: int = 10,
         flops_per_token: float = 0.0,
-        peak: float | None = None,
+        peak_flops: float | None = None,
     ):
         self.counters = counters
         self._log, self._progress = log, progress
         self._log_interval = log_interval
-        self._limits = (max_skipped, max_skipped_in_a_row)
-        self._flops, self._peak = flops_per_token, peak
+        self._limits = (max_skipped, max_consecutive_skipped)
+        self._flops, self._peak_flops = flops_per_token, peak_flops
         self._pending = None
         self._rate = ""
         self._size = 0
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leaves what happened since the last row (compiling, evaluating, saving) out of tokens/s."""
+        """Excludes the time since the last row (compiling, evaluating, saving) from tokens/s."""
         self._since, self._tokens = time.perf_counter(), 0
 
     def add(self, step: int, tokens: int, metrics: dict) -> None:
-        """`step` has been dispatched with this many tokens. Settles the step before it, and this one too if it has ended
-        already: its time must not count as none."""
+        """Registers a dispatched step with its number of tokens, and records the previous one.
+
+        A step that has ended already is recorded at once, because its time must not count as zero.
+        """
         before, self._pending = self._pending, (step, tokens, metrics)
         if before:
             self._settle(*before)
-        # Processes of a pod must end after the same step, whichever of them is the first to see one.
+        # With several processes a step is never recorded early: all of them must stop after the same step.
         if jax.process_count() == 1 and all(map(is_ready, jax.tree.leaves(metrics))):
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the last step and records it. Diverged if too many were skipped."""
+        """Waits for the last step and records it. Raises Diverged if too many were skipped."""
         if self._pending:
             before, self._pending = self._pending, None
             self._settle(*before)
@@ -88,9 +90,11 @@ class Recorder:
         self.print(f"step {step}  " + "  ".join(f"{k} {v:.4f}" for k, v in values.items()))
 
     def flush(self) -> None:
+        """Writes buffered rows to disk."""
         self._log.flush()
 
     def print(self, text: str) -> None:
+        """Prints text above the progress line."""
         self._progress.print(text)
 
     def _settle(self, step: int, tokens: int, metrics: dict) -> None:
@@ -98,7 +102,7 @@ class Recorder:
         skipped = bool(metrics["skipped"])
         count.tokens += tokens
         count.skipped += skipped
-        count.skipped_in_a_row = count.skipped_in_a_row + 1 if skipped else 0
+        count.consecutive_skipped = count.consecutive_skipped + 1 if skipped else 0
         if tokens != self._size:  # a new batch size was compiled
             self._size = tokens
             self.restart_clock()
@@ -116,8 +120,8 @@ class Recorder:
             rate = self._tokens / (time.perf_counter() - self._since)
             values["speed/tokens_per_second"] = rate
             values["speed/model_tflops_per_second"] = rate * self._flops / 1e12
-            if self._peak:
-                values["speed/mfu"] = rate * self._flops / self._peak
+            if self._peak_flops:
+                values["speed/mfu"] = rate * self._flops / self._peak_flops
             self._rate = f"  {rate:,.0f} tok/s"
             self.restart_clock()
         self._log.write({"step": step, **values})
@@ -128,21 +132,21 @@ class Recorder:
         self._progress.update(step, f"{shown}{self._rate}{note}")
 
     def _check(self, step: int) -> None:
-        most, most_in_a_row = self._limits
+        max_skipped, max_consecutive = self._limits
         count = self.counters
-        if count.skipped > most or count.skipped_in_a_row > most_in_a_row:
+        if count.skipped > max_skipped or count.consecutive_skipped > max_consecutive:
             raise Diverged(
-                f"step {step}: loss or gradients were not finite {count.skipped_in_a_row} times in a "
-                f"row and {count.skipped} times in all (limits {most_in_a_row} and {most})"
+                f"step {step}: loss or gradients were not finite {count.consecutive_skipped} times in a "
+                f"row and {count.skipped} times in all (limits {max_consecutive} and {max_skipped})"
             )
 
 
 def is_ready(value) -> bool:
-    """Whether nothing has to be waited for: the value is no array, or its computation has ended."""
+    """Returns True if the value can be read without waiting: its computation has ended, or it is no array."""
     return not isinstance(value, jax.Array) or value.is_ready()
 
 
 def _host(value):
-    """A Python number, or a list of them, from an array."""
+    """Returns an array as a Python number, or as a list of numbers."""
     value = np.asarray(jax.device_get(value))
     return value.item() if value.ndim == 0 else value.astype(float).tolist()

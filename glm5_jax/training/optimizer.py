@@ -1,16 +1,17 @@
-"""The optimiser of a training run: Muon on the matrices, AdamW on everything else.
+"""Optimiser of a training run: Muon for matrices, AdamW for all other weights.
 
-A first-match pattern table gives every weight to one group:
+The first matching pattern of a table gives every weight a group:
 
     muon     attention, feed-forward, expert, router and eh_proj matrices
-    adamw    embedding, output heads (the LM head is muon's if `lm_head` is "muon"), norms, biases, of
-             Gated DeltaNet the taps and rates; all of muon's too, if `matrices` is "adamw"
+    adamw    embedding, output heads (the LM head is muon's if `lm_head` is "muon"), norms, biases, taps
+             and rates of Gated DeltaNet; muon's weights too, if `matrices` is "adamw"
     indexer  the lightning indexers, AdamW as well
-    frozen   the router's balancing bias (a buffer), and what `OptimizerConfig.frozen` names
+    frozen   the router's balancing bias (a buffer), and the patterns of `OptimizerConfig.frozen`
 
-The AdamW groups are clipped by their global norm, each on its own, so that the indexer's loss, which
-sends no gradient to the trunk, does not reach it through the clipping either. Muon needs no clipping:
-its update does not depend on the gradient's length. Frozen weights have no optimiser state.
+- Each AdamW group is clipped by its global norm. The indexer's loss, which sends the trunk no gradient, thus
+  does not affect the trunk through clipping either.
+- Muon needs no clipping: its update does not depend on the gradient's length.
+- Frozen weights have no optimiser state.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ import re
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.core import tree
 from glm5_jax.training.muon import scale_by_muon
@@ -40,13 +42,13 @@ GROUPS = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
-    """Constants of the optimiser; the learning rate, one for all groups, is a `ScheduleConfig`."""
+    """Constants of the optimiser. The learning rate, one for all groups, is a `ScheduleConfig`."""
 
-    matrices: str = "muon"  # GLM-4.5 2.4; "adamw": no Muon at all, what it is compared with
-    # GLM-4.5 2.4 gives Muon all but "word embedding, bias, and weights for RMSNorm", which read literally is "muon".
-    # Public Muon, and the models that it names, leave the head to AdamW.
+    matrices: str = "muon"  # GLM-4.5 2.4; "adamw": no Muon, for comparison
+    # GLM-4.5 2.4 uses Muon except for "word embedding, bias, and weights for RMSNorm". Read literally that
+    # means "muon". Public Muon, and the models that it names, use AdamW for the head.
     lm_head: str = "adamw"
     muon_momentum: float = 0.95  # GLM-4.5 2.4
     muon_nesterov: bool = True  # not printed; as public Muon
@@ -57,44 +59,47 @@ class OptimizerConfig:
     # As public Muon: half the exchange and the fast matrix units, for singular values that move by
     # 1.5%. Use "float32" where runs on different meshes are compared.
     ns_dtype: str = "bfloat16"
-    # GLM-5 2.4, zero-redundant Muon: a device gathers the blocks it owns, and iterates on those alone.
-    # "everywhere": on all that it has a part of, which is what that saves.
+    # "owned" is GLM-5 2.4, zero-redundant Muon: a device gathers the blocks that it owns and iterates only
+    # on them. "everywhere": on all blocks of which it has a part, for comparison.
     ns_blocks: str = "owned"
-    weight_decay: float = 0.1  # GLM-4.5 2.4; of matrices, in every group. Norms and biases: none
+    weight_decay: float = 0.1  # GLM-4.5 2.4; on matrices of every group, not on norms and biases
     adam_b1: float = 0.9  # AdamW is not printed; the usual values of large language models
     adam_b2: float = 0.95
     adam_eps: float = 1e-8
     clip_norm: float = 1.0  # of each AdamW group; not printed
-    frozen: tuple[str, ...] = ()  # patterns of weights that do not train, e.g. ("indexer/",)
+    frozen: tuple[str, ...] = ()  # patterns of weights that are not trained, e.g. ("indexer/",)
 
 
-def groups_of(config: OptimizerConfig, letters):
-    """Tree of group names for a tree of axis letters.
+def groups_of(config: OptimizerConfig, letters: PyTree) -> PyTree:
+    """Returns the tree of group names for a tree of axis letters.
 
-    ValueError names weights that no pattern covers, and frozen patterns that match nothing or are broken.
+    Raises ValueError if no pattern covers a weight, or if a frozen pattern matches nothing or is invalid.
     """
     paths = tree.flatten(letters)
     for pattern in config.frozen:
         try:
-            found = any(re.search(pattern, path) for path in paths)
+            has_match = any(re.search(pattern, path) for path in paths)
         except re.error as error:
             raise ValueError(
                 f"frozen pattern {pattern!r} is no regular expression: {error}"
             ) from None
-        if not found:
+        if not has_match:
             raise ValueError(f"frozen pattern {pattern!r} matches no weight; paths: {list(paths)}")
     named = {"lm_head": config.lm_head}
     table = [(pattern, named.get(group, group)) for pattern, group in GROUPS]
     table = [(pattern, config.matrices if group == "muon" else group) for pattern, group in table]
-    return tree.match([(pattern, "frozen") for pattern in config.frozen] + table, letters)
+    return tree.first_match([(pattern, "frozen") for pattern in config.frozen] + table, letters)
 
 
-def make_optimizer(config: OptimizerConfig, letters, mesh=None) -> optax.GradientTransformation:
-    """The optimiser of a parameter tree whose axis letters are given, at a learning rate of 1.
+def make_optimizer(
+    config: OptimizerConfig, letters: PyTree, mesh: Mesh | AbstractMesh | None = None
+) -> optax.GradientTransformation:
+    """Builds the optimiser of a parameter tree with these axis letters, at a learning rate of 1.
 
-    The caller multiplies the updates by the step's rate: a schedule in here would count its own steps,
-    and fall behind at each one that is skipped. mesh: where parameters and gradients are sharded as
-    `core.sharding.spec_of` says; None for one device. Parameters are expected in float32.
+    The caller multiplies the updates by the step's rate: a schedule in the optimiser would count only its
+    updates, and lag after each skipped step. Parameters are expected in float32.
+
+    mesh: parameters and gradients are sharded on it by `core.sharding.spec_of`; None: one device.
     """
     _check(config)
     groups = groups_of(config, letters)
@@ -131,9 +136,9 @@ def make_optimizer(config: OptimizerConfig, letters, mesh=None) -> optax.Gradien
         optax.add_decayed_weights(config.weight_decay),
         optax.scale(-1.0),
     )
-    every = {"muon": muon, "adamw": adamw, "indexer": adamw, "frozen": optax.set_to_zero()}
+    transforms = {"muon": muon, "adamw": adamw, "indexer": adamw, "frozen": optax.set_to_zero()}
     used = set(jax.tree.leaves(groups))
-    return optax.partition({name: every[name] for name in every if name in used}, groups)
+    return optax.partition({name: transforms[name] for name in transforms if name in used}, groups)
 
 
 def _check(config: OptimizerConfig):
@@ -156,8 +161,8 @@ def _check(config: OptimizerConfig):
         raise ValueError(f"ns_blocks is {config.ns_blocks!r}; use 'owned' or 'everywhere'")
 
 
-def gradient_norms(gradients, groups) -> dict[str, jax.Array]:
-    """{group: norm float32[]} of the gradients before clipping, for every group that trains."""
+def gradient_norms(gradients: PyTree, groups: PyTree) -> dict[str, Float[Array, ""]]:
+    """Returns {group: norm of its gradients before clipping} in float32, for every group that is trained."""
     squares: dict[str, jax.Array] = {}
     for gradient, group in zip(jax.tree.leaves(gradients), jax.tree.leaves(groups), strict=True):
         if group != "frozen":
@@ -166,17 +171,17 @@ def gradient_norms(gradients, groups) -> dict[str, jax.Array]:
     return {group: jnp.sqrt(square) for group, square in sorted(squares.items())}
 
 
-def state_shardings(state, param_shardings):
-    """Shardings of an optimiser state (arrays or `jax.eval_shape` of `init`): like its parameters.
+def state_shardings(state: PyTree, param_shardings: PyTree) -> PyTree:
+    """Returns the shardings of an optimiser state, given as arrays or as `jax.eval_shape` of `init`.
 
-    Momentum and moments lie like the parameter whose path their own ends with; counts are replicated.
+    Momentum and moments are sharded like the parameter whose path is the end of theirs; counts are replicated.
     """
     shardings = tree.flatten(param_shardings)
-    whole = NamedSharding(next(iter(shardings.values())).mesh, P())
+    replicated = NamedSharding(next(iter(shardings.values())).mesh, P())
 
     def sharding(path, _):
         parts = path.split("/")
         suffixes = ("/".join(parts[i:]) for i in range(len(parts)))
-        return next((shardings[s] for s in suffixes if s in shardings), whole)
+        return next((shardings[s] for s in suffixes if s in shardings), replicated)
 
     return tree.map_with_path(sharding, state)

@@ -1,4 +1,4 @@
-"""Pre-training and all that learns from rows of text: mid-training, DSA's stages, SFT."""
+"""Pre-training and other training on rows of text: mid-training, DSA's stages, SFT."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,12 +17,14 @@ from glm5_jax.training.stages import SAMPLES, Evaluator, Stage
 from glm5_jax.training.step import Step, make_step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a stage hands to an evaluator: its config and tokenizer, and how to score a batch.
+    """Inputs of an evaluator: the stage's config and tokenizer, and how to score a batch.
 
-    place puts `batch_rows` rows, which every process holds, onto the devices; evaluate(params, placed
-    batch) is the summed negative log-likelihood in nats and the number of targets.
+    Attributes:
+      batch_rows: rows of an evaluation batch.
+      place: puts `batch_rows` rows, which every process holds, onto the devices.
+      evaluate: evaluate(params, placed batch) -> (summed negative log-likelihood in nats, number of targets).
     """
 
     config: ExperimentConfig
@@ -35,7 +37,8 @@ class Setting:
 class Pretraining(Stage):
     """Next-token training of a model on a mixture of texts.
 
-    evaluator(setting) makes what judges the model at intervals. Otherwise as `Stage`.
+    evaluator: evaluator(setting) returns the evaluator that runs at intervals. The other arguments are those of
+    `Stage`.
     """
 
     def __init__(
@@ -44,10 +47,10 @@ class Pretraining(Stage):
         workdir,
         evaluator: Callable[[Setting], Evaluator] | None = None,
         step_maker: Callable[..., Step] = make_step,
-        before: Stage | None = None,
+        previous_stage: Stage | None = None,
     ):
         self._make_evaluator = evaluator
-        super().__init__(config, workdir, step_maker, before)
+        super().__init__(config, workdir, step_maker, previous_stage)
 
     def _open(self) -> Loader:
         config = self.config
@@ -59,15 +62,21 @@ class Pretraining(Stage):
         )
         if self._make_evaluator is not None and config.data.held_out_fraction:
             rows = self._rows(0) * self._num_groups
-            setting = Setting(config, self.tokenizer, rows, self._place_whole, self._step.evaluate)
+            setting = Setting(
+                config=config,
+                tokenizer=self.tokenizer,
+                batch_rows=rows,
+                place=self._place_replicated,
+                evaluate=self._step.evaluate,
+            )
             self._evaluator = self._make_evaluator(setting)
         return loader
 
     def _sampler(self) -> Callable[[dict, int], str] | None:
-        # Decoding reads its tokens back, which only one process can.
+        # Decoding reads its tokens back to the host, which works in a single process only.
         return self._sample if self.config.sample.prompts and jax.process_count() == 1 else None
 
-    def _intends(self) -> str:
+    def _describe_step(self) -> str:
         return f"{batch_tokens(self.config.batch, 0):,} tokens per step"
 
     def _check(self) -> None:
@@ -81,17 +90,17 @@ class Pretraining(Stage):
                 )
 
     def _rows(self, tokens_seen: int) -> int:
-        """Rows of this process's batch after so many tokens."""
+        """Returns the rows of this process's batch after tokens_seen."""
         tokens = batch_tokens(self.config.batch, tokens_seen)
         return tokens // self.config.data.sequence_length // self._num_groups
 
-    def _place_whole(self, batch: Batch) -> Batch:
-        """Places a batch of which every process holds all rows."""
-        own = {k: np.split(v, self._num_groups)[self._group] for k, v in batch.items()}
-        return self._place(own)
+    def _place_replicated(self, batch: Batch) -> Batch:
+        """Puts a batch, of which every process holds all rows, onto the devices."""
+        rows = {k: np.split(v, self._num_groups)[self._group] for k, v in batch.items()}
+        return self._place(rows)
 
     def _sample(self, state: dict, step: int) -> str:
-        """Continues the prompts; the texts go to samples/STEP.txt and are returned."""
+        """Continues the prompts, writes the texts to samples/STEP.txt and returns them."""
         model, sample, tokenizer = self.config.model, self.config.sample, self.tokenizer
         shown, prompts = zip(*self._prompts())
         longest = max(map(len, prompts))
@@ -111,8 +120,8 @@ class Pretraining(Stage):
         ends = {*model.eos_token_id}
         texts = []
         for prompt, ids in zip(shown, new.tolist()):
-            cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-            texts.append(prompt + tokenizer.decode(ids[:cut], errors="replace"))
+            end = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+            texts.append(prompt + tokenizer.decode(ids[:end], errors="replace"))
         text = "\n\n".join(texts)
         folder = self.workdir / SAMPLES
         folder.mkdir(exist_ok=True)
@@ -120,7 +129,7 @@ class Pretraining(Stage):
         return f"--- sample at step {step} ---\n{text}\n---"
 
     def _prompts(self) -> list[tuple[str, list[int]]]:
-        """(text, ids) of what samples go on from."""
+        """Returns (text, ids) of the prompts that samples continue."""
         sample, tokenizer = self.config.sample, self.tokenizer
         if not sample.chat:
             return [(text, tokenizer.encode(text)) for text in sample.prompts]
@@ -134,7 +143,7 @@ class Pretraining(Stage):
             for text in sample.prompts
             for think in (True, False)
         ]
-        return [(found.text, found.ids) for found in rendered]
+        return [(chat.text, chat.ids) for chat in rendered]
 
 
 def train(
@@ -142,5 +151,5 @@ def train(
     workdir,
     evaluator: Callable[[Setting], Evaluator] | None = None,
 ) -> report.Summary:
-    """Pre-trains as config says, in workdir, or goes on with what is there; see `Pretraining`."""
+    """Pre-trains in workdir as config says, or resumes the run in it; see `Pretraining`."""
     return Pretraining(config, workdir, evaluator).run()

@@ -1,7 +1,7 @@
-"""What a workdir tells about its run: a `Summary`, and one self-contained page with plots.
+"""Report of a run: a `Summary` of its workdir, and one self-contained page with plots.
 
-Both are derived from `config.json`, `metrics.jsonl` and `samples/` alone, so they can be made again
-at any time, by `write_page(workdir)`.
+Both are derived from `config.json`, `metrics.jsonl` and `samples/` only, so `write_page(workdir)` can make
+them again at any time.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ import statistics
 import numpy as np
 
 from glm5_jax.core import charts
-from glm5_jax.core.activity import read_activity
 from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.utilization import read_utilization
 
 PAGE = pathlib.Path("report") / "index.html"
 HELD_OUT = "held_out/bits_per_byte"
@@ -22,20 +22,20 @@ REWARD, HELD_OUT_REWARD = "reward/mean", "held_out/reward"
 BASELINE_TOKENS = "baseline/tokens"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Where a run stands. Numbers that it has not recorded are None."""
+    """Progress and results of a run. Numbers that it has not recorded are None."""
 
     workdir: pathlib.Path
     step: int
     tokens: int
-    loss: float | None  # of the last 20 rows, nats per token
+    loss: float | None  # mean of the last 20 rows, nats per token
     bits_per_byte: float | None  # held out
     baselines: dict[str, float]  # bits per byte on the same tokens
-    baseline_tokens: int | None  # of the training text that they counted; None: all of it
+    baseline_tokens: int | None  # tokens of training text that the baselines counted; None: all
     tokens_per_second: float | None  # median
     mfu: float | None  # median
-    reward: float | None  # of the last 20 rows
+    reward: float | None  # mean of the last 20 rows
     held_out_reward: float | None
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class Summary:
                 f"training loss       {self.loss:.4f} nats per token after {self.step} steps"
             )
         if self.bits_per_byte is not None:
-            others = ", ".join(f"{name} {x:.3f}" for name, x in self.baselines.items())
+            baselines = ", ".join(f"{name} {x:.3f}" for name, x in self.baselines.items())
             if self.baseline_tokens is not None:
-                others += f", counted on {self.baseline_tokens:,} tokens"
-            against = f"  (baselines: {others})" if others else ""
-            lines.append(f"held-out            {self.bits_per_byte:.3f} bits per byte{against}")
+                baselines += f", counted on {self.baseline_tokens:,} tokens"
+            comparison = f"  (baselines: {baselines})" if baselines else ""
+            lines.append(f"held-out            {self.bits_per_byte:.3f} bits per byte{comparison}")
         if self.tokens_per_second is not None:
             used = f", {self.mfu:.1%} of the peak" if self.mfu is not None else ""
             rate = f"{self.tokens_per_second:,.0f} tokens/s{used}"
@@ -63,11 +63,11 @@ class Summary:
 
 
 def summarise(workdir) -> Summary:
-    """Reads a workdir; works for unfinished runs too."""
+    """Reads a workdir and returns its summary; the run may be unfinished."""
     workdir = pathlib.Path(workdir)
     rows = read(workdir)
     rewards = column(rows, REWARD)[1]
-    # Where rewards are learnt from, a loss says little.
+    # In reinforcement learning a loss says little.
     losses = [] if rewards else column(rows, "loss/ce")[1]
     rates, mfu = (column(rows, f"speed/{name}")[1] for name in ("tokens_per_second", "mfu"))
     return Summary(
@@ -107,7 +107,7 @@ def write_page(workdir) -> pathlib.Path:
 
 
 def page(title: str, body: list[str]) -> str:
-    """A self-contained page, light and dark: title is escaped text, body its sections in HTML."""
+    """Returns a self-contained page, light and dark. title is escaped text, body a list of sections in HTML."""
     return _PAGE.replace("{title}", title).replace("{body}", "\n".join(body))
 
 
@@ -160,12 +160,12 @@ def _tiles(summary: Summary) -> str:
 
 
 def _charts(rows: list[dict], model: dict):
-    """A figure for every group of metrics that the run has recorded."""
+    """Yields a figure for every group of metrics that the run has recorded."""
 
     def series(prefix, without=()):
         names = dict.fromkeys(k for row in rows for k in row if k.startswith(prefix))
-        found = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
-        return [s for s in found if s[1] and not isinstance(s[2][-1], list)]
+        columns = ((k.removeprefix(prefix), *column(rows, k)) for k in names if k not in without)
+        return [s for s in columns if s[1] and not isinstance(s[2][-1], list)]
 
     def figure(drawing, note=""):
         caption = f"<figcaption>{note}</figcaption>" if note else ""
@@ -180,7 +180,7 @@ def _charts(rows: list[dict], model: dict):
         )
         counted = column(rows, BASELINE_TOKENS)[1]
         text = f"{counted[-1]:,} tokens of the training text" if counted else "the training text"
-        yield figure(drawing, f"Dashed: what counting {text} alone achieves.")
+        yield figure(drawing, f"Dashed: n-gram baselines that count {text}.")
     if column(rows, REWARD)[0]:
         yield from _reward_charts(series, figure)
     if losses := series("loss/"):
@@ -190,11 +190,13 @@ def _charts(rows: list[dict], model: dict):
         yield figure(charts.line_chart(rates, y_label="Learning rate"))
     if norms := series("grad_norm/"):
         yield figure(charts.line_chart(norms, y_label="Gradient norm", log=True, smooth=True))
-    router, logits, index = "router/max_over_mean", "max_logit", "index_loss"
+    router, logits, index = "router/load_imbalance", "max_logit", "index_loss"
     if column(rows, index)[0]:
         names = _layer_names(model, 0)
         drawing = _layers(*column(rows, index), "Loss of the indexers, nats", names)
-        yield figure(drawing, "How far an indexer's softmax is from what attention looks at.")
+        yield figure(
+            drawing, "KL divergence of an indexer's softmax from the attention's probabilities."
+        )
     if column(rows, router)[0]:
         names = _layer_names(model, model.get("first_k_dense_replace", 0))
         drawing = _layers(*column(rows, router), "Largest expert load", names)
@@ -228,50 +230,50 @@ def _reward_charts(series, figure):
         (
             "Entropy, nats per token",
             ("entropy",),
-            "Of what was sampled; a fall to zero ends exploration.",
+            "Entropy of the sampled tokens; at zero there is no exploration.",
         ),
         (
-            "Log-probs apart, nats",
+            "Difference of log-probs, nats",
             ("mismatch", "mismatch_kl"),
-            "Engine against learner: the mean distance, and an estimate of the divergence.",
+            "Engine against learner: mean absolute difference, and an estimate of the KL divergence.",
         ),
         (
             "Share of tokens masked",
             ("below", "above", "masked"),
-            "Out of the window of the ratio, on either side and in all.",
+            "Tokens outside the window of the importance ratio: on either side, and in total.",
         ),
-        ("Share of tokens learnt from", ("inside",), "In the window of the ratio."),
+        ("Share of tokens trained on", ("inside",), "Tokens inside the window of the ratio."),
         (
             "Staleness, steps",
             ("staleness", "staleness_mean", "version_span"),
-            "How many steps the weights that sampled are behind: of the oldest, on average, and within one attempt.",
+            "Age of the sampling weights in steps: of the oldest token, on average, and spread in one attempt.",
         ),
     ):
         lines = [(name, *policy[name]) for name in names if name in policy]
         if lines:
             yield figure(charts.line_chart(lines, y_label=label, smooth=True), note)
-    if alike := [s for s in series("agreement/") if s[0] in ("keys", "experts")]:
-        drawing = charts.line_chart(alike, y_label="Choices alike, share")
-        yield figure(drawing, "Engine against learner, of the same tokens and over all layers.")
+    if equal := [s for s in series("agreement/") if s[0] in ("keys", "experts")]:
+        drawing = charts.line_chart(equal, y_label="Equal choices, share")
+        yield figure(drawing, "Engine against learner, on the same tokens and over all layers.")
     if tasks := series("share/"):
         yield figure(charts.line_chart(tasks, y_label="Tasks, shares of attempts", smooth=True))
     rollout = series("rollout/")
     for name in ("tokens", "seconds"):
-        if own := [s for s in rollout if s[0] == name]:
+        if lines := [s for s in rollout if s[0] == name]:
             label = f"{name.capitalize()} per attempt"
-            yield figure(charts.line_chart(own, y_label=label, smooth=True))
+            yield figure(charts.line_chart(lines, y_label=label, smooth=True))
     if shares := [s for s in rollout if s[0] not in ("tokens", "seconds")]:
         yield figure(charts.line_chart(shares, y_label="Attempts and groups, shares", smooth=True))
     if dropped := series("dropped/"):
         drawing = charts.line_chart(dropped, y_label="Groups dropped per batch", smooth=True)
-        yield figure(drawing, "By why nothing is learnt from them.")
+        yield figure(drawing, "By the reason why they are not trained on.")
     if seconds := series("seconds/"):
         yield figure(charts.line_chart(seconds, y_label="Seconds per step", smooth=True))
 
 
 def _programs(workdir: pathlib.Path) -> str:
-    """When each program of the run had something in hand."""
-    lives = read_activity(workdir)
+    """Returns the section with the busy intervals of each program of the run."""
+    lives = read_utilization(workdir)
     if not lives:
         return ""
     first = min(life.begin for life in lives)
@@ -279,7 +281,7 @@ def _programs(workdir: pathlib.Path) -> str:
         f"{life.name} {life.pid}": [((a - first) / 60, (b - first) / 60) for a, b in life.spans]
         for life in lives
     }
-    title = "What each program had in hand"
+    title = "Busy intervals of each program"
     size = 11.2, 0.9 + 0.3 * len(spans)
     drawing = charts.span_chart(spans, x_label="minutes", y_label=title, size=size)
     lines = (
@@ -299,12 +301,12 @@ def _layer_names(model: dict, first: int) -> list[str]:
 
 
 def _layers(steps, values, label, names) -> str:
-    keep = range(0, len(steps), max(1, len(steps) // 150))
-    table = np.array([values[i] for i in keep], float).T
+    shown = range(0, len(steps), max(1, len(steps) // 150))
+    table = np.array([values[i] for i in shown], float).T
     low, high = float(np.nanmin(table)), float(np.nanquantile(table, 0.99))
     return charts.heat_map(
         table,
-        [steps[i] for i in keep],
+        [steps[i] for i in shown],
         y_label=label,
         rows=names[: len(table)],
         low=low,

@@ -1,19 +1,21 @@
-"""What changes while a run goes on: learning rate by step; batch size and loss weights by tokens."""
+"""Schedules: learning rate by step; batch size and loss weights by tokens seen."""
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, ArrayLike, Float
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class ScheduleConfig:
-    """Learning rate of steps 0 .. total_steps - 1; the defaults are pre-training's (GLM-5 App. A).
+    """Learning rate of steps 0 .. total_steps - 1. The defaults are pre-training's (GLM-5 App. A).
 
-    Step warmup_steps runs at peak and the last step at end, as do all after it. Mid-training is
-    "linear" from 4e-5 to 1e-5, the indexer warm-up of DSA falls from 5e-3 to 2e-4 (its shape is not
-    printed), sparse adaptation is "constant" at 1e-5.
+    Step warmup_steps runs at peak, the last step and all later ones at end. Other stages of the paper:
+
+    - Mid-training is "linear" from 4e-5 to 1e-5.
+    - The indexer warm-up of DSA falls from 5e-3 to 2e-4; its shape is not printed.
+    - Sparse adaptation is "constant" at 1e-5.
     """
 
     kind: str = "cosine"  # from peak to end: "cosine", "linear", or "constant" (end is not used)
@@ -28,7 +30,10 @@ class ScheduleConfig:
 
 
 def make_schedule(config: ScheduleConfig) -> optax.Schedule:
-    """step -> learning rate. The first step of a warm-up is above zero, so no step is wasted."""
+    """Returns step -> learning rate. The first step of a warm-up is above zero, so that no step is wasted.
+
+    Raises ValueError if the numbers of steps or the rates contradict each other.
+    """
     falling = config.total_steps - 1 - config.warmup_steps  # steps from peak to end
     if config.warmup_steps < 0 or falling < 0:
         raise ValueError(
@@ -53,39 +58,40 @@ def make_schedule(config: ScheduleConfig) -> optax.Schedule:
     return optax.join_schedules([rise, fall], [config.warmup_steps])
 
 
-@dataclasses.dataclass
-class SwitchConfig:
-    """A value that changes once, after so many tokens."""
+@dataclasses.dataclass(kw_only=True)
+class TwoPhaseConfig:
+    """Value that changes once, after a number of tokens."""
 
     before: float
     after: float
-    tokens: float = 15e12  # GLM-4.5 2.4, for both below
+    tokens: float = 15e12  # GLM-4.5 2.4, for bias_update_rate and mtp_weight
 
 
-def bias_update_rate() -> SwitchConfig:
-    """Step of the loss-free balancing bias (GLM-4.5 2.4)."""
-    return SwitchConfig(1e-3, 0.0)
+def bias_update_rate() -> TwoPhaseConfig:
+    """Returns the step size of the loss-free balancing bias (GLM-4.5 2.4)."""
+    return TwoPhaseConfig(before=1e-3, after=0.0)
 
 
-def mtp_weight() -> SwitchConfig:
-    """Weight of the multi-token-prediction loss (GLM-4.5 2.4)."""
-    return SwitchConfig(0.3, 0.1)
+def mtp_weight() -> TwoPhaseConfig:
+    """Returns the weight of the multi-token-prediction loss (GLM-4.5 2.4)."""
+    return TwoPhaseConfig(before=0.3, after=0.1)
 
 
-def switched(config: SwitchConfig, tokens_seen) -> jax.Array:
-    """float32[]: the value while a batch is trained on, with tokens_seen before it.
+def value_at(config: TwoPhaseConfig, tokens_seen: Float[ArrayLike, ""]) -> Float[Array, ""]:
+    """Returns the value for a batch, as float32, with tokens_seen before that batch.
 
-    tokens_seen may be traced; pass it as float32, since 15e12 does not fit an int32.
+    tokens_seen may be traced. Pass it as float32, because 15e12 does not fit into an int32.
     """
     return jnp.where(tokens_seen < config.tokens, config.before, config.after).astype(jnp.float32)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class BatchRampConfig:
-    """Tokens per batch, rising linearly with the tokens seen (GLM-4.5 2.4: 16M to 64M over 500B).
+    """Tokens per batch, which rise linearly with the tokens seen (GLM-4.5 2.4: 16M to 64M over 500B).
 
-    Batches are multiples of `multiple` tokens (whole rows on every device), which is not disclosed: each size compiles
-    a step of its own, so the default makes 4 of them. M is read as 2^20, whole rows of 4096 tokens.
+    - Batches are multiples of `multiple` tokens, full rows on every device. The paper does not disclose it.
+      Each size compiles another step; the default gives 4 sizes.
+    - M is read as 2^20, full rows of 4096 tokens.
     """
 
     start: int = 16 << 20
@@ -95,7 +101,7 @@ class BatchRampConfig:
 
 
 def batch_tokens(config: BatchRampConfig, tokens_seen: int) -> int:
-    """Tokens of the batch that follows so many tokens, rounded down to the multiple."""
+    """Returns the tokens of the batch after tokens_seen, rounded down to the multiple."""
     _check(config)
     if tokens_seen >= config.ramp_tokens:
         return config.end
@@ -104,14 +110,14 @@ def batch_tokens(config: BatchRampConfig, tokens_seen: int) -> int:
 
 
 def num_steps(config: BatchRampConfig, tokens: int) -> int:
-    """Steps until at least so many tokens are seen: the total_steps of a run of so many.
+    """Returns the steps until at least `tokens` are seen, which is the total_steps of such a run.
 
     The default total_steps is that of the default ramp and 27e12, pre-training's tokens.
     """
-    taken = seen = 0
+    steps = seen = 0
     while seen < min(tokens, config.ramp_tokens):
-        taken, seen = taken + 1, seen + batch_tokens(config, seen)
-    return taken + max(0, -(-(tokens - seen) // config.end))
+        steps, seen = steps + 1, seen + batch_tokens(config, seen)
+    return steps + max(0, -(-(tokens - seen) // config.end))
 
 
 def _check(config: BatchRampConfig):

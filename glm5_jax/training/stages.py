@@ -1,4 +1,4 @@
-"""A stage of training, assembled from its parts: checked before it touches anything, then run."""
+"""A stage of training, assembled from its parts: checked before it changes anything, then run."""
 
 import contextlib
 import dataclasses
@@ -10,17 +10,19 @@ from typing import Protocol
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import models, store
-from glm5_jax.core import hosts
+from glm5_jax.core import multihost
 from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.folder_lock import FolderLock
 from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
 from glm5_jax.core.metrics_log import MetricsLog, column, read
+from glm5_jax.core.preemption import PreemptionGuard
 from glm5_jax.core.program_hash import program_hash
-from glm5_jax.core.stopping import StopSignal
 from glm5_jax.data.loader import Batch
 from glm5_jax.model import glm5
-from glm5_jax.model.ablations.convert import completed
+from glm5_jax.model.ablations.convert import add_missing_weights
 from glm5_jax.text.layouts import template
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report
@@ -34,16 +36,19 @@ SAMPLES = "samples"
 
 
 class Evaluator(Protocol):
-    """Judges parameters while they train; `baselines` are computed once, for comparison, by the first
-    process of a pod, whose log is the one that is shown."""
+    """Evaluator of parameters during training.
 
-    def __call__(self, params) -> dict[str, float]: ...
+    baselines() returns numbers for comparison. The first process of a pod computes them once, because its log
+    is the one that is shown.
+    """
+
+    def __call__(self, params: PyTree) -> dict[str, float]: ...
 
     def baselines(self) -> dict[str, float]: ...
 
 
-class Source(Protocol):
-    """Where batches come from; `data.loader.Loader` says what its methods do."""
+class BatchSource(Protocol):
+    """Source of batches; `data.loader.Loader` documents its methods."""
 
     def next(self, batch_size: int) -> Batch: ...
 
@@ -57,12 +62,15 @@ class Source(Protocol):
 
 
 class Stage:
-    """Training of a model. What it learns from, and what else it does, its subclasses say.
+    """Training of a model. Subclasses define the data, and further actions between steps.
 
-    Construction checks everything a user can get wrong and raises ValueError, with nothing trained
-    or overwritten yet; `run` trains. step_maker is called as `make_step`, for runs that share what they
-    compile. before: the stage whose workdir is the checkpoint; until it has run, its shapes stand for its
-    weights, and this stage can be checked but not run.
+    Construction checks everything that a user can get wrong and raises ValueError; until then nothing is trained
+    or overwritten. `run` trains.
+
+    Args:
+      step_maker: called as `make_step`; runs that share compiled steps pass another one.
+      previous_stage: stage whose workdir is the checkpoint. Until it has run, only the shapes of its weights are
+        known: this stage can be checked, not run.
     """
 
     def __init__(
@@ -70,15 +78,15 @@ class Stage:
         config: StageConfig,
         workdir,
         step_maker: Callable[..., Step] = make_step,
-        before: "Stage | None" = None,
+        previous_stage: "Stage | None" = None,
     ):
         self.workdir = pathlib.Path(workdir)
         if self.workdir.exists() and not self.workdir.is_dir():
-            raise ValueError(f"workdir {workdir} is a file; give a folder, or a path that is free")
+            raise ValueError(f"workdir {workdir} is a file; give a folder, or a new path")
         self.tokenizer = (
             Tokenizer.load(config.tokenizer) if config.tokenizer else Tokenizer.default()
         )
-        self.config = config = _ending_like(self.tokenizer, config)
+        self.config = config = _with_tokenizer_ids(self.tokenizer, config)
         if config.chat_variant:
             self.tokenizer = self.tokenizer.with_chat_template(template(config.chat_variant))
         if store.latest_step(workdir) is not None:
@@ -87,13 +95,13 @@ class Stage:
         self._mesh = mesh if mesh.size > 1 else None
         self._region = Region.of(mesh)
         self._group, self._num_groups = row_group(mesh)
-        if self.finished:
+        if self.is_finished:
             return
         saved = store.latest_step(workdir)
-        if saved is None and config.checkpoint is None and config.goes_on:
+        if saved is None and config.checkpoint is None and config.requires_checkpoint:
             raise ValueError(
-                f"{config.name} goes on from trained weights; give --experiment.checkpoint=PATH, "
-                "a workdir, one of its checkpoints/STEP or an HF folder (or --experiment.goes_on=false for random ones)"
+                f"{config.name} starts from trained weights; give --experiment.checkpoint=PATH, "
+                "a workdir, one of its checkpoints/STEP or an HF folder (or --experiment.requires_checkpoint=false for random ones)"
             )
         config.model.check_length(config.row_length)
         config.check_rows(self._region)
@@ -105,37 +113,39 @@ class Stage:
             )
         self._step = self._make_step(step_maker)
         store.check_space(workdir, self._step.abstract, config.train.keep)
-        self._given = None
+        self._initial_weights = None
         if saved is None and config.checkpoint is not None:
-            self._given = self._open_checkpoint(pathlib.Path(config.checkpoint), before)
+            self._initial_weights = self._open_checkpoint(
+                pathlib.Path(config.checkpoint), previous_stage
+            )
         self._evaluator: Evaluator | None = None
-        self._source: Source = self._open()
+        self._source: BatchSource = self._open()
         if saved is not None:
             self._source.check(store.load_data(workdir, saved))
 
     def close(self) -> None:
-        """Stops what reads data, of a stage that is not run."""
-        if not self.finished:
+        """Closes the batch source of a stage that is not run."""
+        if not self.is_finished:
             self._source.close()
 
     @property
     def saved_step(self) -> int:
-        """Of the workdir's newest checkpoint; 0: there is none."""
+        """Returns the step of the workdir's newest checkpoint; 0 without one."""
         return store.latest_step(self.workdir) or 0
 
     @property
-    def finished(self) -> bool:
-        """Whether the workdir's newest checkpoint is the last step."""
+    def is_finished(self) -> bool:
+        """Returns True if the workdir's newest checkpoint is that of the last step."""
         return self.saved_step >= self.config.steps
 
     def run(self) -> report.Summary:
-        """Trains to the end, or to a signal (`StopSignal`), and writes the report.
+        """Trains to the end, or until a signal (`PreemptionGuard`), and writes the report.
 
-        A finished run only returns its summary. TrainingStopped and SaveError as `loop.train`.
+        A finished run only returns its summary. Raises TrainingStopped and SaveError as `loop.train` does.
         """
-        finished = self.finished
+        finished = self.is_finished
         if not finished:
-            with StopSignal() as stop:
+            with PreemptionGuard() as stop:
                 before = stop.unsaved
                 try:
                     self._train(stop)
@@ -146,7 +156,7 @@ class Stage:
         return report.summarise(self.workdir)
 
     def _check(self) -> None:
-        """ValueError for what of the config cannot be."""
+        """Raises ValueError if options contradict each other."""
 
     def _make_step(self, step_maker: Callable[..., Step], **options) -> Step:
         config = self.config
@@ -155,39 +165,41 @@ class Stage:
             config.model, config.step, config.optimizer, schedule, self._mesh, **options
         )
 
-    def _open(self) -> Source:
-        """Where batches come from; it may set the evaluator."""
+    def _open(self) -> BatchSource:
+        """Returns the source of batches; may also set the evaluator."""
         raise NotImplementedError
 
     def _rows(self, tokens_seen: int) -> int:
-        """Rows of this process's batch after so many tokens."""
+        """Returns the rows of this process's batch after tokens_seen."""
         raise NotImplementedError
 
     def _begin(self, state: dict) -> None:
-        """The state is there, nothing is trained yet."""
+        """Prepares a run: receives the initial state before the first step."""
 
     def _update(self, state: dict, batch: Batch) -> tuple[dict, dict]:
-        """(state, metrics) after a step."""
+        """Runs one step and returns (state, metrics)."""
         return self._step.train(state, batch)
 
     def _evaluate(self) -> Callable[[dict, int], dict[str, float]] | None:
-        """What judges a state after so many steps."""
+        """Returns the evaluation of a state after a number of steps; None: no evaluation."""
         return self._evaluator and (lambda state, _: self._evaluator(state["params"]))
 
     def _sampler(self) -> Callable[[dict, int], str] | None:
-        """What writes a text to be looked at."""
+        """Returns a function that writes sample texts; None: no samples."""
         return None
 
-    def _intends(self) -> str:
-        """What a step consists of, for the first line on the terminal."""
+    def _describe_step(self) -> str:
+        """Returns the data of one step in words, for the first line on the terminal."""
         raise NotImplementedError
 
-    def _train(self, stop: StopSignal) -> None:
+    def _train(self, stop: PreemptionGuard) -> None:
         config, first = self.config, jax.process_index() == 0
-        own = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
+        log_dir = self.workdir if first else self.workdir / "hosts" / str(jax.process_index())
         with contextlib.ExitStack() as stack:
+            # Restore or initialise.
             stack.callback(self._source.close)
             screen = None if first else stack.enter_context(open(os.devnull, "w"))
+            _lock(self.workdir, stack)
             checkpoints = stack.enter_context(store.Store(self.workdir, config.train.keep))
             state, counters = loop.resume(
                 checkpoints, self._step.abstract, self._initialise, self._source
@@ -200,36 +212,38 @@ class Stage:
                 if not done:
                     shutil.rmtree(self.workdir / SAMPLES, ignore_errors=True)
 
-            hosts.first_does(describe)
-            log = stack.enter_context(MetricsLog(own, done))
+            multihost.run_on_first(describe)
+            log = stack.enter_context(MetricsLog(log_dir, done))
             progress = stack.enter_context(ProgressBar(config.steps, done, stream=screen))
             progress.print(self._headline(done))
             self._begin(state)
 
+            # Baselines of the evaluator.
             def count():
-                if not column(read(own), "baseline/unigram")[0]:
+                if not column(read(log_dir), "baseline/unigram")[0]:
                     progress.print("counting the training text for the baselines ...")
-                    found = self._evaluator.baselines()
-                    log.write({"step": 0, **{f"baseline/{name}": x for name, x in found.items()}})
+                    baselines = self._evaluator.baselines()
+                    log.write({"step": 0} | {f"baseline/{k}": x for k, x in baselines.items()})
 
             if self._evaluator is not None:
                 try:
-                    hosts.first_does(count)
+                    multihost.run_on_first(count)
                 except ValueError as error:
                     raise TrainingStopped(f"baselines: {error}; {checkpoints.last_good}") from error
             if config.step.remat == "offload" and jax.default_backend() == "cpu":
                 progress.print("remat offload: a CPU has one memory, layers' inputs stay in it")
+            # Train.
             progress.print("compiling the train step ...")
-            known = set()
-            told = set(column(read(own), "program")[1])  # by the run that this one goes on from
+            seen_shapes = set()
+            logged_programs = set(column(read(log_dir), "program")[1])  # before this resume
 
             def update(state, batch):
                 shape = batch["token_ids"].shape
-                # What an ablation shares among its runs is no program of its own.
-                if shape not in known and hasattr(self._step.train, "lower"):
-                    known.add(shape)
+                # A step that an ablation shares among its runs cannot be lowered.
+                if shape not in seen_shapes and hasattr(self._step.train, "lower"):
+                    seen_shapes.add(shape)
                     name = program_hash(self._step.train.lower(state, batch))
-                    if name not in told:
+                    if name not in logged_programs:
                         log.write({"step": int(state["step"]), "program": name})
                     progress.print(f"a batch of {shape[0]} x {shape[1]}: program {name}")
                 state, metrics = self._update(state, batch)
@@ -242,9 +256,9 @@ class Stage:
                 counters,
                 log_interval=config.train.log_interval,
                 max_skipped=config.train.max_skipped,
-                max_skipped_in_a_row=config.train.max_skipped_in_a_row,
+                max_consecutive_skipped=config.train.max_consecutive_skipped,
                 flops_per_token=model_flops(config, self._step),
-                peak=_peak(),
+                peak_flops=_peak_flops(),
             )
             loop.train(
                 config.train,
@@ -257,62 +271,80 @@ class Stage:
                 store=checkpoints,
                 recorder=recorder,
                 evaluate=self._evaluate(),
-                # What a stage makes of its weights shows beside what it was given.
-                evaluate_first=not done and self._given is not None,
+                # The report compares a stage's result with its initial weights.
+                evaluate_first=not done and self._initial_weights is not None,
                 sample=self._sampler(),
                 stop=stop,
             )
 
     def _place(self, batch: Batch) -> Batch:
-        """Places a batch of which this process holds its own rows."""
+        """Puts a batch, of which this process holds some rows, onto the devices."""
         if self._mesh is None:
             return jax.device_put(batch)
-        where = NamedSharding(self._mesh, P(BATCH_AXES, SEQUENCE_AXES))
+        sharding = NamedSharding(self._mesh, P(BATCH_AXES, SEQUENCE_AXES))
         rows = len(batch["token_ids"]) * self._num_groups
         return {
-            k: jax.make_array_from_process_local_data(where, v, (rows, *v.shape[1:]))
+            k: jax.make_array_from_process_local_data(sharding, v, (rows, *v.shape[1:]))
             for k, v in batch.items()
         }
 
     def _initialise(self) -> dict:
-        key, params = jax.random.key(self.config.seed), self._given and self._given()
+        key, params = (
+            jax.random.key(self.config.seed),
+            self._initial_weights and self._initial_weights(),
+        )
         if params is not None:
-            params = completed(params, self.config.model, key, mesh=self._mesh)
+            params = add_missing_weights(params, self.config.model, key, mesh=self._mesh)
         return self._step.initialise(key, params)
 
-    def _open_checkpoint(self, path: pathlib.Path, before) -> Callable[[], dict] | None:
-        """What loads the initial weights from a workdir, one of its checkpoints or an HF folder; nothing
-        if the stage before has still to make them. ValueError if they are not there, broken, or of
-        another model."""
-        model, unshared = self.config.model, self.config.unshared
-        if before is not None and not before.finished:
-            wanted, found = ({"model": glm5.abstract(c)} for c in (model, before.config.model))
-            name = f"what {before.config.name} trains"
-            store.check_shapes(wanted, found, name, unshared)
-            models.check_arithmetic(name, before.config.model, model, unshared)
+    def _open_checkpoint(
+        self, path: pathlib.Path, previous_stage: "Stage | None"
+    ) -> Callable[[], dict] | None:
+        """Returns a loader of the initial weights from a workdir, one of its checkpoints or an HF folder.
+
+        Returns None if the previous stage has yet to train them.
+
+        Raises ValueError if they are missing, broken, or of another model.
+        """
+        model, may_differ = self.config.model, self.config.may_differ
+        if previous_stage is not None and not previous_stage.is_finished:
+            wanted, trained = (
+                {"model": glm5.abstract_params(c)} for c in (model, previous_stage.config.model)
+            )
+            name = f"the checkpoint of {previous_stage.config.name}"
+            store.check_shapes(wanted, trained, name, may_differ)
+            models.check_arithmetic(name, previous_stage.config.model, model, may_differ)
             return None
-        return models.open_weights(path, model, mesh=self._mesh, unshared=unshared)
+        return models.open_weights(path, model, mesh=self._mesh, may_differ=may_differ)
 
     def _headline(self, done: int) -> str:
         model, device = self.config.model, jax.devices()[0]
-        start = f"going on from step {done}" if done else "starting"
+        start = f"resuming at step {done}" if done else "starting"
         return (
             f"{self.config.name}: {_short(model.num_stored_parameters)} parameters, "
             f"{_short(model.num_active_parameters)} active, on {jax.device_count()} "
-            f"{device.device_kind} device(s), {self._intends()}; {start} in {self.workdir}"
+            f"{device.device_kind} device(s), {self._describe_step()}; {start} in {self.workdir}"
         )
 
 
-def _ending_like(tokenizer: Tokenizer, config: StageConfig) -> StageConfig:
-    """The config with the ids that end and pad a text in this tokenizer."""
+def _with_tokenizer_ids(tokenizer: Tokenizer, config: StageConfig) -> StageConfig:
+    """Returns the config with the tokenizer's end and padding ids in its model."""
     ids = {"eos_token_id": tokenizer.eos_ids, "pad_token_id": tokenizer.pad_id}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))
 
 
-def _peak() -> float | None:
-    """bfloat16 FLOP/s of all devices together."""
-    one = flops.peak_flops(jax.devices()[0].device_kind)
-    return one and one * jax.device_count()
+def _lock(workdir: pathlib.Path, stack: contextlib.ExitStack) -> None:
+    """Has the first process hold the workdir until the stack ends. Raises TrainingStopped if another run uses it."""
+    try:
+        multihost.run_on_first(lambda: stack.enter_context(FolderLock(workdir)))
+    except OSError as error:
+        raise TrainingStopped(str(error)) from error
+
+
+def _peak_flops() -> float | None:
+    """Returns the bfloat16 FLOP/s of all devices together; None if unknown."""
+    device_flops = flops.peak_flops(jax.devices()[0].device_kind)
+    return device_flops and device_flops * jax.device_count()
 
 
 def _short(count: int) -> str:

@@ -1,11 +1,11 @@
 """Writes the locks of the Python that runs this file, from the ranges in setup.cfg.
 
     python3.11 launch/requirements/lock.py      # writes py311-run.txt, -test.txt, -aot.txt, -ray.txt, -bench.txt
-    python3.12 launch/requirements/lock.py      # writes py312-*.txt, which serve later Pythons too
+    python3.12 launch/requirements/lock.py      # writes py312-*.txt, also for later Pythons
 
-`test` adds to `run`, `aot` and `ray` each to both; `bench` stands alone. Every line is one exact pin, dependencies
-of dependencies included, so the locks install with `pip install --no-deps`. `bench` is resolved only
-where pip knows PyTorch's index of CPU wheels.
+`test` extends `run`; `aot` and `ray` each extend both; `bench` is independent. Every line is one exact pin, and indirect
+dependencies are included, so the locks install with `pip install --no-deps`. To resolve `bench`, pip needs PyTorch's
+index of CPU wheels.
 """
 
 import configparser
@@ -17,13 +17,13 @@ import tempfile
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 SETUP = FOLDER.parents[1] / "setup.cfg"
-# Group -> those that are installed where it is.
-BELOW = {"run": (), "test": ("run",), "aot": ("run", "test"), "ray": ("run", "test")}
+# Group -> groups that are installed together with it.
+BASES = {"run": (), "test": ("run",), "aot": ("run", "test"), "ray": ("run", "test")}
 HEAD = "# Written by launch/requirements/lock.py from setup.cfg.\n"
 
 
 def requirements(group: str) -> list[str]:
-    """The requirement lines that setup.cfg has for `run` or for an extra."""
+    """Returns the requirement lines of setup.cfg for `run` or for an extra."""
     config = configparser.ConfigParser()
     config.read(SETUP)
     if group == "run":
@@ -32,7 +32,7 @@ def requirements(group: str) -> list[str]:
 
 
 def resolve(wanted: list[str], pins: dict[str, str]) -> dict[str, str]:
-    """Names and versions that pip would install for `wanted` while it keeps to `pins`."""
+    """Returns {name: version} of the packages that pip would install for `wanted` under the constraints `pins`."""
     with tempfile.TemporaryDirectory() as folder:
         constraints = pathlib.Path(folder) / "constraints.txt"
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in pins.items()))
@@ -51,17 +51,17 @@ def write(file: str, pins: dict[str, str]) -> None:
 
 def main() -> None:
     tag = f"py{sys.version_info.major}{sys.version_info.minor}"
-    held: dict[str, dict[str, str]] = {}
+    packages: dict[str, dict[str, str]] = {}
     pins: dict[str, str] = {}
-    for group, below in BELOW.items():
-        wanted = [line for name in (*below, group) for line in requirements(name)]
-        # Nothing in the plugin's metadata says that it must be of jax's own version.
+    for group, bases in BASES.items():
+        wanted = [line for name in (*bases, group) for line in requirements(name)]
+        # The plugin's metadata does not require jax's version, although it must be the same.
         plugin = {"jax-cuda13-plugin": pins["jax"]} if pins else {}
-        there = {name for one in below for name in held[one]}
-        found = resolve(wanted, pins | plugin)
-        held[group] = {name: found[name] for name in found if name not in there}
-        write(f"{tag}-{group}.txt", held[group])
-        pins |= held[group]  # what two groups add is of one version
+        base_packages = {name for base in bases for name in packages[base]}
+        resolved = resolve(wanted, pins | plugin)
+        packages[group] = {name: resolved[name] for name in resolved if name not in base_packages}
+        write(f"{tag}-{group}.txt", packages[group])
+        pins |= packages[group]  # the same version in all groups
     write(f"{tag}-bench.txt", resolve(requirements("bench"), {}))
 
 

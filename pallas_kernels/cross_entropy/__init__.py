@@ -1,46 +1,56 @@
-"""Output projection and softmax cross-entropy in one: logits never exist as a whole."""
+"""Fused output projection and softmax cross-entropy: the full logits never exist in memory."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 
-LOGZ = "cross_entropy_logz"  # the name of what the backward needs of the forward, for policies of jax.checkpoint
+# Name of the log partition for jax.checkpoint policies; the backward needs it.
+LOGZ = "cross_entropy_logz"
 
 
 class Static(NamedTuple):
-    """What is known when tracing."""
+    """Static arguments."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
     chunk: int
 
 
-def linear_cross_entropy(hidden, head, targets, chunk: int, *, implementation="auto"):
-    """(nll, log partition), wide[m], of targets int32[m] under softmax(hidden [m d] @ head [d v]).
+def linear_cross_entropy(
+    hidden: Float[Array, "m d"],
+    head: Float[Array, "d v"],
+    targets: Int[Array, " m"],
+    chunk: int,
+    *,
+    implementation: str | backends.Implementation = "auto",
+) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    """Returns (nll, log partition), [m], of targets under softmax(hidden @ head), in the accumulation dtype.
 
-    Gradients are exact, also of the log partition; the head's is summed wide.
+    Gradients are exact, also of the log partition. The gradient of the head is summed in the accumulation dtype.
 
-    chunk: rows whose logits exist at a time in the XLA form. implementation: see `dispatch.choose`.
+    chunk: rows per step of the XLA form, whose logits exist together. implementation: see
+    `backends.select_backend`.
     """
-    choice = dispatch.choose("cross_entropy", implementation, hidden, head)
-    return _loss(Static(choice, chunk), hidden, head, targets)
+    backend = backends.select_backend("cross_entropy", implementation, hidden, head)
+    return _loss(Static(backend, chunk), hidden, head, targets)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(static, hidden, head, targets):
-    return static.choice.function("forward")(static, hidden, head, targets)
+    return static.backend.function("forward")(static, hidden, head, targets)
 
 
-def _saving(static, hidden, head, targets):
+def _forward_with_residuals(static, hidden, head, targets):
     nll, logz = _loss(static, hidden, head, targets)
     return (nll, logz), (hidden, head, targets, checkpoint_name(logz, LOGZ))
 
 
 def _backward(static, saved, cotangents):
-    return *static.choice.function("backward")(static, saved, *cotangents), None
+    return *static.backend.function("backward")(static, saved, *cotangents), None
 
 
-_loss.defvjp(_saving, _backward)
+_loss.defvjp(_forward_with_residuals, _backward)

@@ -1,15 +1,15 @@
-"""Output projection and cross-entropy on Hopper: tiles of logits in registers, summed up as they come.
+"""Output projection and cross-entropy on Hopper: tiles of logits stay in registers and are reduced there.
 
-A block keeps 128 rows and walks a stretch of the words, one warpgroup fetching, two multiplying: 87 FLOPs of
-every byte that comes to a multiprocessor. Blocks in a row take few groups of rows and several stretches, so
-that what they read together fits the second-level cache: at GLM-5's sizes 25 MB of hidden states, which
-stay for the whole of a stretch, and 25 MB of the head, which is read four times in all.
+Grid: one block per (128 rows, stretch of the vocabulary). One warpgroup loads, two multiply: 87 FLOP per byte
+that reaches a multiprocessor. Consecutive blocks cover few groups of rows and several stretches, so that their
+joint input fits the L2 cache. At GLM-5's sizes this is 25 MB of hidden states, which stay for the full stretch,
+and 25 MB of the head, which is read four times in total.
 
-The backward is XLA's, as on a TPU: three products, 47 TFLOP for 8192 rows of GLM-5, which take 59 ms at the
-788 TFLOP/s that an H200 has. XLA for GPUs writes the logits in float32 and reads them again to make their
-gradient, which it writes in bfloat16 and reads twice: 14 bytes of each logit, 18 GB or 3.7 ms. The kernel
-below with another ending could write the gradient itself and save 8 of the 14, 2 ms of 63. One that kept
-the gradient on the chip would make the logits anew for the second product, 20 ms more.
+The backward is XLA's, as on a TPU: three products, 47 TFLOP for 8192 rows of GLM-5, or 59 ms at the 788 TFLOP/s
+that an H200 reaches. XLA for GPUs writes the logits in float32, reads them to compute their gradient, writes
+that in bfloat16 and reads it twice: 14 bytes per logit, 18 GB or 3.7 ms. With another epilogue this kernel
+could write the gradient itself and save 8 of the 14 bytes, 2 of 63 ms. A kernel that keeps the gradient on the
+chip would recompute the logits for the second product, 20 ms more.
 """
 
 import functools
@@ -20,86 +20,106 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.cross_entropy import ref
-from pallas_kernels.lightning_indexer.gpu import LEFT, RIGHT, in_parts
+from pallas_kernels.lightning_indexer.gpu import LEFT_PARTS, RIGHT_PARTS, split_float32
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
 
-# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared memory
-# and registers. A tile of logits is 64 rows by WORDS for each of two
-# warpgroups, 128 registers of a thread; a stage of the ring is 48 KB.
-ROWS, WORDS, DEPTH, STAGES = 128, 256, 64, 4
-GROUP = 16  # blocks of rows that share a stretch of words while it is in the cache
-STRETCH = 8  # tiles of a block at most: the last blocks to run are 3% of GLM-5's time
-BLOCKS = 8 * hopper.MULTIPROCESSORS  # wanted at least
-# Rows of the backward at a time. Their logits are 2.5 GB in float32 and half as much again in bfloat16; the
-# head's gradient in float32, 3.8 GB, is read and written for each piece.
+# Only these sizes are timed, on an H200 (2026-11-26, experiments/kernels_h200.jsonl). They follow from shared memory
+# and registers. A tile of logits is 64 rows by VOCAB_TILE for each of two warpgroups, 128 registers per thread; a
+# stage of the ring is 48 KB.
+ROWS, VOCAB_TILE, DEPTH, STAGES = 128, 256, 64, 4
+GROUP = 16  # blocks of rows that share a stretch of the vocabulary while it is in the cache
+STRETCH = 8  # maximum tiles of a block: the last blocks to run take 3% of GLM-5's time
+MIN_BLOCKS = 8 * hopper.MULTIPROCESSORS  # target number of blocks
+# Rows per step of the backward. Their logits take 2.5 GB in float32 and half as much in bfloat16. The head's
+# gradient, 3.8 GB in float32, is read and written at each step.
 BACKWARD_ROWS = 4096
 
 
-def refuse(hidden, head):
-    """Why it cannot take hidden [m d] and head [d v], or None."""
+def unsupported_reason(hidden: Float[Array, "m d"], head: Float[Array, "d v"]) -> str | None:
+    """Returns the reason why hidden [m d] and head [d v] are not supported, or None."""
     if hidden.dtype != head.dtype or hidden.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"it takes bfloat16 or float32, both alike, not {hidden.dtype} and {head.dtype}"
+        return f"both must be bfloat16 or both float32, not {hidden.dtype} and {head.dtype}"
     return None
 
 
-def forward(static, hidden, head, targets, *, interpret=False):
-    """(nll, log partition), float32[m]."""
+def forward(
+    static,
+    hidden: Float[Array, "m d"],
+    head: Float[Array, "d v"],
+    targets: Int[Array, " m"],
+    *,
+    interpret: object = False,
+) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+    """Returns (nll, log partition), float32[m]."""
     m, v = hidden.shape[0], head.shape[1]
     if hidden.dtype == jnp.float32:
-        hidden, head = in_parts(hidden, LEFT), in_parts(head.T, RIGHT).T
-    hidden, head = _padded(hidden, ROWS, DEPTH), _padded(head, DEPTH, WORDS)
+        hidden, head = split_float32(hidden, LEFT_PARTS), split_float32(head.T, RIGHT_PARTS).T
+    hidden, head = _padded(hidden, ROWS, DEPTH), _padded(head, DEPTH, VOCAB_TILE)
     targets = jnp.pad(targets.astype(jnp.int32), (0, -m % ROWS))
-    top, total, own = _partial(hidden, head, targets, v, interpret)
-    most = jnp.max(top, axis=0)
-    logz = most + jnp.log(jnp.sum(total * jnp.exp(top - most), axis=0))
-    return (logz - jnp.sum(own, axis=0))[:m], logz[:m]
+    top, total, target_logit = _partial(hidden, head, targets, v, interpret)
+    max_logit = jnp.max(top, axis=0)
+    logz = max_logit + jnp.log(jnp.sum(total * jnp.exp(top - max_logit), axis=0))
+    return (logz - jnp.sum(target_logit, axis=0))[:m], logz[:m]
 
 
-def backward(static, saved, dnll, dlogz, *, interpret=False):
-    """(dhidden, dhead) for what `forward` took, the log partition that it gave, and both gradients."""
-    static = static._replace(chunk=ref.rows_at_a_time(saved[0].shape[0], BACKWARD_ROWS))
-    # Otherwise products of float32 may be of 11 bits.
+def backward(
+    static,
+    saved: tuple,
+    dnll: Float[Array, " m"],
+    dlogz: Float[Array, " m"],
+    *,
+    interpret: object = False,
+) -> tuple[Float[Array, "m d"], Float[Array, "d v"]]:
+    """Returns (dhidden, dhead) for the inputs of `forward`, its log partition, and the gradients of both results."""
+    static = static._replace(chunk=ref.rows_per_chunk(saved[0].shape[0], BACKWARD_ROWS))
+    # By default products of float32 may have 11 bits.
     with jax.default_matmul_precision("highest" if saved[0].dtype == jnp.float32 else "default"):
         return ref.backward(static, saved, dnll, dlogz)
 
 
 class _Plan(NamedTuple):
-    """How blocks divide tiles: row_blocks x stretches of them."""
+    """Distribution of tiles over row_blocks x stretches blocks."""
 
     row_blocks: int
     stretches: int
-    tiles: int  # of words
-    stretch: int  # tiles of one, the last one's fewer
+    tiles: int  # of the vocabulary
+    stretch: int  # tiles per stretch; the last stretch may have fewer
 
-    def of(self, block):
-        """(block of rows, stretch) of a block of the grid: groups of rows, in each stretch by stretch."""
+    def locate(self, block: Array) -> tuple[Array, Array]:
+        """Returns (block of rows, stretch) of a grid block.
+
+        Grid blocks go through groups of row blocks, and in each group stretch by stretch.
+        """
         group = lax.div(block, GROUP * self.stretches)
         within = lax.rem(block, GROUP * self.stretches)
         rows = jnp.minimum(self.row_blocks - group * GROUP, GROUP)
         return group * GROUP + lax.rem(within, rows), lax.div(within, rows)
 
 
-def plan_of(m: int, v: int) -> _Plan:
-    """Returns how tiles of logits of m rows and v words are shared out among blocks."""
-    row_blocks, tiles = m // ROWS, v // WORDS
-    stretch = max(1, min(STRETCH, row_blocks * tiles // BLOCKS))
-    return _Plan(row_blocks, pl.cdiv(tiles, stretch), tiles, stretch)
+def make_plan(m: int, v: int) -> _Plan:
+    """Returns the distribution of tiles of logits of m rows and a vocabulary of v over blocks."""
+    row_blocks, tiles = m // ROWS, v // VOCAB_TILE
+    stretch = max(1, min(STRETCH, row_blocks * tiles // MIN_BLOCKS))
+    return _Plan(
+        row_blocks=row_blocks, stretches=pl.cdiv(tiles, stretch), tiles=tiles, stretch=stretch
+    )
 
 
 def _padded(x, rows: int, columns: int):
-    """x with zeros up to a multiple of both."""
+    """Pads x with zeros to a multiple of both."""
     return jnp.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
 
 
 def _partial(hidden, head, targets, v: int, interpret):
-    """(largest logit, sum of exponentials under it, target's logit or 0), float32[stretches m]."""
+    """Returns (largest logit, sum of exponentials relative to it, target's logit or 0), float32[stretches m]."""
     m = hidden.shape[0]
-    plan = plan_of(m, head.shape[1])
-    tiled = hopper.tiled(hidden.dtype)
+    plan = make_plan(m, head.shape[1])
+    tiled = hopper.tile_transforms(hidden.dtype)
     return hopper.kernel(
         functools.partial(_body, hopper.Ops(interpret), plan, v),
         kernel_name="cross_entropy",
@@ -113,7 +133,7 @@ def _partial(hidden, head, targets, v: int, interpret):
         compiler_params=hopper.compiler_params(approx_math=True, reduction_scratch_bytes=0),
         scratch_types=[
             plgpu.SMEM((STAGES, ROWS, DEPTH), hidden.dtype, transforms=tiled),
-            plgpu.SMEM((STAGES, DEPTH, WORDS), hidden.dtype, transforms=tiled),
+            plgpu.SMEM((STAGES, DEPTH, VOCAB_TILE), hidden.dtype, transforms=tiled),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
             plgpu.Barrier(num_barriers=STAGES, num_arrivals=2),
         ],
@@ -121,14 +141,27 @@ def _partial(hidden, head, targets, v: int, interpret):
 
 
 def _body(
-    ops, plan, v, hidden, head, targets, tops, totals, owns, rows_ring, words_ring, full, free
+    ops,
+    plan,
+    v,
+    hidden,
+    head,
+    targets,
+    tops,
+    totals,
+    target_logits,
+    rows_ring,
+    head_ring,
+    full,
+    free,
 ):
     role = lax.axis_index("role")
-    row, stretch = plan.of(lax.axis_index("block"))
+    row, stretch = plan.locate(lax.axis_index("block"))
     first = stretch * plan.stretch
     tiles = jnp.minimum(plan.tiles - first, plan.stretch)
     steps = hidden.shape[1] // DEPTH
 
+    # Loader warpgroup: fill the ring with tiles of hidden states and of the head.
     def load():
         plgpu.set_max_registers(40, action="decrease")
 
@@ -137,22 +170,25 @@ def _body(
             stage = lax.rem(n, jnp.int32(STAGES))
             pl.when(n >= STAGES)(lambda: plgpu.barrier_wait(free.at[stage]))
             depth = pl.ds(lax.rem(n, jnp.int32(steps)) * DEPTH, DEPTH)
-            words = pl.ds((first + lax.div(n, jnp.int32(steps))) * WORDS, WORDS)
+            vocab_slice = pl.ds((first + lax.div(n, jnp.int32(steps))) * VOCAB_TILE, VOCAB_TILE)
             rows = pl.ds(row * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(hidden.at[rows, depth], rows_ring.at[stage], full.at[stage])
-            plgpu.copy_gmem_to_smem(head.at[depth, words], words_ring.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(
+                head.at[depth, vocab_slice], head_ring.at[stage], full.at[stage]
+            )
 
-        # Who waits for a barrier must see all of it.
+        # A warpgroup that waits for a barrier must wait for all of its arrivals.
         for stage in range(STAGES):
             pl.when(stage < tiles * steps)(lambda s=stage: plgpu.barrier_wait(free.at[s]))
 
+    # Compute warpgroups: online log-sum-exp over the tiles of the stretch.
     def add():
         plgpu.set_max_registers(232, action="increase")
-        own_rows = pl.ds(role * (ROWS // 2), ROWS // 2)
-        place = pl.ds(row * ROWS + role * (ROWS // 2), ROWS // 2)
-        shape = ROWS // 2, WORDS
+        row_slice = pl.ds(role * (ROWS // 2), ROWS // 2)
+        target_rows = pl.ds(row * ROWS + role * (ROWS // 2), ROWS // 2)
+        shape = ROWS // 2, VOCAB_TILE
         row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
-        target = ops.load(targets, (place,), layout=row_of)
+        target = ops.load(targets, (target_rows,), layout=row_of)
 
         def logits_of(tile, acc):
             @pl.loop(0, steps)
@@ -160,8 +196,8 @@ def _body(
                 n = tile * steps + step
                 stage = lax.rem(n, jnp.int32(STAGES))
                 plgpu.barrier_wait(full.at[stage])
-                plgpu.wgmma(acc, rows_ring.at[stage, own_rows], words_ring.at[stage])
-                # One product stays under way; the stage of the one before is free.
+                plgpu.wgmma(acc, rows_ring.at[stage, row_slice], head_ring.at[stage])
+                # One product stays in flight; the stage of the previous one is free.
                 plgpu.wgmma_wait(1)
                 before = lax.rem(n + (STAGES - 1), jnp.int32(STAGES))
                 pl.when(step > 0)(lambda: plgpu.barrier_arrive(free.at[before]))
@@ -171,25 +207,26 @@ def _body(
             return acc[...]
 
         def step(tile, carry):
-            top, total, own = carry
+            top, total, target_logit = carry
             logits = pl.run_scoped(
                 functools.partial(logits_of, tile), plgpu.ACC(shape, jnp.float32)
             )
-            begin = (first + tile) * WORDS
-            word = ops.cast(lax.iota(jnp.int32, WORDS), column_of)
-            word = hopper.over_columns(word, shape)
-            if v % WORDS:
-                logits = jnp.where(word < v - begin, logits, HIDDEN)
-            is_target = word == hopper.over_rows(target - begin, shape)
-            own = own + jnp.sum(jnp.where(is_target, logits, 0.0), axis=1)
+            begin = (first + tile) * VOCAB_TILE
+            token_id = ops.cast(lax.iota(jnp.int32, VOCAB_TILE), column_of)
+            token_id = hopper.broadcast_columns(token_id, shape)
+            if v % VOCAB_TILE:
+                logits = jnp.where(token_id < v - begin, logits, HIDDEN)
+            is_target = token_id == hopper.broadcast_rows(target - begin, shape)
+            target_logit = target_logit + jnp.sum(jnp.where(is_target, logits, 0.0), axis=1)
             higher = jnp.maximum(top, jnp.max(logits, axis=1))
-            p = jnp.exp2((logits - hopper.over_rows(higher, shape)) * LOG2E)
+            p = jnp.exp2((logits - hopper.broadcast_rows(higher, shape)) * LOG2E)
             total = total * jnp.exp2((top - higher) * LOG2E) + jnp.sum(p, axis=1)
-            return higher, total, own
+            return higher, total, target_logit
 
         zeros = ops.zeros((ROWS // 2,), layout=row_of)
         start = ops.full((ROWS // 2,), HIDDEN, layout=row_of), zeros, zeros
-        for ref_, x in zip((tops, totals, owns), lax.fori_loop(0, tiles, step, start)):
-            ref_[stretch, place] = x
+        for ref_, x in zip((tops, totals, target_logits), lax.fori_loop(0, tiles, step, start)):
+            ref_[stretch, target_rows] = x
 
+    # Each warpgroup runs its role.
     lax.cond(role == 2, load, add)

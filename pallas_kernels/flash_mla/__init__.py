@@ -5,15 +5,21 @@ from typing import NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 
 
 class Static(NamedTuple):
-    """What is known when tracing; start: key index of query 0, or None if only known at run time.
-    shared: keys and values are one array. window: keys that a query sees, or None for all."""
+    """Static arguments.
 
-    choice: dispatch.Choice
+    Attributes:
+      start: key index of query 0; None: known only at run time.
+      shared: whether keys and values are one array.
+      window: number of keys that a query sees; None: all.
+    """
+
+    backend: backends.Backend
     scale: float
     block: int
     start: int | None
@@ -22,30 +28,34 @@ class Static(NamedTuple):
 
 
 def flash_mla(
-    q,
-    k,
-    v,
+    q: Float[Array, "b t n x"],
+    k: Float[Array, "b s m x"],
+    v: Float[Array, "b s m y"],
     *,
     scale: float,
-    start=0,
-    q_segments=None,
-    k_segments=None,
-    topk=None,
+    start: int | Int[Array, ""] = 0,
+    q_segments: Int[Array, "b t"] | None = None,
+    k_segments: Int[Array, "b s"] | None = None,
+    topk: Int32[Array, "b t k"] | None = None,
     window: int | None = None,
     block: int = 128,
-    implementation="auto",
-):
-    """Attention of q [b t n x] over k [b s m x], v [b s m y] -> (out [b t n y], lse wide[b t n], largest logit).
+    implementation: str | backends.Implementation = "auto",
+) -> tuple[Float[Array, "b t n y"], Float[Array, "b t n"], Float[Array, ""]]:
+    """Returns attention of q over k, v: (out, log-sum-exp of the logits, largest logit).
 
-    n is a multiple of m (m = 1: all heads share one key). Key s is visible to query t if
-    s <= start + t, the segments int[b t], int[b s] agree (0: padding; None: one document), topk
-    int32[b t k] holds s (None: all) and s > start + t - window (None: any). Sums are wide; a query
-    without visible keys gives zeros and an infinite lse. Only out carries a gradient. Memory is linear in
-    the length in both directions; with a window, which the Pallas forms refuse, work is too.
+    n is a multiple of m; m = 1 means that all heads share one key. Key s is visible to query t if
+    - s <= start + t,
+    - the segments agree (0: padding; None: one document),
+    - topk holds s (None: all), and
+    - s > start + t - window (None: any).
+    Sums and the lse have the accumulation dtype. A query without visible keys gives zeros and an infinite lse.
+    Only out carries a gradient. Memory is linear in the length in both directions. With a window, work is
+    linear too; the Pallas forms do not support a window.
 
-    The same array as k and v is read once by the Pallas forms.
+    If k and v are the same array, the Pallas forms read it once.
 
-    block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`. Raises ValueError if
+    the heads do not match or the window is not positive.
     """
     b, t, n, _ = q.shape
     heads = k.shape[2]
@@ -58,10 +68,12 @@ def flash_mla(
     shared = v is k
     grouped = q.reshape(b, t, heads, n // heads, -1).transpose(0, 2, 3, 1, 4)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    known = start if isinstance(start, int) else None
-    choice = dispatch.choose("flash_mla", implementation, grouped, k, v, topk, window)
-    static = Static(choice, scale, block, known, shared, window)
-    start = 0 if known is not None else start
+    static_start = start if isinstance(start, int) else None
+    backend = backends.select_backend("flash_mla", implementation, grouped, k, v, topk, window)
+    static = Static(
+        backend=backend, scale=scale, block=block, start=static_start, shared=shared, window=window
+    )
+    start = 0 if static_start is not None else start
     out, lse, top = _flash(static, grouped, k, v, start, q_segments, k_segments, topk)
     out = out.transpose(0, 3, 1, 2, 4).reshape(b, t, n, -1)
     lse = lse.transpose(0, 3, 1, 2).reshape(b, t, n)
@@ -70,18 +82,18 @@ def flash_mla(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(static, q, k, v, start, q_segments, k_segments, topk):
-    run = static.choice.function("forward")
+    run = static.backend.function("forward")
     return run(static, q, k, v, start, q_segments, k_segments, topk)
 
 
-def _saving(static, *args):
+def _forward_with_residuals(static, *args):
     out, lse, top = _flash(static, *args)
     return (out, lse, top), (*args, out, lse)
 
 
 def _backward(static, saved, cotangents):
-    gradients = static.choice.function("backward")(static, saved, cotangents[0])
+    gradients = static.backend.function("backward")(static, saved, cotangents[0])
     return *gradients, None, None, None, None
 
 
-_flash.defvjp(_saving, _backward)
+_flash.defvjp(_forward_with_residuals, _backward)

@@ -1,14 +1,14 @@
-"""GLM-5's dense attention: packed rows of pre-training, long sequences, a share of one, and decoding.
+"""GLM-5's dense attention: packed rows of pre-training, long sequences, a shard of a sequence, and decoding.
 
-64 heads of 192 + 64 and of 256 in the expanded form; in the absorbed one they share the latent of
-512 + 64, which is key and value at once.
+64 heads of 192 + 64 and of 256 in the expanded form. In the absorbed form they share the latent of 512 + 64,
+which is both key and value.
 """
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import together
+from pallas_kernels.cost import sum_costs
 from pallas_kernels.flash_mla import cost, flash_mla
 
 ROWS = {"b": 2, "t": 4096, "s": 4096, "start": 0, "n": 64, "m": 64, "x": 256, "y": 256}
@@ -19,53 +19,55 @@ DRAFTS = DECODE | {"t": 8, "start": 8184}
 SMALL = {"b": 2, "t": 256, "s": 256, "start": 0, "n": 2, "m": 2, "x": 128, "y": 128}
 SMALL_SHARE = SMALL | {"t": 64, "start": 192}
 SMALL_DECODE = {"b": 2, "t": 2, "s": 256, "start": 254, "n": 8, "m": 1, "x": 192, "y": 192}
-DOCUMENTS = 6  # a packed row
+DOCUMENTS = 6  # per packed row
 SCALE = 0.0625  # 1 / sqrt(192 + 64), also where the latent is the key
 
 
 def inputs(packed: bool = False, start: bool = False):
-    """Unit queries, keys, values and gradient; documents of random lengths, the last one padding; start
-    as an array, which is only known at run time."""
+    """Returns unit queries, keys, values and gradient.
 
-    def of(sizes, key):
+    packed: documents of random lengths, the last one padding. start: start is an array, known only at run time.
+    """
+
+    def make_inputs(sizes, key):
         b, t, s, n, m, x, y = (sizes[name] for name in "btsnmxy")
         keys = jax.random.split(key, 5)
-        made = {
+        arrays = {
             "q": jax.random.normal(keys[0], (b, t, n, x), jnp.bfloat16),
             "k": jax.random.normal(keys[1], (b, s, m, x), jnp.bfloat16),
             "dout": jax.random.normal(keys[2], (b, t, n, y), jnp.bfloat16),
         }
         if m > 1:
-            made["v"] = jax.random.normal(keys[3], (b, s, m, y), jnp.bfloat16)
+            arrays["v"] = jax.random.normal(keys[3], (b, s, m, y), jnp.bfloat16)
         if packed:
             ends = jnp.sort(jax.random.randint(keys[4], (b, DOCUMENTS), 0, s), axis=1)
             number = jnp.sum(jnp.arange(s) >= ends[..., None], axis=1, dtype=jnp.int32)
-            made["segments"] = jnp.where(number == DOCUMENTS, 0, number + 1)
+            arrays["segments"] = jnp.where(number == DOCUMENTS, 0, number + 1)
         if start:
-            made["start"] = jnp.full((), sizes["start"], jnp.int32)
-        return made
+            arrays["start"] = jnp.full((), sizes["start"], jnp.int32)
+        return arrays
 
-    return of
+    return make_inputs
 
 
 def forward(inputs, sizes, implementation):
-    """(out, lse, largest logit)."""
+    """Returns (out, lse, largest logit)."""
     segments = inputs.get("segments")
-    own = None if segments is None else segments[:, -sizes["t"] :]
+    q_segments = None if segments is None else segments[:, -sizes["t"] :]
     return flash_mla(
         inputs["q"],
         inputs["k"],
         inputs.get("v", inputs["k"]),
         scale=SCALE,
         start=inputs.get("start", sizes["start"]),
-        q_segments=own,
+        q_segments=q_segments,
         k_segments=segments,
         implementation=implementation,
     )
 
 
 def backward(inputs, sizes, implementation):
-    """Gradients of queries, keys and values."""
+    """Returns the gradients of queries, keys and values."""
 
     def out(q, k, v):
         return forward(inputs | {"q": q, "k": k, "v": v}, sizes, implementation)[0]
@@ -74,15 +76,15 @@ def backward(inputs, sizes, implementation):
 
 
 def forward_cost(sizes):
-    """Of queries whose place is known; one head of keys is that of values too."""
-    named = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
-    return cost.forward(**named, shared=sizes["m"] == 1)
+    """Cost for queries whose position is known; one head of keys also serves as values."""
+    sizes_of_cost = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
+    return cost.forward(**sizes_of_cost, shared=sizes["m"] == 1)
 
 
 def backward_cost(sizes):
-    """With the forward before it."""
-    named = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
-    return together(forward_cost(sizes), cost.backward(**named))
+    """Cost with the preceding forward."""
+    sizes_of_cost = {name: sizes[name] for name in ("b", "t", "s", "n", "m", "x", "y", "start")}
+    return sum_costs(forward_cost(sizes), cost.backward(**sizes_of_cost))
 
 
 CASES = {

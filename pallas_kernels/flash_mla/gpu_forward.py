@@ -1,8 +1,8 @@
-"""The kernels of `gpu.forward`: a block of rows against its own range of key tiles.
+"""Kernels of `gpu.forward`: a block of rows against its range of key tiles.
 
-`attend` is for heads of up to 256 columns: two warpgroups have 64 rows each, with their sums in registers,
-and meet the same tiles, which a third copies. The softmax of the one runs beside the products of the
-other. `attend_wide` is for latents of up to 576: the sums of 64 rows are spread over several warpgroups.
+`attend` is for heads of up to 256 columns: two warpgroups have 64 rows each, with their sums in registers, and
+visit the same tiles, which a third one copies. The softmax of one runs during the products of the other.
+`attend_wide` is for latents of up to 576 columns: the sums of 64 rows are spread over several warpgroups.
 """
 
 import functools
@@ -13,29 +13,33 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from pallas_kernels import compat, hopper
 from pallas_kernels.mask import HIDDEN
 from pallas_kernels.numerics import LOG2E
 from pallas_kernels.sparse_flash_attention.gpu_forward import PIECE
 
-ROWS = 64  # of one product of a warpgroup
-GROUPS = 2  # warpgroups of `attend` that have rows of their own
-KEYS = 64  # of a tile: two of 64 KB, keys and values, beside 64 KB of queries
-SEPARATE_KEYS = 32  # of a tile of `attend_wide`, if the values are not the keys
+ROWS = 64  # rows of one product of a warpgroup
+GROUPS = 2  # warpgroups of `attend` that have rows
+KEYS = 64  # keys of a tile: two tiles of 64 KB, keys and values, and 64 KB of queries
+SEPARATE_KEYS = 32  # keys of a tile of `attend_wide`, if the values are not the keys
 STAGES = 2
-# Of a thread that makes weights and of one that sums, by the number of warpgroups that sum: all that a block
-# starts with, 168 or 128 for each of its threads.
+# Registers (of a thread that computes weights, of one that sums) by the number of summing warpgroups. Together they
+# are all registers that a block starts with, 168 or 128 per thread.
 REGISTERS = {2: (104, 200), 3: (104, 136)}
-ROW_OF, COLUMN_OF = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)  # a number per row, per column
+# Layouts of one number per row and per column.
+ROW_OF, COLUMN_OF = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
 
 
-class Seen(NamedTuple):
-    """Who sees whom, as the kernels read it.
+class KeyVisibility(NamedTuple):
+    """Visibility of keys, in the form that the kernels read.
 
-    ranges int32[l blocks 4], l: the batch or 1: the tiles [begin, end) that a block meets and, inside,
-    some [whole, whole_end) of which every row sees every key. last int32[r]: the last key of each row.
-    segments: () or int32[b r] and int32[b s], which never agree where a row sees nothing.
+    Attributes:
+      ranges: int32[l blocks 4], l: the batch or 1. Tiles [begin, end) that a block visits and, inside them, tiles
+        [unmasked_begin, unmasked_end) without hidden keys.
+      last: int32[r], the last key of each row.
+      segments: () or int32[b r] and int32[b s], which never agree where a row sees nothing.
     """
 
     ranges: Any
@@ -43,66 +47,66 @@ class Seen(NamedTuple):
     segments: Any
 
 
-class Range(NamedTuple):
-    """The four numbers of one block in `Seen.ranges`."""
+class KeyRange(NamedTuple):
+    """The four numbers of one block in `KeyVisibility.ranges`."""
 
     begin: Any
     end: Any
-    whole: Any
-    whole_end: Any
+    unmasked_begin: Any
+    unmasked_end: Any
 
     @classmethod
-    def of(cls, ranges, b, block):
-        """Those of a block of batch row b."""
-        one = b if ranges.shape[0] > 1 else 0
-        return cls(*(ranges[one, block, i] for i in range(4)))
+    def load(cls, ranges, b, block):
+        """Loads the range of a block of batch row b."""
+        row = b if ranges.shape[0] > 1 else 0
+        return cls(*(ranges[row, block, i] for i in range(4)))
 
     def masked(self, tile, value, mask):
-        """mask(value) where some keys of the tile are hidden, else value."""
-        partly = (tile < self.whole) | (tile >= self.whole_end)
+        """Returns mask(value) where some keys of the tile are hidden, else value."""
+        partly = (tile < self.unmasked_begin) | (tile >= self.unmasked_end)
         return lax.cond(partly, mask, lambda x: x, value)
 
 
-class Ring(NamedTuple):
-    """Tiles on their way from the copy engine to the warpgroups that read them."""
+class TileRing(NamedTuple):
+    """Ring of tiles that the copy engine fills and warpgroups read."""
 
     tiles: Any  # [stages . x]: the tile of step i is in stage i modulo stages
-    full: Any  # a barrier per stage: the tile is there
-    free: Any  # a barrier per stage: its readers are done with it; None if they say so otherwise
-    beside: Any = None  # [stages .]: numbers that come with a tile
+    full: Any  # a barrier per stage: the tile has arrived
+    free: Any  # a barrier per stage: its readers have finished; None: they signal it in another way
+    extras: Any = None  # [stages .]: numbers that accompany a tile
 
     def stage(self, i):
-        """The place of tile i."""
+        """Returns the stage of tile i."""
         return lax.rem(i, jnp.int32(self.tiles.shape[0]))
 
-    def copy(self, i, source, beside=None):
-        """Copies tile i and what comes with it; its place must be free."""
+    def copy(self, i, source, extras=None):
+        """Copies tile i and its extras; the stage must be free."""
         stage = self.stage(i)
         plgpu.copy_gmem_to_smem(source, self.tiles.at[stage], self.full.at[stage])
-        if beside is not None:
-            plgpu.copy_gmem_to_smem(beside, self.beside.at[stage], self.full.at[stage])
+        if extras is not None:
+            plgpu.copy_gmem_to_smem(extras, self.extras.at[stage], self.full.at[stage])
 
-    def fill(self, i, source, beside=None):
-        """The same, when its place is free."""
+    def fill(self, i, source, extras=None):
+        """Waits until the stage of tile i is free, then copies the tile and its extras."""
 
         @pl.when(i >= self.tiles.shape[0])
         def _():
             plgpu.barrier_wait(self.free.at[self.stage(i)])
 
-        self.copy(i, source, beside)
+        self.copy(i, source, extras)
 
     def wait(self, i):
-        """The view of tile i, when it is there."""
+        """Waits for tile i and returns its view."""
         stage = self.stage(i)
         plgpu.barrier_wait(self.full.at[stage])
         return self.tiles.at[stage]
 
     def release(self, i):
-        """Says that this warpgroup is done with tile i."""
+        """Signals that this warpgroup has finished with tile i."""
         plgpu.barrier_arrive(self.free.at[self.stage(i)])
 
     def drain(self, count):
-        """Waits for the readers of the last of `count` tiles: who waits for a barrier must see all of it."""
+        """Waits for the readers of the last of `count` tiles; a waiting warpgroup must wait for all arrivals."""
 
         @pl.loop(0, jnp.minimum(count, self.tiles.shape[0]))
         def _(i):
@@ -110,58 +114,76 @@ class Ring(NamedTuple):
 
 
 def ring(
-    tile, dtype, *, readers: int = 0, stages: int = STAGES, swizzle: int = 128, beside: bool = False
-) -> Ring:
-    """The scratch types of a ring of tiles [. x] for so many warpgroups that say when they have read.
+    tile,
+    dtype,
+    *,
+    readers: int = 0,
+    stages: int = STAGES,
+    swizzle: int = 128,
+    has_extras: bool = False,
+) -> TileRing:
+    """Returns the scratch types of a ring of tiles [. x] for `readers` warpgroups that signal when they have read.
 
-    beside: whether each row has a float32 number that comes with it.
+    has_extras: whether each row is accompanied by a float32 number.
     """
-    return Ring(
-        plgpu.SMEM((stages, *tile), dtype, transforms=hopper.tiled(dtype, swizzle)),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=2 if beside else 1),
-        plgpu.Barrier(num_barriers=stages, num_arrivals=readers) if readers else None,
-        plgpu.SMEM((stages, tile[0]), jnp.float32) if beside else None,
+    return TileRing(
+        tiles=plgpu.SMEM((stages, *tile), dtype, transforms=hopper.tile_transforms(dtype, swizzle)),
+        full=plgpu.Barrier(num_barriers=stages, num_arrivals=2 if has_extras else 1),
+        free=plgpu.Barrier(num_barriers=stages, num_arrivals=readers) if readers else None,
+        extras=plgpu.SMEM((stages, tile[0]), jnp.float32) if has_extras else None,
     )
 
 
-def hidden(ops, logits, first, last, own, segments, b):
-    """logits [r c] with HIDDEN for the keys, from `first` on, that a row does not see.
+def mask_hidden(ops, logits, first, last, q_ids, segments, b):
+    """Returns logits [r c] with HIDDEN for keys, from `first` on, that a row does not see.
 
-    last int32[r]; own int32[r] or None: segments of the rows; segments: the ref of those of all keys.
+    last int32[r]; q_ids int32[r] or None: segments of the rows; segments: ref of the segments of all keys.
     """
     column = ops.cast(lax.broadcasted_iota(jnp.int32, logits.shape, 1))
-    seen = column <= hopper.over_rows(last - first, logits.shape)
-    if own is not None:
-        of = ops.load(segments, (b, pl.ds(first, logits.shape[1])), layout=COLUMN_OF)
-        seen = seen & (hopper.over_rows(own, logits.shape) == hopper.over_columns(of, logits.shape))
-    return jnp.where(seen, logits, HIDDEN)
+    is_visible = column <= hopper.broadcast_rows(last - first, logits.shape)
+    if q_ids is not None:
+        key_ids = ops.load(segments, (b, pl.ds(first, logits.shape[1])), layout=COLUMN_OF)
+        is_visible = is_visible & (
+            hopper.broadcast_rows(q_ids, logits.shape)
+            == hopper.broadcast_columns(key_ids, logits.shape)
+        )
+    return jnp.where(is_visible, logits, HIDDEN)
 
 
 def softmax_step(logits, top, total):
-    """(p, factor of what was summed before, top, total) with logits [r c] taken into account."""
-    new = jnp.maximum(top, jnp.max(logits, axis=1))
-    p = jnp.exp2(logits - hopper.over_rows(new, logits.shape))
-    factor = jnp.exp2(top - new)
-    return p, factor, new, total * factor + jnp.sum(p, axis=1)
+    """Adds logits [r c] to an online softmax: (p, factor of the previous sums, top, total)."""
+    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+    p = jnp.exp2(logits - hopper.broadcast_rows(new_top, logits.shape))
+    factor = jnp.exp2(top - new_top)
+    return p, factor, new_top, total * factor + jnp.sum(p, axis=1)
 
 
 def softmax_end(top, total):
-    """(1 / total, lse, largest logit) of rows; 0, infinity and HIDDEN where nothing was seen."""
-    seen = top > HIDDEN / 2
-    largest = jnp.where(seen, top * (1 / LOG2E), HIDDEN)
-    share = jnp.where(seen, 1 / total, 0.0)
-    return share, jnp.where(seen, largest + jnp.log(total), jnp.inf), largest
+    """Returns (1 / total, lse, largest logit) of rows; 0, infinity and HIDDEN for rows without visible keys."""
+    has_keys = top > HIDDEN / 2
+    largest = jnp.where(has_keys, top * (1 / LOG2E), HIDDEN)
+    normaliser = jnp.where(has_keys, 1 / total, 0.0)
+    return normaliser, jnp.where(has_keys, largest + jnp.log(total), jnp.inf), largest
 
 
-def attend(q, k, v, seen: Seen, *, scale, interpret):
-    """(out [b h r y], lse float32[b h r], largest logit float32[b h r]) of blocks of 128 rows.
+def attend(
+    q: Float[Array, "b h o x"],
+    k: Float[Array, "b m s x"],
+    v: Float[Array, "b m s y"],
+    visibility: KeyVisibility,
+    *,
+    scale: float,
+    interpret: object,
+) -> tuple[Float[Array, "b h r y"], Float[Array, "b h r"], Float[Array, "b h r"]]:
+    """Returns (out [b h r y], lse float32[b h r], largest logit float32[b h r]) of blocks of 128 rows.
 
-    q [b h o x], k [b m s x], v [b m s y]; h is a multiple of m, and x at least y. r = 128 blocks: of the o rows, cut into
-    tiles of 128, as many blocks each as `seen` has; each gives what its own range of keys makes.
+    q [b h o x], k [b m s x], v [b m s y]. h is a multiple of m, and x at least y. r = 128 blocks: the o rows
+    are cut into tiles of 128, and `visibility` has the same number of blocks for each tile. Each block covers
+    its range of keys.
     """
     (b, h, rows, x), m, y = q.shape, k.shape[1], v.shape[-1]
     size = GROUPS * ROWS
-    blocks = seen.ranges.shape[1]
+    blocks = visibility.ranges.shape[1]
     cuts, parts = blocks * size // rows, h // m
     ops = hopper.Ops(interpret)
 
@@ -170,58 +192,62 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
     ):  # fmt: skip
         *segments, out_ref, lse_ref, top_ref = refs
         b, h, role = (lax.axis_index(name) for name in ("batch", "head", "role"))
-        block = blocks - 1 - lax.axis_index("block")  # those with most keys first
-        met = Range.of(ranges_ref, b, block)
-        count = met.end - met.begin
+        block = blocks - 1 - lax.axis_index("block")  # blocks with the most keys first
+        key_range = KeyRange.load(ranges_ref, b, block)
+        count = key_range.end - key_range.begin
 
+        # Loader warpgroup: keys and values of the range.
         def load():
             plgpu.set_max_registers(24, action="decrease")
             head = lax.div(h, jnp.int32(parts))
 
             @pl.loop(0, count)
             def _(i):
-                place = pl.ds((met.begin + i) * KEYS, KEYS)
-                keys.fill(i, k_ref.at[b, head, place])
-                values.fill(i, v_ref.at[b, head, place])
+                out_rows = pl.ds((key_range.begin + i) * KEYS, KEYS)
+                keys.fill(i, k_ref.at[b, head, out_rows])
+                values.fill(i, v_ref.at[b, head, out_rows])
 
             keys.drain(count)
             values.drain(count)
 
+        # Compute warpgroups: online softmax over the range.
         def add():
             plgpu.set_max_registers(240, action="increase")
-            mine = queries.at[role]
-            own_rows = pl.ds(lax.div(block, jnp.int32(cuts)) * size + role * ROWS, ROWS)
-            source = q_ref.at[b, h, own_rows]
-            plgpu.copy_gmem_to_smem(source, mine, queries_in.at[role])
-            last = ops.load(last_ref, (own_rows,), layout=ROW_OF)
-            own = ops.load(segments[0], (b, own_rows), layout=ROW_OF) if segments else None
+            my_queries = queries.at[role]
+            row_slice = pl.ds(lax.div(block, jnp.int32(cuts)) * size + role * ROWS, ROWS)
+            source = q_ref.at[b, h, row_slice]
+            plgpu.copy_gmem_to_smem(source, my_queries, queries_in.at[role])
+            last = ops.load(last_ref, (row_slice,), layout=ROW_OF)
+            q_ids = ops.load(segments[0], (b, row_slice), layout=ROW_OF) if segments else None
             plgpu.barrier_wait(queries_in.at[role])
 
             def mask(tile, logits):
-                return hidden(ops, logits, tile * KEYS, last, own, segments and segments[1], b)
+                return mask_hidden(
+                    ops, logits, tile * KEYS, last, q_ids, segments and segments[1], b
+                )
 
-            def take(i, carry):
-                """What logits are of tile i, taken into account."""
+            def accumulate(i, carry):
+                """Adds the logits of tile i to the softmax and the output sums."""
                 logits, acc, top, total = carry
-                number = met.begin + i
+                number = key_range.begin + i
                 logits = logits * (scale * LOG2E)
-                logits = met.masked(number, logits, lambda logits: mask(number, logits))
+                logits = key_range.masked(number, logits, lambda logits: mask(number, logits))
                 p, factor, top, total = softmax_step(logits, top, total)
-                acc = acc * hopper.over_rows(factor, acc.shape)
+                acc = acc * hopper.broadcast_rows(factor, acc.shape)
                 acc = ops.dot(acc, p.astype(v.dtype), values.wait(i))
                 values.release(i)
                 return acc, top, total
 
             def step(i, carry):
-                """The logits of tile i are made while those of the tile before are taken."""
-                before = functools.partial(take, i - 1, carry)
+                """Computes the logits of tile i while those of the previous tile are accumulated."""
+                before = functools.partial(accumulate, i - 1, carry)
                 shape = ROWS, KEYS
-                logits, taken = beside(ops, shape, mine, keys.wait(i), before)
+                logits, accumulated = dot_during(ops, shape, my_queries, keys.wait(i), before)
                 keys.release(i)
-                return logits, *taken
+                return logits, *accumulated
 
             def first():
-                logits = ops.dot(zeros, mine, keys.wait(0), b_transposed=True)
+                logits = ops.dot(zeros, my_queries, keys.wait(0), b_transposed=True)
                 keys.release(0)
                 return logits
 
@@ -233,19 +259,24 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
                 ops.zeros((ROWS,), layout=ROW_OF),
             )
             carry = lax.fori_loop(1, count, step, start)
-            last_tile = functools.partial(take, count - 1)
+            last_tile = functools.partial(accumulate, count - 1)
             acc, top, total = lax.cond(count > 0, last_tile, lambda carry: carry[1:], carry)
-            share, lse, top = softmax_end(top, total)
-            place = pl.ds(block * size + role * ROWS, ROWS)
-            lse_ref[b, h, place] = lse
-            top_ref[b, h, place] = top
-            # The queries' place holds the outcome on its way out.
-            send_all(acc * hopper.over_rows(share, acc.shape), mine, out_ref.at[b, h, place])
+            normaliser, lse, top = softmax_end(top, total)
+            out_rows = pl.ds(block * size + role * ROWS, ROWS)
+            lse_ref[b, h, out_rows] = lse
+            top_ref[b, h, out_rows] = top
+            # The queries' buffer holds the output on its way to memory.
+            store_tile(
+                acc * hopper.broadcast_rows(normaliser, acc.shape),
+                my_queries,
+                out_ref.at[b, h, out_rows],
+            )
 
-        # One branch of one choice each, or the compiler gives every role the same registers.
+        # One branch per role: otherwise the compiler gives every role the same number of registers.
         lax.cond(role == GROUPS, load, add)
 
-    tiled = hopper.tiled(q.dtype)
+    tiled = hopper.tile_transforms(q.dtype)
+    # Build and call the kernel.
     kernel = hopper.kernel(
         body,
         kernel_name="flash_mla_attend",
@@ -255,7 +286,7 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
         grid_names=("batch", "head", "block"),
         num_threads=GROUPS + 1,
         thread_name="role",
-        # Sums over a row stay within a warp: no scratch between warps.
+        # Sums over a row stay within a warp, so no scratch between warps is needed.
         compiler_params=hopper.compiler_params(approx_math=True, reduction_scratch_bytes=0),
         scratch_types={
             "queries": plgpu.SMEM((GROUPS, ROWS, x), q.dtype, transforms=tiled),
@@ -264,26 +295,26 @@ def attend(q, k, v, seen: Seen, *, scale, interpret):
             "values": ring((KEYS, y), v.dtype, readers=GROUPS),
         },
     )
-    return kernel(q, k, v, seen.ranges, seen.last, *seen.segments)
+    return kernel(q, k, v, visibility.ranges, visibility.last, *visibility.segments)
 
 
-def beside(ops, shape, a, b, then):
-    """(a @ b^T, then()): what `then` does is done while the product [shape] is under way."""
-    if ops.emulated:
+def dot_during(ops, shape, a, b, then):
+    """Returns (a @ b^T, then()); `then` runs while the product [shape] is in flight."""
+    if ops.is_emulated:
         return ops.dot(ops.zeros(shape), a, b, b_transposed=True), then()
 
     def run(acc):
-        plgpu.wgmma(acc, a, compat.transposed(b))
-        made = then()
-        return acc[...], made
+        plgpu.wgmma(acc, a, compat.transpose_ref(b))
+        result = then()
+        return acc[...], result
 
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def send_all(x, via, to):
-    """to[...] = x [r m] from registers, through the first m columns of a shared tile `via`."""
+def store_tile(x, via, to):
+    """Stores x [r m] from registers to `to`, through the first m columns of a shared tile `via`."""
     if x.shape != via.shape:
-        return hopper.send(x, via, to, pl.ds(0, x.shape[1]))
+        return hopper.store_via_smem(x, via, to, pl.ds(0, x.shape[1]))
     via[...] = x.astype(via.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(via, to)
@@ -295,79 +326,94 @@ def _out_type(b, h, rows, y, dtype):
     return jax.ShapeDtypeStruct((b, h, rows, y), dtype), numbers, numbers
 
 
-def parts_of(width: int) -> int:
-    """How many warpgroups share the sums of so many columns, 64 of which are one piece of a tile."""
+def num_parts(width: int) -> int:
+    """Returns how many warpgroups share the sums of `width` columns; 64 columns are one piece of a tile."""
     return max(2, -(-width // 256))
 
 
-def attend_wide(q, k, v, seen: Seen, *, scale, interpret):
-    """As `attend`, of blocks of 64 rows; v: None if the values are the keys, all of their columns.
+def attend_wide(
+    q: Float[Array, "b h o x"],
+    k: Float[Array, "b m s x"],
+    v: Float[Array, "b m s y"] | None,
+    visibility: KeyVisibility,
+    *,
+    scale: float,
+    interpret: object,
+) -> tuple[Float[Array, "b h r y"], Float[Array, "b h r"], Float[Array, "b h r"]]:
+    """Runs `attend` for blocks of 64 rows. v: None if the values are the keys with all of their columns.
 
-    One warpgroup copies tiles into a ring of two and makes their weights, and the others each sum
-    their own columns of the values: products of one tile run beside the softmax of the next.
+    One warpgroup copies tiles into a ring of two and computes their weights. The others each sum some columns
+    of the values.
+    Products of one tile run during the softmax of the next.
     """
     (b, h, rows, x), m = q.shape, k.shape[1]
     shared = v is None
     y = x if shared else v.shape[-1]
-    blocks = seen.ranges.shape[1]
+    blocks = visibility.ranges.shape[1]
     cuts, group = blocks * ROWS // rows, h // m
-    parts = parts_of(y)
+    parts = num_parts(y)
     part = y // parts
-    weigher_registers, adder_registers = REGISTERS[parts]
+    weight_registers, sum_registers = REGISTERS[parts]
     length = KEYS if shared else SEPARATE_KEYS
     swizzle = 2 * length  # bytes of a row of weights, over which the values are contracted
     ops = hopper.Ops(interpret)
 
-    def body(*refs, queries, queries_in, keys, values, weights, factors, weighed, taken):
+    def body(
+        *refs, queries, queries_in, keys, values, weights, factors, weights_ready, weights_free
+    ):
         q_ref, k_ref, *refs = refs
         v_ref, *refs = (None, *refs) if shared else refs
         ranges_ref, last_ref, *segments, out_ref, lse_ref, top_ref = refs
         b, h, role = (lax.axis_index(name) for name in ("batch", "head", "role"))
         block = blocks - 1 - lax.axis_index("block")
-        met = Range.of(ranges_ref, b, block)
-        count = met.end - met.begin
-        place = pl.ds(block * ROWS, ROWS)
+        key_range = KeyRange.load(ranges_ref, b, block)
+        count = key_range.end - key_range.begin
+        out_rows = pl.ds(block * ROWS, ROWS)
 
+        # Copies tile i of the range.
         def load(i):
             @pl.when(i < count)
             def _():
                 head = lax.div(h, jnp.int32(group))
-                these = pl.ds((met.begin + i) * length, length)
-                keys.copy(i, k_ref.at[b, head, these])
+                key_slice = pl.ds((key_range.begin + i) * length, length)
+                keys.copy(i, k_ref.at[b, head, key_slice])
                 if not shared:
-                    values.copy(i, v_ref.at[b, head, these])
+                    values.copy(i, v_ref.at[b, head, key_slice])
 
-        def weigh():
-            plgpu.set_max_registers(weigher_registers, action="decrease")
+        # Weight warpgroup: load tiles, compute logits and the online softmax.
+        def compute_weights():
+            plgpu.set_max_registers(weight_registers, action="decrease")
             for i in range(STAGES):
                 load(jnp.int32(i))
-            own_rows = pl.ds(lax.div(block, jnp.int32(cuts)) * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(q_ref.at[b, h, own_rows], queries, queries_in)
-            last = ops.load(last_ref, (own_rows,), layout=ROW_OF)
-            own = ops.load(segments[0], (b, own_rows), layout=ROW_OF) if segments else None
+            row_slice = pl.ds(lax.div(block, jnp.int32(cuts)) * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(q_ref.at[b, h, row_slice], queries, queries_in)
+            last = ops.load(last_ref, (row_slice,), layout=ROW_OF)
+            q_ids = ops.load(segments[0], (b, row_slice), layout=ROW_OF) if segments else None
             plgpu.barrier_wait(queries_in)
 
             def mask(tile, logits):
-                return hidden(ops, logits, tile * length, last, own, segments and segments[1], b)
+                return mask_hidden(
+                    ops, logits, tile * length, last, q_ids, segments and segments[1], b
+                )
 
             def step(i, carry):
                 top, total = carry
                 tile = keys.wait(i)
                 logits = ops.dot(ops.zeros((ROWS, length)), queries, tile, b_transposed=True)
                 logits = logits * (scale * LOG2E)
-                number = met.begin + i
-                logits = met.masked(number, logits, lambda logits: mask(number, logits))
+                number = key_range.begin + i
+                logits = key_range.masked(number, logits, lambda logits: mask(number, logits))
                 p, factor, top, total = softmax_step(logits, top, total)
 
                 @pl.when(i > 0)
                 def _():
-                    plgpu.barrier_wait(taken)
-                    load(i - 1 + STAGES)  # whoever read this place is done with it
+                    plgpu.barrier_wait(weights_free)
+                    load(i - 1 + STAGES)  # all readers of this stage have finished
 
                 weights[...] = p.astype(weights.dtype)
                 factors[...] = factor
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(weighed)
+                plgpu.barrier_arrive(weights_ready)
                 return top, total
 
             start = ops.full((ROWS,), HIDDEN, layout=ROW_OF), ops.zeros((ROWS,), layout=ROW_OF)
@@ -375,37 +421,39 @@ def attend_wide(q, k, v, seen: Seen, *, scale, interpret):
 
             @pl.when(count > 0)
             def _():
-                plgpu.barrier_wait(taken)
+                plgpu.barrier_wait(weights_free)
 
-            share, lse, top = softmax_end(top, total)
-            factors[...] = share
+            normaliser, lse, top = softmax_end(top, total)
+            factors[...] = normaliser
             plgpu.commit_smem()
-            plgpu.barrier_arrive(weighed)
-            lse_ref[b, h, place] = lse
-            top_ref[b, h, place] = top
+            plgpu.barrier_arrive(weights_ready)
+            lse_ref[b, h, out_rows] = lse
+            top_ref[b, h, out_rows] = top
 
+        # Sum warpgroups: each sums some columns of the values.
         def add():
-            plgpu.set_max_registers(adder_registers, action="increase")
+            plgpu.set_max_registers(sum_registers, action="increase")
             columns = pl.ds(role * part, part)
 
-            def scaled(acc):
-                return acc * hopper.over_rows(ops.load(factors, layout=ROW_OF), acc.shape)
+            def rescale(acc):
+                return acc * hopper.broadcast_rows(ops.load(factors, layout=ROW_OF), acc.shape)
 
             def step(i, acc):
                 tile = (keys if shared else values).wait(i).at[:, columns]
-                plgpu.barrier_wait(weighed)
-                acc = ops.dot(scaled(acc), weights, tile, most=PIECE)
-                plgpu.barrier_arrive(taken)
+                plgpu.barrier_wait(weights_ready)
+                acc = ops.dot(rescale(acc), weights, tile, max_columns=PIECE)
+                plgpu.barrier_arrive(weights_free)
                 return acc
 
             acc = lax.fori_loop(0, count, step, ops.zeros((ROWS, part)))
-            plgpu.barrier_wait(weighed)
-            # All logits are made: the queries' place holds the outcome on its way out.
-            hopper.send(scaled(acc), queries, out_ref.at[b, h, place], columns)
+            plgpu.barrier_wait(weights_ready)
+            # All logits are computed, so the queries' buffer can hold the output on its way to memory.
+            hopper.store_via_smem(rescale(acc), queries, out_ref.at[b, h, out_rows], columns)
 
-        lax.cond(role == parts, weigh, add)
+        lax.cond(role == parts, compute_weights, add)
 
-    tiled = hopper.tiled(q.dtype, swizzle)
+    tiled = hopper.tile_transforms(q.dtype, swizzle)
+    # Build and call the kernel.
     kernel = hopper.kernel(
         body,
         kernel_name="flash_mla_attend_wide",
@@ -423,9 +471,9 @@ def attend_wide(q, k, v, seen: Seen, *, scale, interpret):
             "values": None if shared else ring((length, y), v.dtype, swizzle=swizzle),
             "weights": plgpu.SMEM((ROWS, length), q.dtype, transforms=tiled),
             "factors": plgpu.SMEM((ROWS,), jnp.float32),
-            "weighed": plgpu.Barrier(),
-            "taken": plgpu.Barrier(num_arrivals=parts),
+            "weights_ready": plgpu.Barrier(),
+            "weights_free": plgpu.Barrier(num_arrivals=parts),
         },
     )
     arrays = (q, k) if shared else (q, k, v)
-    return kernel(*arrays, seen.ranges, seen.last, *seen.segments)
+    return kernel(*arrays, visibility.ranges, visibility.last, *visibility.segments)

@@ -1,10 +1,10 @@
-"""Linear attention in the place of GLM-5's: 64 heads, keys of 192 and values of 256."""
+"""Linear attention in place of GLM-5's attention: 64 heads, keys of 192 and values of 256."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import together
+from pallas_kernels.cost import sum_costs
 from pallas_kernels.gated_delta import cost, gated_delta
 
 SIZES = {"b": 1, "t": 4096, "n": 64, "h": 192, "u": 256, "chunk": 64}
@@ -13,7 +13,7 @@ SMALL = {"b": 1, "t": 96, "n": 2, "h": 24, "u": 32, "chunk": 32}
 
 
 def inputs(sizes, key):
-    """Unit keys and queries, a gate that forgets half in some ten positions, beta of a sigmoid."""
+    """Returns unit keys and queries, a gate that halves the state in about ten positions, and sigmoid betas."""
     b, t, n, h, u = (sizes[name] for name in "btnhu")
     keys = jax.random.split(key, 5)
 
@@ -31,12 +31,12 @@ def inputs(sizes, key):
 
 
 def forward(inputs, sizes, implementation):
-    """(out, final state)."""
+    """Returns (out, final state)."""
     return gated_delta(**inputs, chunk=sizes["chunk"], implementation=implementation)
 
 
 def backward(inputs, sizes, implementation):
-    """Gradients of every argument."""
+    """Returns the gradients of every argument."""
 
     def loss(inputs):
         out, state = forward(inputs, sizes, implementation)
@@ -46,13 +46,13 @@ def backward(inputs, sizes, implementation):
 
 
 def forward_cost(sizes):
-    """Without the states that a gradient needs."""
+    """Cost without the states that a gradient needs."""
     return cost.forward(**sizes)
 
 
 def backward_cost(sizes):
-    """With the forward before it."""
-    return together(cost.forward(**sizes, keep=True), cost.backward(**sizes))
+    """Cost with the preceding forward."""
+    return sum_costs(cost.forward(**sizes, keep=True), cost.backward(**sizes))
 
 
 CASES = {

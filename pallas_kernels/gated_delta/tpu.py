@@ -1,4 +1,4 @@
-"""The gated delta rule on a TPU: chunks in order, the state of some heads kept on the chip between them."""
+"""Gated delta rule on a TPU: chunks in order, the state of some heads stays in VMEM between them."""
 
 import functools
 
@@ -6,33 +6,52 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
 from pallas_kernels.cost import estimate
 from pallas_kernels.gated_delta import chunk, cost
 
-# Not measured. Heads of a block, whose chains of small products interleave: the compilers' schedules are
-# 12% shorter a head with 8 than with 4 forward, 6% backward, where the program is twice as long. A state
-# is there a dozen times in the backward, with the copies in flight.
+# Not measured. Heads of a block; their chains of small products interleave. Per head the compilers' schedules are
+# 12% shorter with 8 heads than with 4 forward, and 6% backward, where the program is twice as long. In the
+# backward a dozen copies of a state exist, including those in flight.
 FORWARD_HEADS, BACKWARD_HEADS = 8, 4
 STATE_BYTES = 2 << 20
 VMEM_BYTES = 63 << 20  # v5p has 65,472 KiB for one program
-CHUNK = 128  # the longest: what is made of every pair of positions is spread out in the program
+CHUNK = 128  # maximum; the code for all pairs of positions is unrolled
 
 
-def refuse(q, k, v, g, beta, state, chunk):
-    """Why it cannot take q, k [b n t h], v [b n t u], g, beta [b n t], state [b n h u] in such chunks, or
-    None."""
+def unsupported_reason(
+    q: Float[Array, "b n t h"],
+    k: Float[Array, "b n t h"],
+    v: Float[Array, "b n t u"],
+    g: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
+    state: Float[Array, "b n h u"],
+    chunk: int,
+) -> str | None:
+    """Returns the reason why the arguments or the chunk size are not supported, or None."""
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float32")}):
-        return f"it takes bfloat16 or float32, all alike, not {q.dtype}, {k.dtype} and {v.dtype}"
+        return f"all must be bfloat16 or all float32, not {q.dtype}, {k.dtype} and {v.dtype}"
     if chunk % 16 or chunk > CHUNK:
         return f"a chunk of {chunk}; it takes multiples of 16 up to {CHUNK}"
     if 4 * state.shape[2] * state.shape[3] > STATE_BYTES:
-        return f"a state of {state.shape[2:]} is more than the chip holds"
+        return f"a state of {state.shape[2:]} exceeds the chip's memory"
     return None
 
 
-def forward(static, q, k, v, g, beta, state, *, keep=False, interpret=False):
-    """(out [b n t u], final state float32[b n h u], states [b n c h u] before each chunk, or None)."""
+def forward(
+    static,
+    q: Float[Array, "b n t h"],
+    k: Float[Array, "b n t h"],
+    v: Float[Array, "b n t u"],
+    g: Float[Array, "b n t"],
+    beta: Float[Array, "b n t"],
+    state: Float[Array, "b n h u"],
+    *,
+    keep: bool = False,
+    interpret: object = False,
+) -> tuple[Float[Array, "b n t u"], Float[Array, "b n h u"], Float[Array, "..."] | None]:
+    """Returns (out, final state, states float32[b n c h u] before each chunk, or None)."""
     blocks = _Blocks(static, q, v, FORWARD_HEADS)
     out_specs = [blocks.row(v), blocks.state]
     out_shape = [
@@ -49,18 +68,28 @@ def forward(static, q, k, v, g, beta, state, *, keep=False, interpret=False):
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
-        compiler_params=_params(),
-        cost_estimate=estimate(cost.forward(**_sizes(static, q, v), keep=keep)),
+        compiler_params=_compiler_params(),
+        cost_estimate=estimate(cost.forward(**_cost_sizes(static, q, v), keep=keep)),
         interpret=interpret,
         name="gated_delta_forward",
-    )(q, k, v, *(_rows(static, x) for x in (g, beta)), state)
+    )(q, k, v, *(_chunk_rows(static, x) for x in (g, beta)), state)
     return out, final, *(states or [None])
 
 
-def backward(static, saved, dout, dstate, *, interpret=False):
-    """Gradients of what `forward` took, of which saved holds all but the state, and the states it kept."""
+def backward(
+    static,
+    saved: tuple,
+    dout: Float[Array, "b n t u"],
+    dstate: Float[Array, "b n h u"],
+    *,
+    interpret: object = False,
+) -> tuple[Array, ...]:
+    """Returns the gradients of the inputs of `forward`.
+
+    saved holds these inputs without the state, and the stored states.
+    """
     q, k, v, g, beta, states = saved
-    g, beta = (_rows(static, x) for x in (g, beta))
+    g, beta = (_chunk_rows(static, x) for x in (g, beta))
     blocks = _Blocks(static, q, v, BACKWARD_HEADS, reverse=True)
     rows, scalars = [blocks.row(x) for x in (q, k, v)], [blocks.scalar] * 2
     *grads, dg, dbeta, dstate = pl.pallas_call(
@@ -70,8 +99,8 @@ def backward(static, saved, dout, dstate, *, interpret=False):
         out_specs=[*rows, *scalars, blocks.state],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v, g, beta, dstate)],
         scratch_shapes=[pltpu.VMEM(blocks.state.block_shape[1:], jnp.float32)],
-        compiler_params=_params(),
-        cost_estimate=estimate(cost.backward(**_sizes(static, q, v))),
+        compiler_params=_compiler_params(),
+        cost_estimate=estimate(cost.backward(**_cost_sizes(static, q, v))),
         interpret=interpret,
         name="gated_delta_backward",
     )(q, k, v, g, beta, states, dout, dstate)
@@ -80,13 +109,16 @@ def backward(static, saved, dout, dstate, *, interpret=False):
 
 
 class _Blocks:
-    """The blocks of a step, some heads of one chunk; the grid runs over b, heads and last the chunks."""
+    """Block specs of a step, for some heads of one chunk.
 
-    def __init__(self, static, q, v, most, reverse=False):
+    The grid runs over b, heads, and innermost the chunks.
+    """
+
+    def __init__(self, static, q, v, max_heads, reverse=False):
         b, n, t, h = q.shape
         u, chunks = v.shape[-1], t // static.chunk
-        most = min(most, STATE_BYTES // (4 * h * u))
-        heads = max(size for size in range(1, most + 1) if n % size == 0)
+        max_heads = min(max_heads, STATE_BYTES // (4 * h * u))
+        heads = max(size for size in range(1, max_heads + 1) if n % size == 0)
 
         def chunk_of(j):
             return chunks - 1 - j if reverse else j
@@ -102,36 +134,39 @@ class _Blocks:
         self.states_shape = jax.ShapeDtypeStruct((b, n, chunks, h, u), jnp.float32)
 
     def row(self, x):
-        """The block of x [b n t .]."""
+        """Returns the block spec of x [b n t .]."""
         return pl.BlockSpec((1, *self._size, x.shape[-1]), self._at)
 
 
-def _rows(static, x):
-    """g or beta [b n t] as [b n c 1 t]: a block's last two dimensions must be whole."""
+def _chunk_rows(static, x):
+    """Reshapes g or beta [b n t] to [b n c 1 t].
+
+    A block must hold the last two dimensions fully.
+    """
     b, n, t = x.shape
     return x.reshape(b, n, t // static.chunk, 1, static.chunk)
 
 
-def _sizes(static, q, v):
-    """Of q [b n t h] and v [b n t u], as cost.py names them."""
+def _cost_sizes(static, q, v):
+    """Returns the sizes of q [b n t h] and v [b n t u] by their names in cost.py."""
     b, n, t, h = q.shape
     sizes = {"b": b, "t": t, "n": n, "h": h, "u": v.shape[-1], "chunk": static.chunk}
     return sizes | {"item": q.dtype.itemsize}
 
 
-def _params():
+def _compiler_params():
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
     )
 
 
 def _operands(q, k, v, g, beta):
-    """What `chunk.run` takes but the state, from the refs of a step."""
-    wide = [x[0].astype(jnp.float32) for x in (q, k, v)]
-    return *wide, g[0, :, 0], beta[0, :, 0]
+    """Returns the arguments of `chunk.run_chunk` without the state, from the refs of a step."""
+    converted = [x[0].astype(jnp.float32) for x in (q, k, v)]
+    return *converted, g[0, :, 0], beta[0, :, 0]
 
 
-def _narrow(ref):
+def _is_bf16(ref):
     return ref.dtype == jnp.bfloat16
 
 
@@ -143,10 +178,10 @@ def _forward_kernel(q, k, v, g, beta, initial, out, final, *rest):
     def _():
         state[...] = initial[0]
 
-    for kept in states:
-        kept[0, :, 0] = state[...]
-    done, state[...] = chunk.run(_narrow(q), *_operands(q, k, v, g, beta), state[...])
-    out[0] = done.astype(out.dtype)
+    for state_ref in states:
+        state_ref[0, :, 0] = state[...]
+    result, state[...] = chunk.run_chunk(_is_bf16(q), *_operands(q, k, v, g, beta), state[...])
+    out[0] = result.astype(out.dtype)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _():
@@ -163,7 +198,9 @@ def _backward_kernel(
         dstate[...] = dfinal[0]
 
     _, pull = jax.vjp(
-        functools.partial(chunk.run, _narrow(q)), *_operands(q, k, v, g, beta), state[0, :, 0]
+        functools.partial(chunk.run_chunk, _is_bf16(q)),
+        *_operands(q, k, v, g, beta),
+        state[0, :, 0],
     )
     *grads, dg[0, :, 0], dbeta[0, :, 0], dstate[...] = pull(
         (dout[0].astype(jnp.float32), dstate[...])

@@ -1,47 +1,61 @@
-"""Rows sorted by expert, each through its own expert's weights."""
+"""Matmul of rows sorted by expert, each with its expert's weights."""
 
 import functools
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 
 
 class Static(NamedTuple):
-    """What is known when tracing; expected_rows: how many rows are likely to be filled."""
+    """Static arguments; expected_rows: expected number of filled rows."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
     expected_rows: int
 
 
-def grouped_matmul(x, w, group_sizes, *, implementation="auto"):
-    """[m n], row by row x [m k] times its expert's w [e k n]; rows are sorted, int32[e] for each expert.
+def grouped_matmul(
+    x: Float[Array, "m k"],
+    w: Float[Array, "e k n"],
+    group_sizes: Int[Array, " e"],
+    *,
+    implementation: str | backends.Implementation = "auto",
+) -> Float[Array, "m n"]:
+    """Returns [m n]: each row of x times its expert's weights; rows are sorted by expert.
 
-    Rows beyond the sum of group_sizes come out as zero and get no gradient, and neither do experts without
-    rows; a Pallas form does nothing for them but write those zeros. Sums are wide and always in the same
+    group_sizes: rows per expert. Rows beyond their sum give zero and get no gradient; neither do experts
+    without rows. A Pallas form only writes zeros for them. Sums have the accumulation dtype and always the same
     order. The result has the dtype of x.
 
-    ValueError if the shapes do not fit. implementation: see `dispatch.choose`.
+    implementation: see `backends.select_backend`. Raises ValueError if the shapes do not match.
     """
     _check(x, w, group_sizes)
-    choice = dispatch.choose("grouped_matmul", implementation, x, w)
-    return _matmul(Static(choice, x.shape[0]), x, w, group_sizes)
+    backend = backends.select_backend("grouped_matmul", implementation, x, w)
+    return _matmul(Static(backend, x.shape[0]), x, w, group_sizes)
 
 
 def grouped_swiglu(
-    x, group_sizes, gate, up, down, *, expected_rows: int | None = None, implementation="auto"
-):
-    """SwiGLU of rows x [m d] sorted by expert, int32[e] rows each, with gate, up [e d f] and down [e f d].
+    x: Float[Array, "m d"],
+    group_sizes: Int[Array, " e"],
+    gate: Float[Array, "e d f"],
+    up: Float[Array, "e d f"],
+    down: Float[Array, "e f d"],
+    *,
+    expected_rows: int | None = None,
+    implementation: str | backends.Implementation = "auto",
+) -> Float[Array, "m d"]:
+    """Returns SwiGLU of rows sorted by expert, [m d], with the experts' gate, up and down weights.
 
-    Rows beyond the sum of group_sizes come out as zero, and so do the gradients of experts without rows.
-    expected_rows (default m) is how many rows are likely to be filled; it sets block sizes and no result.
+    group_sizes: rows per expert. Rows beyond their sum give zero, and so do the gradients of experts without rows.
+    expected_rows: expected number of filled rows; None: m. It sets block sizes and does not change the result.
 
-    implementation: see `dispatch.choose`.
+    implementation: see `backends.select_backend`. Raises ValueError if the shapes do not match.
     """
     _check(x, gate, group_sizes)
-    choice = dispatch.choose("grouped_matmul", implementation, x, gate)
-    static = Static(choice, expected_rows or x.shape[0])
+    backend = backends.select_backend("grouped_matmul", implementation, x, gate)
+    static = Static(backend, expected_rows or x.shape[0])
     return _swiglu(static, x, group_sizes, gate, up, down)
 
 
@@ -55,33 +69,33 @@ def _check(x, w, group_sizes):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(static, x, w, group_sizes):
-    return static.choice.function("forward")(static, x, w, group_sizes)
+    return static.backend.function("forward")(static, x, w, group_sizes)
 
 
-def _saving(static, x, w, group_sizes):
+def _forward_with_residuals(static, x, w, group_sizes):
     return _matmul(static, x, w, group_sizes), (x, w, group_sizes)
 
 
 def _backward(static, saved, dy):
-    return *static.choice.function("backward")(static, saved, dy), None
+    return *static.backend.function("backward")(static, saved, dy), None
 
 
-_matmul.defvjp(_saving, _backward)
+_matmul.defvjp(_forward_with_residuals, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _swiglu(static, *args):
-    return _swiglu_saving(static, *args)[0]
+    return _swiglu_with_residuals(static, *args)[0]
 
 
-def _swiglu_saving(static, *args):
-    y, g, u = static.choice.function("swiglu_forward")(static, *args)
+def _swiglu_with_residuals(static, *args):
+    y, g, u = static.backend.function("swiglu_forward")(static, *args)
     return y, (*args, g, u)
 
 
 def _swiglu_backward(static, saved, dy):
-    dx, *dw = static.choice.function("swiglu_backward")(static, saved, dy)
+    dx, *dw = static.backend.function("swiglu_backward")(static, saved, dy)
     return dx, None, *dw
 
 
-_swiglu.defvjp(_swiglu_saving, _swiglu_backward)
+_swiglu.defvjp(_swiglu_with_residuals, _swiglu_backward)

@@ -1,37 +1,37 @@
-"""GLM-5's routed experts, 32 on a device: 6144 wide, 2048 inside."""
+"""GLM-5's routed experts, 32 per device: 6144 wide, 2048 inside."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import together
+from pallas_kernels.cost import sum_costs
 from pallas_kernels.grouped_matmul import cost, grouped_matmul, grouped_swiglu
 
 UP = {"m": 16384, "filled": 16384, "k": 6144, "n": 2048, "e": 32}
 DOWN = UP | {"k": 2048, "n": 6144}
 DECODE = UP | {"m": 2048, "filled": 2048}
-# What 16 devices can send to one of them, and what they do send when the router is balanced.
+# The maximum that 16 devices can send to one of them, and what a balanced router sends.
 BUFFER = UP | {"m": 131072, "filled": 8192}
 SMALL = {"m": 192, "filled": 160, "k": 128, "n": 256, "e": 4}
 
 
 def even(sizes):
-    """int32[e]: the filled rows, spread evenly."""
+    """Returns int32[e]: the filled rows, spread evenly."""
     shares = jnp.arange(sizes["e"] + 1) * sizes["filled"] // sizes["e"]
     return jnp.diff(shares).astype(jnp.int32)
 
 
 def skewed(sizes):
-    """int32[e]: the same rows; each expert has 3/4 of the one before it, and the last have none."""
+    """Returns int32[e]: the filled rows; each expert has 3/4 of the previous one's, and the last have none."""
     shares = 1 - 0.75 ** jnp.arange(sizes["e"] + 1, dtype=jnp.float32)
     rows = (sizes["filled"] * shares / shares[-1]).astype(jnp.int32)
     return jnp.diff(rows.at[-1].set(sizes["filled"]))
 
 
 def inputs(group_sizes):
-    """Unit rows, weights that keep them so, and a gradient."""
+    """Returns unit rows, weights that keep them so, and a gradient."""
 
-    def of(sizes, key):
+    def make_inputs(sizes, key):
         m, k, n, e = (sizes[name] for name in "mkne")
         keys = jax.random.split(key, 3)
         return {
@@ -41,18 +41,18 @@ def inputs(group_sizes):
             "group_sizes": group_sizes(sizes),
         }
 
-    return of
+    return make_inputs
 
 
 def forward(inputs, sizes, implementation):
-    """[m n]."""
+    """Returns [m n]."""
     return grouped_matmul(
         inputs["x"], inputs["w"], inputs["group_sizes"], implementation=implementation
     )
 
 
 def backward(inputs, sizes, implementation):
-    """Gradients of the rows and of the weights."""
+    """Returns the gradients of the rows and of the weights."""
 
     def run(x, w):
         return forward(inputs | {"x": x, "w": w}, sizes, implementation)
@@ -61,7 +61,7 @@ def backward(inputs, sizes, implementation):
 
 
 def swiglu_inputs(sizes, key):
-    """Unit rows and an expert's three weights."""
+    """Returns unit rows and an expert's three weights."""
     m, k, n, e = (sizes[name] for name in "mkne")
     keys = jax.random.split(key, 4)
     shapes = {"gate": (e, k, n), "up": (e, k, n), "down": (e, n, k)}
@@ -74,51 +74,51 @@ def swiglu_inputs(sizes, key):
 
 
 def swiglu(inputs, sizes, implementation):
-    """[m k]."""
+    """Returns [m k]."""
     return grouped_swiglu(**inputs, expected_rows=sizes["filled"], implementation=implementation)
 
 
 def swiglu_backward(inputs, sizes, implementation):
-    """Gradients of the rows and of the three weights."""
+    """Returns the gradients of the rows and of the three weights."""
 
     def run(x, gate, up, down):
-        given = inputs | {"x": x, "gate": gate, "up": up, "down": down}
-        return swiglu(given, sizes, implementation)
+        arguments = inputs | {"x": x, "gate": gate, "up": up, "down": down}
+        return swiglu(arguments, sizes, implementation)
 
     y, pull = jax.vjp(run, *(inputs[name] for name in ("x", "gate", "up", "down")))
     return pull(y)
 
 
 def forward_cost(sizes):
-    """Of the filled rows."""
-    return cost.product(**sizes)
+    """Cost of the filled rows."""
+    return cost.matmul(**sizes)
 
 
 def backward_cost(sizes):
-    """Of both gradients, without the forward."""
+    """Cost of both gradients, without the forward."""
     filled, k, n, e = (sizes[name] for name in ("filled", "k", "n", "e"))
-    rows = cost.product(filled, sizes["m"], n, k, e)
-    return together(rows, cost.of_weights(filled, k, n, e))
+    rows = cost.matmul(filled, sizes["m"], n, k, e)
+    return sum_costs(rows, cost.weight_gradient(filled, k, n, e))
 
 
 def swiglu_cost(sizes):
-    """Of three products; what lies between them need not move."""
+    """Cost of three products; the arrays between them need not go through memory."""
     m, filled, k, n, e = (sizes[name] for name in ("m", "filled", "k", "n", "e"))
-    products = cost.product(**sizes), cost.product(**sizes), cost.product(filled, m, n, k, e)
+    products = cost.matmul(**sizes), cost.matmul(**sizes), cost.matmul(filled, m, n, k, e)
     moved = 2 * (3 * e * k * n + m * k + filled * (k + n))
-    return together(*products, cost.row_by_row(filled, n, 2, 1), bytes=moved)
+    return sum_costs(*products, cost.row_by_row(filled, n, 2, 1), bytes=moved)
 
 
 def swiglu_backward_cost(sizes):
-    """With the forward before it; of either what comes in and goes out."""
+    """Cost with the preceding forward; of each only inputs and outputs move."""
     filled, k, n, e = (sizes[name] for name in ("filled", "k", "n", "e"))
     forward = swiglu_cost(sizes)
-    down = cost.product(filled, filled, k, n, e)
-    up = [cost.product(filled, filled, n, k, e)] * 2
-    weights = [cost.of_weights(filled, k, n, e)] * 3
+    down = cost.matmul(filled, filled, k, n, e)
+    up = [cost.matmul(filled, filled, n, k, e)] * 2
+    weights = [cost.weight_gradient(filled, k, n, e)] * 3
     between = cost.row_by_row(filled, n, 3, 3)
     moved = forward.bytes + 2 * 3 * e * k * n
-    return together(forward, down, *up, *weights, between, bytes=moved)
+    return sum_costs(forward, down, *up, *weights, between, bytes=moved)
 
 
 CASES = {

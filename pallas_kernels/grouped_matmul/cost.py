@@ -1,24 +1,22 @@
-"""What ragged products cost: of the rows that are filled, or likely to be, not of the buffer's m.
+"""Cost of ragged products, for the filled or expected rows, not the buffer's m.
 
-Of e experts with weights [k n] each; all of them are read.
+e experts have weights [k n] each; all of them are read.
 """
 
 from pallas_kernels.cost import Cost
 
 
-def product(
-    filled: int, m: int, k: int, n: int, e: int, added: bool = False, item: int = 2
-) -> Cost:
-    """Rows of k times their experts' weights; m rows are written. added: to what lies there."""
+def matmul(filled: int, m: int, k: int, n: int, e: int, added: bool = False, item: int = 2) -> Cost:
+    """Cost of rows of k times their experts' weights; m rows are written. added: the result is added to an array."""
     rows = filled * (k + n * added) + m * n
     return Cost(2 * filled * k * n, item * (e * k * n + rows))
 
 
-def of_weights(filled: int, k: int, n: int, e: int, item: int = 2) -> Cost:
-    """The weights' gradient: rows of k, turned, times rows of n."""
+def weight_gradient(filled: int, k: int, n: int, e: int, item: int = 2) -> Cost:
+    """Cost of the weights' gradient: transposed rows of k times rows of n."""
     return Cost(2 * filled * k * n, item * (filled * (k + n) + e * k * n))
 
 
 def row_by_row(filled: int, f: int, read: int, written: int, item: int = 2) -> Cost:
-    """What lies between the products: so many arrays read and written, one sigmoid for each place."""
+    """Cost of the elementwise part between products: `read` and `written` arrays, one sigmoid per element."""
     return Cost(0, item * filled * f * (read + written), transcendentals=filled * f)

@@ -1,4 +1,4 @@
-"""The kernel of the weights' gradient: every group's rows, transposed, times their gradients."""
+"""Kernel of the weights' gradient: every group's rows, transposed, times their gradients."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.grouped_matmul.gpu_rows import (
@@ -16,28 +17,37 @@ from pallas_kernels.grouped_matmul.gpu_rows import (
     HALF,
     LOADER,
     PIECE,
-    bounds_of,
     column_tile,
-    exits,
-    reachable,
+    group_bounds,
+    output_tiles,
+    pad_columns,
+    pad_for_emulator,
     ring,
-    send,
-    widened,
+    store_piece,
 )
 
-WIDTH = 2 * HALF  # of what goes into a tile: two warpgroups share both of its sides
+WIDTH = (
+    2 * HALF
+)  # both sides are multiples of it, because two warpgroups share both sides of a tile
 
 
-# Compiled once for equal shapes, of which SwiGLU has two.
+# Compiled once for equal shapes; SwiGLU has two products of equal shape.
 @functools.partial(jax.jit, static_argnames="interpret")
-def sum_products(x, dy, group_sizes, *, interpret):
-    """[e k n] of x [m k], dy [m n]: every group's x^T dy, zeros where it has no rows.
+def sum_products(
+    x: Float[Array, "m k"],
+    dy: Float[Array, "m n"],
+    group_sizes: Int[Array, " e"],
+    *,
+    interpret: object,
+) -> Float[Array, "e k n"]:
+    """Returns every group's x^T dy, zeros where it has no rows.
 
-    Rows go by 64 at a time from where their group begins, down to a multiple of ALIGNED. Those that are
-    not its own, at the two ends, are made zero in shared memory: what lies there may be anything.
+    Rows are processed 64 at a time, from the start of their group rounded down to a multiple of ALIGNED. Rows
+    of other groups at the two ends are set to zero in shared memory, because their content may be undefined.
     """
+    # Sizes of the problem and of the launch.
     shape = x.shape[1], dy.shape[1]
-    x, dy = widened(x, WIDTH), widened(dy, WIDTH)
+    x, dy = pad_columns(x, WIDTH), pad_columns(dy, WIDTH)
     (m, k), n, num_groups, dtype = x.shape, dy.shape[1], group_sizes.shape[0], x.dtype
     columns = column_tile(n)
     down, across = k // (2 * HALF), n // columns
@@ -45,12 +55,12 @@ def sum_products(x, dy, group_sizes, *, interpret):
     blocks = min(EMULATED if interpret else hopper.MULTIPROCESSORS, tiles)
     ops = hopper.Ops(interpret)
 
-    def body(x_ref, dy_ref, starts, ends, out_ref, *, operands, leaving, cleaned):
+    def body(x_ref, dy_ref, starts, ends, out_ref, *, operands, out_tiles, masked):
         block, role = lax.axis_index("block"), lax.axis_index("role")
-        mine = lax.div(tiles - block + (blocks - 1), blocks)
+        num_mine = lax.div(tiles - block + (blocks - 1), blocks)
 
-        def place(i):
-            """(group, its first row, its last, first row to read, steps, tile down, tile across)."""
+        def tile_position(i):
+            """Returns (group, its first row, its end, first row to read, steps, tile down, tile across)."""
             tile = block + i * blocks
             group = lax.div(tile, down * across)
             begin, end = starts[group], ends[group]
@@ -59,11 +69,12 @@ def sum_products(x, dy, group_sizes, *, interpret):
             rest = lax.rem(tile, down * across)
             return group, begin, end, first, steps, lax.div(rest, across), lax.rem(rest, across)
 
+        # Loader warpgroup: rows of each group, 64 at a time.
         def load():
             plgpu.set_max_registers(40, action="decrease")
 
-            def one(i, at):
-                _, _, _, first, steps, d, a = place(i)
+            def run_tile(i, first_step):
+                _, _, _, first, steps, d, a = tile_position(i)
 
                 @pl.loop(0, steps)
                 def _(step):
@@ -71,44 +82,45 @@ def sum_products(x, dy, group_sizes, *, interpret):
 
                     def copies(stage):
                         for half in range(2):
-                            own = pl.ds((2 * d + half) * HALF, HALF)
-                            yield x_ref.at[rows, own], operands.a.at[stage, half]
+                            half_columns = pl.ds((2 * d + half) * HALF, HALF)
+                            yield x_ref.at[rows, half_columns], operands.a.at[stage, half]
                         yield dy_ref.at[rows, pl.ds(a * columns, columns)], operands.b.at[stage]
 
-                    operands.fill(at + step, copies)
+                    operands.fill(first_step + step, copies)
 
-                return at + steps
+                return first_step + steps
 
-            operands.drain(lax.fori_loop(0, mine, one, jnp.int32(0)))
+            operands.drain(lax.fori_loop(0, num_mine, run_tile, jnp.int32(0)))
 
+        # Compute warpgroups: mask rows of other groups, multiply and store.
         def add():
             plgpu.set_max_registers(232, action="increase")
 
-            def one(i, at):
-                group, start, stop, first, steps, d, a = place(i)
+            def run_tile(i, first_step):
+                group, start, stop, first, steps, d, a = tile_position(i)
 
-                def clean(tile, begin, end):
-                    """Zeros where rows of the tile are not between begin and end."""
+                def mask_rows(tile, begin, end):
+                    """Sets rows of the tile outside begin to end to zero."""
                     for column in range(0, tile.shape[1], PIECE):
                         piece = pl.ds(column, PIECE)
-                        old = ops.load(tile, (slice(None), piece))
-                        row = ops.rows(old.shape)
-                        kept = (row >= begin) & (row < end)
-                        tile[:, piece] = jnp.where(kept, old, jnp.zeros_like(old))
+                        values = ops.load(tile, (slice(None), piece))
+                        row = ops.row_indices(values.shape)
+                        is_inside = (row >= begin) & (row < end)
+                        tile[:, piece] = jnp.where(is_inside, values, jnp.zeros_like(values))
 
                 def ready(step):
-                    stage = operands.wait(at + step)
+                    stage = operands.wait(first_step + step)
                     base = first + step * DEPTH
                     begin, end = start - base, stop - base
 
                     @pl.when((begin > 0) | (end < DEPTH))
                     def _():
                         share = pl.ds(role * (columns // 2), columns // 2)
-                        clean(operands.a.at[stage, role], begin, end)
-                        clean(operands.b.at[stage, :, share], begin, end)
+                        mask_rows(operands.a.at[stage, role], begin, end)
+                        mask_rows(operands.b.at[stage, :, share], begin, end)
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(cleaned)
-                        plgpu.barrier_wait(cleaned)
+                        plgpu.barrier_arrive(masked)
+                        plgpu.barrier_wait(masked)
 
                     return operands.a.at[stage, role], [operands.b.at[stage]]
 
@@ -116,26 +128,27 @@ def sum_products(x, dy, group_sizes, *, interpret):
                     [(HALF, columns)],
                     steps,
                     ready,
-                    lambda step: operands.release(at + step),
+                    lambda step: operands.release(first_step + step),
                     a_transposed=True,
                 )
                 for piece in range(columns // PIECE):
                     part = lax.slice(total, (0, piece * PIECE), (HALF, (piece + 1) * PIECE))
                     rows = pl.ds((2 * d + role) * HALF, HALF)
-                    send(
+                    store_piece(
                         ops,
-                        leaving,
+                        out_tiles,
                         piece,
                         part.astype(dtype),
                         out_ref.at[group, rows, pl.ds(a * columns + piece * PIECE, PIECE)],
                     )
-                return at + steps
+                return first_step + steps
 
-            lax.fori_loop(0, mine, one, jnp.int32(0))
+            lax.fori_loop(0, num_mine, run_tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
         lax.cond(role == LOADER, load, add)
 
+    # Build and call the kernel.
     kernel = hopper.kernel(
         body,
         kernel_name="grouped_matmul_dw",
@@ -147,9 +160,9 @@ def sum_products(x, dy, group_sizes, *, interpret):
         thread_name="role",
         scratch_types={
             "operands": ring(4, (2, DEPTH, HALF), (DEPTH, columns), 3, dtype),
-            "leaving": exits(dtype),
-            "cleaned": plgpu.Barrier(num_arrivals=2),
+            "out_tiles": output_tiles(dtype),
+            "masked": plgpu.Barrier(num_arrivals=2),
         },
     )
-    x, dy = (reachable(x) for x in (x, dy)) if interpret else (x, dy)
-    return kernel(x, dy, *bounds_of(group_sizes, m))[:, : shape[0], : shape[1]]
+    x, dy = (pad_for_emulator(x) for x in (x, dy)) if interpret else (x, dy)
+    return kernel(x, dy, *group_bounds(group_sizes, m))[:, : shape[0], : shape[1]]

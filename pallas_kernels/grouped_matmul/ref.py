@@ -1,60 +1,63 @@
-"""Products of rows sorted by expert in XLA, dropless.
+"""Dropless products of rows sorted by expert, in XLA.
 
-The first `span` rows of every expert are one batched matmul; what an expert has beyond them goes through
-in blocks, one after another, as many as there are at run time. A skewed router costs time, never a token
-and never memory.
+The first `span` rows of every expert are one batched matmul. An expert's further rows are processed in blocks, one
+after the other, as many as there are at run time. A skewed router costs time, but no tokens and no memory.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels.numerics import wide
-
-
-def forward(static, x, w, group_sizes):
-    """[m n] of x [m k], w [e k n]."""
-    return _rows(static, x, group_sizes).map(lambda x, w: (product(x, w),), (x,), (w,))[0]
+from pallas_kernels.numerics import accum_dtype
 
 
-def backward(static, saved, dy):
-    """(dx, dw) for what `forward` took and the gradient of its output."""
+def forward(
+    static, x: Float[Array, "m k"], w: Float[Array, "e k n"], group_sizes: Int[Array, " e"]
+) -> Float[Array, "m n"]:
+    """Returns [m n] of x [m k], w [e k n]."""
+    return _rows(static, x, group_sizes).map(lambda x, w: (matmul(x, w),), (x,), (w,))[0]
+
+
+def backward(
+    static, saved: tuple, dy: Float[Array, "m n"]
+) -> tuple[Float[Array, "m k"], Float[Array, "e k n"]]:
+    """Returns (dx, dw) for the inputs of `forward` and the gradient of its output."""
     x, w, group_sizes = saved
-    inner = wide(w.dtype)
+    dtype = accum_dtype(w.dtype)
 
     def block(x, dy, w):
-        return product(dy, w.swapaxes(-1, -2)), _over_rows(x, dy, inner)
+        return matmul(dy, w.swapaxes(-1, -2)), _over_rows(x, dy, dtype)
 
     dx, (dw,) = _rows(static, x, group_sizes).map_and_sum(block, (x, dy), (w,))
     return dx, dw.astype(w.dtype)
 
 
-def product(x, w):
-    """x [... m k] w [... k n] in the dtype of x, summed wide."""
-    return jnp.matmul(x, w, preferred_element_type=wide(x.dtype)).astype(x.dtype)
+def matmul(x: Float[Array, "... m k"], w: Float[Array, "... k n"]) -> Float[Array, "... m n"]:
+    """Returns x [... m k] times w [... k n] in the dtype of x, summed in the accumulation dtype."""
+    return jnp.matmul(x, w, preferred_element_type=accum_dtype(x.dtype)).astype(x.dtype)
 
 
-def _over_rows(a, b, inner):
-    return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=inner)
+def _over_rows(a, b, dtype):
+    return jnp.matmul(a.swapaxes(-1, -2), b, preferred_element_type=dtype)
 
 
 def _rows(static, x, group_sizes):
     mean = -(-static.expected_rows // group_sizes.shape[0])
-    return Rows(spans(mean), group_sizes, x.shape[0])
+    return ExpertRows(spans(mean), group_sizes, x.shape[0])
 
 
 def spans(mean_rows: int) -> tuple[int, int]:
-    """(rows of every expert that are computed together, rows of a later block) for a mean load.
+    """Returns (rows of every expert in the joint product, rows of a later block) for a mean load.
 
-    Three quarters of the mean leave few rows of the joint product empty; a block wastes half of
-    itself on average.
+    Three quarters of the mean leave few rows of the joint product empty. A block is half empty on average.
     """
-    together = max(mean_rows * 3 // 4 // 8 * 8, 8)
-    return together, min(max(together // 4 // 8 * 8, 8), 64)
+    joint_rows = max(mean_rows * 3 // 4 // 8 * 8, 8)
+    return joint_rows, min(max(joint_rows // 4 // 8 * 8, 8), 64)
 
 
-class Rows:
-    """Where the sorted rows are: the first `span` of each expert, and the blocks of the rest."""
+class ExpertRows:
+    """Positions of the sorted rows: the first `span` of each expert, and the blocks of the rest."""
 
     def __init__(self, sizes, group_sizes, rows: int):
         self._count = rows
@@ -72,84 +75,106 @@ class Rows:
         self.num_blocks = self._block_ends[-1]
 
     def pad(self, x):
-        """[e span d]: the first rows of every expert, zeros where it has fewer."""
+        """Returns [e span d]: the first rows of every expert, zeros where it has fewer."""
         rank = jnp.arange(self._span, dtype=jnp.int32)
         block = jnp.take(x, self._starts[:, None] + rank, axis=0, mode="clip")
         return jnp.where((rank < self._sizes[:, None])[..., None], block, 0)
 
     def unpad(self, block):
-        """[m + block d]: the rows of [e span d] at their places, the others zero. The rows beyond m
-        are room for `store`."""
-        mine = self._real & (self._rank < self._span)
-        flat = block.reshape(-1, block.shape[-1])
-        taken = jnp.take(flat, self._owner * self._span + self._rank, axis=0, mode="clip")
-        return self.room(jnp.where(mine[:, None], taken, 0))
+        """Returns [m + block d]: the rows of [e span d] at their positions, zeros elsewhere.
 
-    def room(self, x):
+        The rows beyond m are room for `store`.
+        """
+        is_joint = self._real & (self._rank < self._span)
+        flat = block.reshape(-1, block.shape[-1])
+        rows = jnp.take(flat, self._owner * self._span + self._rank, axis=0, mode="clip")
+        return self.append_room(jnp.where(is_joint[:, None], rows, 0))
+
+    def append_room(self, x):
+        """Appends a block of zero rows."""
         return jnp.pad(x, ((0, self._block), (0, 0)))
 
     def block(self, i):
-        """(expert, first row, rows of it [block]) of the later block i."""
+        """Returns (expert, first row, which of its rows are filled [block]) of the later block i."""
         expert = jnp.searchsorted(self._block_ends, i, side="right").astype(jnp.int32)
         rank = self._span + (i - self._block_starts[expert]) * self._block
-        left = self._sizes[expert] - rank
-        return expert, self._starts[expert] + rank, jnp.arange(self._block) < left
+        remaining = self._sizes[expert] - rank
+        return expert, self._starts[expert] + rank, jnp.arange(self._block) < remaining
 
-    def load(self, x, place):
-        """[block d] of x [m + block d], zeros beyond the expert's rows."""
-        _, first, filled = place
+    def load(self, x, position):
+        """Returns [block d] of x [m + block d], zeros beyond the expert's rows."""
+        _, first, filled = position
         part = lax.dynamic_slice_in_dim(x, first, self._block)
         return jnp.where(filled[:, None], part, 0)
 
-    def store(self, x, new, place):
-        _, first, filled = place
+    def store(self, x, block_rows, position):
+        """Writes the filled rows of a block to x."""
+        _, first, filled = position
         part = lax.dynamic_slice_in_dim(x, first, self._block)
-        part = jnp.where(filled[:, None], new, part)
+        part = jnp.where(filled[:, None], block_rows, part)
         return lax.dynamic_update_slice_in_dim(x, part, first, 0)
 
     def map(self, function, arrays, weights):
-        """Tuple of [m ...]: function(*blocks, *their expert's weights) of arrays [m ...], row by row."""
-        done = tuple(self.unpad(a) for a in function(*map(self.pad, arrays), *weights))
-        wider = [self.room(a) for a in arrays]
+        """Returns a tuple of [m ...]: function(*blocks, *their expert's weights) of arrays [m ...], row by row."""
+        outputs = tuple(self.unpad(a) for a in function(*map(self.pad, arrays), *weights))
+        padded = [self.append_room(a) for a in arrays]
 
-        def later(i, done):
-            place = self.block(i)
-            own = (w[place[0]] for w in weights)
-            new = function(*(self.load(a, place) for a in wider), *own)
-            return tuple(self.store(a, n, place) for a, n in zip(done, new))
+        def run_block(i, outputs):
+            position = self.block(i)
+            expert_weights = (w[position[0]] for w in weights)
+            block_rows = function(*(self.load(a, position) for a in padded), *expert_weights)
+            return tuple(self.store(a, n, position) for a, n in zip(outputs, block_rows))
 
-        done = lax.fori_loop(0, self.num_blocks, later, done)
-        return tuple(a[: self._count] for a in done)
+        outputs = lax.fori_loop(0, self.num_blocks, run_block, outputs)
+        return tuple(a[: self._count] for a in outputs)
 
     def map_and_sum(self, function, arrays, weights):
-        """([m ...], list of [e ...]) of a function that gives (rows, *sums over its block's rows)."""
+        """Returns ([m ...], list of [e ...]) for a function that returns (rows, *sums over its block's rows)."""
         first, *sums = function(*map(self.pad, arrays), *weights)
-        wider = [self.room(a) for a in arrays]
+        padded = [self.append_room(a) for a in arrays]
 
-        def later(i, carry):
-            place = self.block(i)
-            own = (w[place[0]] for w in weights)
-            new, *parts = function(*(self.load(a, place) for a in wider), *own)
-            sums = [total.at[place[0]].add(part) for total, part in zip(carry[1], parts)]
-            return self.store(carry[0], new, place), sums
+        def run_block(i, carry):
+            position = self.block(i)
+            expert_weights = (w[position[0]] for w in weights)
+            block_rows, *parts = function(
+                *(self.load(a, position) for a in padded), *expert_weights
+            )
+            sums = [total.at[position[0]].add(part) for total, part in zip(carry[1], parts)]
+            return self.store(carry[0], block_rows, position), sums
 
-        done, sums = lax.fori_loop(0, self.num_blocks, later, (self.unpad(first), sums))
-        return done[: self._count], sums
+        outputs, sums = lax.fori_loop(0, self.num_blocks, run_block, (self.unpad(first), sums))
+        return outputs[: self._count], sums
 
 
-def swiglu(x, gate, up, down):
-    """(y, gate product, up product) of rows x [... m d] in experts [... d f], [... d f], [... f d]."""
+def swiglu(
+    x: Float[Array, "... m d"],
+    gate: Float[Array, "... d f"],
+    up: Float[Array, "... d f"],
+    down: Float[Array, "... f d"],
+) -> tuple[Float[Array, "... m d"], Float[Array, "... m f"], Float[Array, "... m f"]]:
+    """Returns (y, gate product, up product) of rows x [... m d] in experts [... d f], [... d f], [... f d]."""
     g, u = jnp.matmul(x, gate), jnp.matmul(x, up)
     return jnp.matmul(jax.nn.silu(g) * u, down), g, u
 
 
-def swiglu_forward(static, x, group_sizes, gate, up, down):
-    """(y [m d], gate product [m f], up product [m f])."""
+def swiglu_forward(
+    static,
+    x: Float[Array, "m d"],
+    group_sizes: Int[Array, " e"],
+    gate: Float[Array, "e d f"],
+    up: Float[Array, "e d f"],
+    down: Float[Array, "e f d"],
+) -> tuple[Float[Array, "m d"], Float[Array, "m f"], Float[Array, "m f"]]:
+    """Returns (y [m d], gate product [m f], up product [m f])."""
     return _rows(static, x, group_sizes).map(swiglu, (x,), (gate, up, down))
 
 
-def swiglu_backward(static, saved, dy):
-    """(dx, dgate, dup, ddown) for what `swiglu_forward` took, the two products, and the gradient of y."""
+def swiglu_backward(
+    static, saved: tuple, dy: Float[Array, "m d"]
+) -> tuple[
+    Float[Array, "m d"], Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]
+]:
+    """Returns (dx, dgate, dup, ddown) for the inputs of `swiglu_forward`, the two products, and the gradient of y."""
     x, group_sizes, gate, up, down, g, u = saved
     rows = _rows(static, x, group_sizes)
     dx, dw = rows.map_and_sum(_swiglu_gradients, (x, g, u, dy), (gate, up, down))
@@ -157,9 +182,9 @@ def swiglu_backward(static, saved, dy):
 
 
 def _swiglu_gradients(x, g, u, dy, gate, up, down):
-    """(dx, dgate, dup, ddown) of blocks [... c d]; the weights' gradients are wide."""
-    inner = wide(x.dtype)
+    """Returns (dx, dgate, dup, ddown) of blocks [... c d]; the weights' gradients have the accumulation dtype."""
+    dtype = accum_dtype(x.dtype)
     h, pull = jax.vjp(lambda g, u: jax.nn.silu(g) * u, g, u)
     dg, du = pull(jnp.matmul(dy, down.swapaxes(-1, -2)))
     dx = jnp.matmul(dg, gate.swapaxes(-1, -2)) + jnp.matmul(du, up.swapaxes(-1, -2))
-    return dx, _over_rows(x, dg, inner), _over_rows(x, du, inner), _over_rows(h, dy, inner)
+    return dx, _over_rows(x, dg, dtype), _over_rows(x, du, dtype), _over_rows(h, dy, dtype)

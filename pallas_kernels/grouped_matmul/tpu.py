@@ -1,13 +1,12 @@
 """Ragged products of sorted rows for TPU (Mosaic).
 
-Forward: the tiles of rows go by in the order of the rows, and meet one column tile of the weights of
-each group that has rows in them. Weights are fetched a whole group ahead, so that their time hides
-behind all the tiles of the group before, and a group's weights are read once per column tile. A tile
-that several groups share stays in VMEM while each of them writes its rows.
-Backward: rows times transposed weights are the same kernel reading the weights the other way; the
-weights' gradient adds up the tiles of a group, one after another, in VMEM.
-SwiGLU is made of them. What lies between its products is only ever computed for tiles that hold rows: in
-a buffer for the worst case everything else would be most of the memory traffic.
+Forward: grid (half of the columns, column tile, schedule entry). Tiles of rows are processed in order, each
+with one column tile of the weights of every group that has rows in it. Weights are fetched one group ahead, so
+that the transfer overlaps all tiles of the previous group, and a group's weights are read once per column
+tile. A tile shared by several groups stays in VMEM while each of them writes its rows.
+Backward: rows times transposed weights are the same kernel, reading the weights transposed. The weights'
+gradient adds up the tiles of a group in VMEM. SwiGLU uses both. The arrays between its products are only
+computed for tiles that hold rows: in a worst-case buffer the rest would be most of the memory traffic.
 """
 
 import functools
@@ -17,15 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cost import estimate
 from pallas_kernels.grouped_matmul import cost
-from pallas_kernels.grouped_matmul.tiles import column_tile, in_steps, store, visits
+from pallas_kernels.grouped_matmul.tiles import (
+    column_tile,
+    for_each_column_step,
+    schedule_row_tiles,
+    store_rows,
+)
 
-# Not measured. Columns are as many as keep one chip's arithmetic ahead of reading the rows again for every
-# column tile (v6e needs 560 FLOP a byte), rows as many as keep its multiplier busy between two loads of
-# weights (by the compiler's own schedule: 128 on v5p, 256 on v6e and tpu7x).
-COLUMN_BYTES = 512  # of a tile of rows: 256 of bfloat16
+# Not measured. The number of columns keeps arithmetic ahead of reading the rows again for every column tile (v6e
+# needs 560 FLOP per byte). The number of rows keeps the multiplier busy between two loads of weights (by the
+# compiler's schedule: 128 on v5p, 256 on v6e and tpu7x).
+COLUMN_BYTES = 512  # bytes of a column of a row tile: 256 rows of bfloat16
 MIN_ROWS = 16
 MAX_COLUMNS = 1536
 MAX_WIDTH = 16384
@@ -35,42 +40,64 @@ VMEM_BYTES = 56 << 20
 DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def refuse(x, w):
-    """Why these rows and weights cannot be taken, or None."""
+def unsupported_reason(x: Float[Array, "m k"], w: Float[Array, "e k n"]) -> str | None:
+    """Returns the reason why these rows and weights are not supported, or None."""
     if x.dtype != w.dtype or x.dtype not in DTYPES:
-        return f"rows {x.dtype} and weights {w.dtype}; it takes both in bfloat16 or both in float32"
+        return f"rows {x.dtype} and weights {w.dtype}; both must be bfloat16 or both float32"
     for k, n in (w.shape[1:], w.shape[:0:-1]):
         if k > MAX_WIDTH:
             return f"rows of {k} numbers; it takes up to {MAX_WIDTH}"
-        if _columns(k, n, w.dtype.itemsize) > _most_columns(k, w.dtype.itemsize):
+        if _columns(k, n, w.dtype.itemsize) > _max_columns(k, w.dtype.itemsize):
             return f"two blocks of weights of {k} by {n} do not fit into VMEM"
     return None
 
 
-def forward(static, x, w, group_sizes, *, interpret=False):
-    """[m n] of x [m k], w [e k n]."""
+def forward(
+    static,
+    x: Float[Array, "m k"],
+    w: Float[Array, "e k n"],
+    group_sizes: Int[Array, " e"],
+    *,
+    interpret: object = False,
+) -> Float[Array, "m n"]:
+    """Returns [m n] of x [m k], w [e k n]."""
     return _multiply(static.expected_rows, False, interpret)(x, w, group_sizes)
 
 
-def backward(static, saved, dy, *, interpret=False):
-    """(dx, dw) for what `forward` took and the gradient of its output."""
+def backward(
+    static, saved: tuple, dy: Float[Array, "m n"], *, interpret: object = False
+) -> tuple[Float[Array, "m k"], Float[Array, "e k n"]]:
+    """Returns (dx, dw) for the inputs of `forward` and the gradient of its output."""
     x, w, group_sizes = saved
     dx = _multiply(static.expected_rows, True, interpret)(dy, w, group_sizes)
     dw = _sum_products(static.expected_rows, w.dtype, interpret)(x, dy, group_sizes)
     return dx, dw
 
 
-def swiglu_forward(static, x, group_sizes, gate, up, down, *, interpret=False):
-    """(y [m d], gate product [m f], up product [m f]); the products' rows without an owner are anything."""
-    product = _multiply(static.expected_rows, False, interpret, fill=False)
-    g, u = product(x, gate, group_sizes), product(x, up, group_sizes)
+def swiglu_forward(
+    static,
+    x: Float[Array, "m d"],
+    group_sizes: Int[Array, " e"],
+    gate: Float[Array, "e d f"],
+    up: Float[Array, "e d f"],
+    down: Float[Array, "e f d"],
+    *,
+    interpret: object = False,
+) -> tuple[Float[Array, "m d"], Float[Array, "m f"], Float[Array, "m f"]]:
+    """Returns (y, gate product, up product); rows of the products without an expert are undefined."""
+    multiply = _multiply(static.expected_rows, False, interpret, fill=False)
+    g, u = multiply(x, gate, group_sizes), multiply(x, up, group_sizes)
     rows = static.expected_rows
     (h,) = _row_by_row(rows, lambda g, u: (_activate(g, u),), 1, interpret)((g, u), group_sizes)
     return _multiply(static.expected_rows, False, interpret)(h, down, group_sizes), g, u
 
 
-def swiglu_backward(static, saved, dy, *, interpret=False):
-    """(dx, dgate, dup, ddown) for what `swiglu_forward` took, the two products, and the gradient of y."""
+def swiglu_backward(
+    static, saved: tuple, dy: Float[Array, "m d"], *, interpret: object = False
+) -> tuple[
+    Float[Array, "m d"], Float[Array, "e d f"], Float[Array, "e d f"], Float[Array, "e f d"]
+]:
+    """Returns (dx, dgate, dup, ddown) for the inputs of `swiglu_forward`, the two products, and the gradient of y."""
     x, group_sizes, gate, up, down, g, u = saved
 
     def gradients(g, u, dh):
@@ -91,47 +118,50 @@ def _activate(g, u):
 
 
 def row_tile(rows: int, expected_rows: int, num_groups: int, itemsize: int) -> int:
-    """Rows of a tile: a group's mean as a power of two within bounds."""
+    """Returns the rows of a tile: a group's mean as a power of two within bounds."""
     mean = pl.next_power_of_2(-(-expected_rows // num_groups))
-    most = min(COLUMN_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
-    return min(max(mean, MIN_ROWS), most)
+    max_rows = min(COLUMN_BYTES // itemsize, -(-rows // MIN_ROWS) * MIN_ROWS)
+    return min(max(mean, MIN_ROWS), max_rows)
 
 
-def _most_columns(k, itemsize):
+def _max_columns(k, itemsize):
     return min(MAX_COLUMNS, WEIGHT_BYTES // (2 * k * itemsize))
 
 
 def _columns(k, n, itemsize):
-    return column_tile(n, _most_columns(k, itemsize))
+    return column_tile(n, _max_columns(k, itemsize))
 
 
 def _multiply(expected_rows, transposed, interpret, fill=True):
-    """function(x [m k], w [e k n] or transposed w [e n k], group_sizes, plus=None) -> [m n].
+    """Returns a function (x, w, group_sizes, plus=None) -> [m n].
 
-    plus [m n], zero in rows without an owner, is added to the product, in its place. fill: those rows
-    become zero; otherwise tiles of them are left as they are in plus, or anything.
+    x [m k]; w [e k n], or [e n k] if transposed. plus [m n], zero in rows without an expert, is added to the
+    product in place. fill: those rows become zero; otherwise tiles of them keep their content of plus, or are
+    undefined.
     """
 
-    # In sequence also because a batch cannot be a dimension of a list of visits.
+    # Sequential also because a schedule cannot have a batch dimension.
     @jax.custom_batching.sequential_vmap
     def multiply(x, w, group_sizes, plus=None):
         (m, k), (e, *rest) = x.shape, w.shape
         n = rest[0] if transposed else rest[1]
+        # Tile sizes and schedule.
         rows = row_tile(m, expected_rows, e, x.dtype.itemsize)
         columns = _columns(k, n, x.dtype.itemsize)
         halves = 2 if n % (2 * columns) == 0 else 1  # one for each core of a v5p
         tiles = n // columns // halves
-        work = visits(group_sizes, m, rows)
-        lists = work[2:]
-        count = work.count if fill else jnp.maximum(work.filled, 1)
+        schedule = schedule_row_tiles(group_sizes, m, rows)
+        lists = schedule[2:]
+        count = schedule.count if fill else jnp.maximum(schedule.filled, 1)
+        # Blocks, cost and call.
         buffer = (columns, k) if transposed else (k, columns)
-        at_tile = pl.BlockSpec(
+        out_spec = pl.BlockSpec(
             (rows, columns), lambda h, j, v, g, f, s, tile, *_: (tile[v], h * tiles + j)
         )
-        added = () if plus is None else (plus,)
-        # Without `fill` nothing is written but the rows that are there.
+        addends = () if plus is None else (plus,)
+        # Without `fill` only the filled rows are written.
         written = m if fill else expected_rows
-        costs = cost.product(expected_rows, written, k, n, e, bool(added), x.dtype.itemsize)
+        costs = cost.matmul(expected_rows, written, k, n, e, bool(addends), x.dtype.itemsize)
         return pl.pallas_call(
             functools.partial(_multiply_body, transposed, tiles, columns),
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -140,9 +170,9 @@ def _multiply(expected_rows, transposed, interpret, fill=True):
                 in_specs=[
                     pl.BlockSpec((rows, k), lambda h, j, v, g, f, source, *_: (source[v], 0)),
                     pl.BlockSpec(memory_space=pl.ANY),
-                    *(at_tile for _ in added),
+                    *(out_spec for _ in addends),
                 ],
-                out_specs=at_tile,
+                out_specs=out_spec,
                 scratch_shapes=[
                     pltpu.VMEM((2, *buffer), w.dtype),
                     pltpu.SemaphoreType.DMA((2,)),
@@ -154,11 +184,11 @@ def _multiply(expected_rows, transposed, interpret, fill=True):
                 dimension_semantics=("parallel", "arbitrary", "arbitrary"),
                 vmem_limit_bytes=VMEM_BYTES,
             ),
-            input_output_aliases={len(lists) + 2: 0} if added else {},
+            input_output_aliases={len(lists) + 2: 0} if addends else {},
             cost_estimate=estimate(costs),
             interpret=interpret,
             name="grouped_matmul",
-        )(*lists, x, w, *added)
+        )(*lists, x, w, *addends)
 
     return multiply
 
@@ -166,62 +196,74 @@ def _multiply(expected_rows, transposed, interpret, fill=True):
 def _multiply_body(
     transposed, tiles, columns, group, following, source, tile, begin, end, x, w, *rest
 ):
-    *plus, out, buffer, arrived, turn = rest
+    *plus, out, buffer, arrived, current_slot = rest
     half, j, v = (pl.program_id(i) for i in range(3))
     before = jnp.maximum(v - 1, 0)
     filled = end[v] > begin[v]
 
+    # Weights are double-buffered: a group's tile is loaded while the previous one is used.
     def fetch(group, column_tile, slot):
-        there = w.at[group]
-        if there.shape != buffer.shape[1:]:
-            at = pl.ds(pl.multiple_of(column_tile * columns, columns), columns)
-            there = there.at[at, :] if transposed else there.at[:, at]
-        return pltpu.make_async_copy(there, buffer.at[slot], arrived.at[slot])
+        source_ref = w.at[group]
+        if source_ref.shape != buffer.shape[1:]:
+            columns_slice = pl.ds(pl.multiple_of(column_tile * columns, columns), columns)
+            source_ref = (
+                source_ref.at[columns_slice, :] if transposed else source_ref.at[:, columns_slice]
+            )
+        return pltpu.make_async_copy(source_ref, buffer.at[slot], arrived.at[slot])
 
-    mine = half * tiles + j
+    my_tile = half * tiles + j
 
+    # First step: start the first copy.
     @pl.when(filled & (j == 0) & (v == 0))
     def _():
-        turn[0] = 1
-        fetch(group[0], mine, 0).start()
+        current_slot[0] = 1
+        fetch(group[0], my_tile, 0).start()
 
+    # New group: wait for its weights, and start the copy of the next group's.
     @pl.when(filled & ((v == 0) | (group[v] != group[before])))
     def _():
-        slot = 1 - turn[0]
-        turn[0] = slot
-        fetch(group[v], mine, slot).wait()
+        slot = 1 - current_slot[0]
+        current_slot[0] = slot
+        fetch(group[v], my_tile, slot).wait()
         last = following[v] < 0
 
         @pl.when(jnp.logical_not(last) | (j + 1 < tiles))
         def _():
-            ahead = jnp.where(last, group[0], following[v])
-            fetch(ahead, mine + last.astype(jnp.int32), 1 - slot).start()
+            next_group = jnp.where(last, group[0], following[v])
+            fetch(next_group, my_tile + last.astype(jnp.int32), 1 - slot).start()
 
     @pl.when(filled)
     def _():
-        slot = turn[0]
-        fresh = (v == 0) | (tile[v] != tile[before])
+        # Multiply, and write the rows of this group.
+        slot = current_slot[0]
+        is_first_write = (v == 0) | (tile[v] != tile[before])
 
-        def compute(at):
-            weights = buffer[slot, at, :] if transposed else buffer[slot, :, at]
+        def compute(columns_slice):
+            weights = (
+                buffer[slot, columns_slice, :] if transposed else buffer[slot, :, columns_slice]
+            )
             y = _dot(x[...], weights, 1, 1 if transposed else 0)
-            # Rows of later groups stay those of plus: it lies where out does, and may be read again.
-            kept = plus[0][:, at].astype(jnp.float32) if plus else 0
-            store(out, at, y + kept, fresh, begin[v], end[v], kept)
+            # Rows of later groups keep the content of plus: it aliases out, and is read again for them.
+            previous = plus[0][:, columns_slice].astype(jnp.float32) if plus else 0
+            store_rows(out, columns_slice, y + previous, is_first_write, begin[v], end[v], previous)
 
-        in_steps(columns, STEP, compute)
+        for_each_column_step(columns, STEP, compute)
 
+    # Tile without rows: write zeros.
     @pl.when(jnp.logical_not(filled))
     def _():
         out[...] = jnp.zeros(out.shape, out.dtype)
 
 
 def _row_by_row(expected_rows, function, num_results, interpret):
-    """function(arrays [m f], group_sizes) -> tuple of [m f] by an elementwise float32 function of them,
-    for the tiles that hold rows with an owner; the others are left as they were."""
+    """Returns a function (arrays [m f], group_sizes) -> tuple of [m f] that applies an elementwise float32 function.
+
+    It processes the tiles that hold rows with an expert, and leaves the others as they were.
+    """
 
     @jax.custom_batching.sequential_vmap
     def run(arrays, group_sizes):
+        # Only tiles with rows are in the grid.
         m, f = arrays[0].shape
         rows = min(COLUMN_BYTES // arrays[0].dtype.itemsize, m)
         columns = column_tile(f, MAX_COLUMNS)
@@ -229,16 +271,20 @@ def _row_by_row(expected_rows, function, num_results, interpret):
         block = pl.BlockSpec((rows, columns), lambda j, i: (i, j))
         shape = jax.ShapeDtypeStruct((m, f), arrays[0].dtype)
 
+        # Applies the function in steps of columns.
         def body(*refs):
-            given, results = refs[:-num_results], refs[-num_results:]
+            input_refs, results = refs[:-num_results], refs[-num_results:]
 
-            def compute(at):
-                new = function(*(ref[:, at].astype(jnp.float32) for ref in given))
-                for ref, value in zip(results, new):
-                    ref[:, at] = value.astype(ref.dtype)
+            def compute(columns_slice):
+                values = function(
+                    *(ref[:, columns_slice].astype(jnp.float32) for ref in input_refs)
+                )
+                for ref, value in zip(results, values):
+                    ref[:, columns_slice] = value.astype(ref.dtype)
 
-            in_steps(columns, STEP, compute)
+            for_each_column_step(columns, STEP, compute)
 
+        # Call the kernel.
         return pl.pallas_call(
             body,
             grid=(f // columns, jnp.maximum(-(-filled // rows), 1)),
@@ -261,19 +307,21 @@ def _row_by_row(expected_rows, function, num_results, interpret):
 
 
 def _sum_products(expected_rows, dtype, interpret):
-    """function(x [m k], dy [m n], group_sizes int32[e]) -> [e k n]: every group's x transposed times dy."""
+    """Returns a function (x [m k], dy [m n], group_sizes int32[e]) -> [e k n]: every group's x^T dy."""
 
     @jax.custom_batching.sequential_vmap
     def sum_products(x, dy, group_sizes):
+        # Tile sizes and schedule.
         (m, k), n, e = x.shape, dy.shape[1], group_sizes.shape[0]
         rows = row_tile(m, expected_rows, e, x.dtype.itemsize)
         down, across = column_tile(k, MAX_COLUMNS), column_tile(n, MAX_COLUMNS)
-        work = visits(group_sizes, m, rows, every_group=True)
+        schedule = schedule_row_tiles(group_sizes, m, rows, every_group=True)
+        # Call the kernel.
         return pl.pallas_call(
             _sum_products_body,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=4,
-                grid=(k // down, n // across, work.count),
+                grid=(k // down, n // across, schedule.count),
                 in_specs=[
                     pl.BlockSpec((rows, down), lambda i, j, v, g, source, *_: (source[v], i)),
                     pl.BlockSpec((rows, across), lambda i, j, v, g, source, *_: (source[v], j)),
@@ -288,32 +336,32 @@ def _sum_products(expected_rows, dtype, interpret):
                 dimension_semantics=("parallel", "parallel", "arbitrary"),
                 vmem_limit_bytes=VMEM_BYTES,
             ),
-            cost_estimate=estimate(cost.of_weights(expected_rows, k, n, e, x.dtype.itemsize)),
+            cost_estimate=estimate(cost.weight_gradient(expected_rows, k, n, e, x.dtype.itemsize)),
             interpret=interpret,
             name="grouped_matmul_dw",
-        )(work.group, work.source, work.begin, work.end, x, dy)
+        )(schedule.group, schedule.source, schedule.begin, schedule.end, x, dy)
 
     return sum_products
 
 
 def _sum_products_body(group, source, begin, end, x, dy, out, total):
     v = pl.program_id(2)
-    fresh = (v == 0) | (group[v] != group[jnp.maximum(v - 1, 0)])
+    is_first = (v == 0) | (group[v] != group[jnp.maximum(v - 1, 0)])
     filled = end[v] > begin[v]
 
-    def own(block):
+    def mask_rows(block):
         row = lax.broadcasted_iota(jnp.int32, block.shape, 0)
         return jnp.where((row >= begin[v]) & (row < end[v]), block, 0)
 
     @pl.when(filled)
     def _():
-        mine = own(x[...])
+        x_rows = mask_rows(x[...])
 
-        def compute(at):
-            y = _dot(mine, own(dy[:, at]), 0, 0)
-            total[:, at] = jnp.where(fresh, 0, total[:, at]) + y
+        def compute(columns_slice):
+            y = _dot(x_rows, mask_rows(dy[:, columns_slice]), 0, 0)
+            total[:, columns_slice] = jnp.where(is_first, 0, total[:, columns_slice]) + y
 
-        in_steps(dy.shape[1], STEP, compute)
+        for_each_column_step(dy.shape[1], STEP, compute)
 
     @pl.when(jnp.logical_not(filled))
     def _():
@@ -325,7 +373,7 @@ def _sum_products_body(group, source, begin, end, x, dy, out, total):
 
 
 def _dot(a, b, of_a: int, of_b: int):
-    """Product in float32 of two matrices, contracted over those dimensions."""
+    """Returns the float32 product of two matrices, contracted over those dimensions."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return lax.dot_general(
         a,

@@ -4,31 +4,38 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 
 
 class Static(NamedTuple):
-    """What is known when tracing."""
+    """Static arguments."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
 
 
-def index_scores(idx_q, idx_w, idx_k, *, implementation="auto"):
-    """wide[b t s] scores of queries idx_q [b t i j] with head weights idx_w [b t i] over idx_k [b s j].
+def index_scores(
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    *,
+    implementation: str | backends.Implementation = "auto",
+) -> Float[Array, "b t s"]:
+    """Returns unmasked scores [b t s] in the accumulation dtype.
 
-    Nothing is masked. The backward computes the dot products again; neither pass holds more than the
-    scores, so t is a block of queries.
+    The backward computes the dot products again. Neither pass holds more than the scores, so t should be a
+    block of queries.
 
-    implementation: see `dispatch.choose`.
+    implementation: see `backends.select_backend`.
     """
-    choice = dispatch.choose("index_scores", implementation, idx_q, idx_w, idx_k)
-    return _scores(Static(choice), idx_q, idx_w, idx_k)
+    backend = backends.select_backend("index_scores", implementation, idx_q, idx_w, idx_k)
+    return _scores(Static(backend), idx_q, idx_w, idx_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(static, idx_q, idx_w, idx_k):
-    return static.choice.function("forward")(static, idx_q, idx_w, idx_k)
+    return static.backend.function("forward")(static, idx_q, idx_w, idx_k)
 
 
 def _saving(static, *args):
@@ -36,7 +43,7 @@ def _saving(static, *args):
 
 
 def _backward(static, saved, dscores):
-    return static.choice.function("backward")(static, saved, dscores)
+    return static.backend.function("backward")(static, saved, dscores)
 
 
 _scores.defvjp(_saving, _backward)

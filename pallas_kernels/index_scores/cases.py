@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import together
+from pallas_kernels.cost import sum_costs
 from pallas_kernels.index_scores import cost, index_scores
 
 SIZES = {"b": 1, "t": 512, "s": 32768, "i": 32, "j": 128}
@@ -12,7 +12,7 @@ SMALL = {"b": 1, "t": 128, "s": 256, "i": 4, "j": 32}
 
 
 def inputs(sizes, key):
-    """Unit queries and keys, signed head weights."""
+    """Returns unit queries and keys, and signed head weights."""
     b, t, s, i, j = (sizes[name] for name in "btsij")
     keys = jax.random.split(key, 3)
     return {
@@ -23,12 +23,12 @@ def inputs(sizes, key):
 
 
 def forward(inputs, sizes, implementation):
-    """All scores of the block."""
+    """Returns all scores of the block."""
     return index_scores(**inputs, implementation=implementation)
 
 
 def backward(inputs, sizes, implementation):
-    """Gradients of all three inputs."""
+    """Returns the gradients of all three inputs."""
 
     def loss(*args):
         return jnp.sum(jnp.sin(index_scores(*args, implementation=implementation)))
@@ -37,15 +37,15 @@ def backward(inputs, sizes, implementation):
 
 
 def forward_cost(sizes):
-    """Of all scores."""
+    """Cost of all scores."""
     return cost.forward(**sizes)
 
 
 def backward_cost(sizes):
-    """With the forward before it; the scores' gradient need not move where it is made of them."""
+    """Cost with the preceding forward; the gradient of the scores can be consumed where it is computed."""
     b, t, s, i, j = (sizes[name] for name in "btsij")
     forward, gradients = forward_cost(sizes), cost.gradients(**sizes, pairs=t * s)
-    return together(forward, gradients, bytes=forward.bytes + 2 * b * (t * i + s) * j)
+    return sum_costs(forward, gradients, bytes=forward.bytes + 2 * b * (t * i + s) * j)
 
 
 CASES = {

@@ -1,15 +1,17 @@
-"""Index scores and their gradients on Hopper: head scores stay in registers, in all three kernels.
+"""Index scores and their gradients on Hopper: per-head scores stay in registers in all three kernels.
 
-The forward has keys along the rows of its products and (head, query) along their columns, eight queries
-wide, as `lightning_indexer` has: a thread holds all heads of its queries. The backward is two kernels,
-each with products of 64 queries and keys of one head: `sum_keys` walks the keys of a query tile and sums
-e (see `ref.pulled`), `sum_queries` walks the queries of a key tile and sums dk. So both sums stay in
-registers and have one order, for one product of queries and keys more than the three that are needed;
-dk in one pass with e would take float32[s j] for every tile of queries through memory.
+Forward: keys lie along the rows of the products and (head, query) along their columns, eight queries wide, as in
+`lightning_indexer`. A thread holds all heads of its queries.
 
-dI is rounded to the dtype of the queries before it is read, as each head's part of it is anyway, and lies
-in memory with queries first and with keys first: at GLM-5's block of 512 queries over 32,768 keys that is
-134 MB through memory once more, and a hundredth of the products' time.
+Backward: two kernels with products of 64 queries and the keys of one head. `sum_keys` loops over the keys of a
+query tile and sums e (see `ref.gradients_keys_first`). `sum_queries` loops over the queries of a key tile and
+sums dk. Both sums stay in registers and have one order, at the cost of one product of queries and keys in
+addition to the three required ones. Computing dk in the same pass as e would move float32[s j] through memory
+for every tile of queries.
+
+dI is rounded to the dtype of the queries before it is read, as each head's part of it is anyway. It is stored
+both with queries first and with keys first: at GLM-5's block of 512 queries over 32,768 keys this is 134 MB
+more memory traffic, a hundredth of the products' time.
 """
 
 import jax
@@ -17,76 +19,103 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels import dispatch, hopper
-from pallas_kernels.head_probs.tiles import padded, spans
+from pallas_kernels import backends, hopper
 from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.summed_attention_probs.tiles import pad_to_multiple, tile_spans
 
-# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared
+# Only these sizes are timed, on an H200 (2026-11-26, experiments/kernels_h200.jsonl). They follow from shared
 # memory, registers and the number of processors.
 QUERIES = 8  # of a tile of the forward: the width of the tensor cores' smallest product
 KEYS = 128  # of a tile: 64 for each of two warpgroups of the forward and of `sum_queries`
 HEADS = 32  # of a product of the forward: 256 columns, 128 registers of each thread
 ROWS = 64  # queries of a tile of the backward
 RING = 4  # tiles in flight at most
-WIDEST = 128  # columns of a head: as many float32 of 64 rows are 64 registers of each thread
-BUDGET = hopper.SMEM_BYTES - 1024  # bytes of tiles: barriers and alignment take some
+MAX_WIDTH = 128  # columns of a head: 64 rows of 128 float32 take 64 registers of each thread
+BUDGET = hopper.SMEM_BYTES - 1024  # bytes of tiles, without barriers and alignment
 
 
-def refuse(idx_q, idx_w, idx_k):
-    """Why idx_q [b t i j] with idx_w [b t i] over idx_k [b s j] cannot run here, or None."""
+def unsupported_reason(
+    idx_q: Float[Array, "b t i j"], idx_w: Float[Array, "b t i"], idx_k: Float[Array, "b s j"]
+) -> str | None:
+    """Returns the reason why the inputs are not supported, or None."""
     if idx_q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"idx_q is {idx_q.dtype}; bfloat16 is taken"
+        return f"idx_q is {idx_q.dtype}; use bfloat16"
     if idx_q.dtype != idx_k.dtype:
         return f"idx_q is {idx_q.dtype} and idx_k {idx_k.dtype}"
-    if idx_q.dtype == jnp.float32 and dispatch.OF_PLATFORM.get(dispatch.platform()) == "gpu":
-        return "tensor cores take no float32 that lies in memory as idx_q and idx_k do"
+    if (
+        idx_q.dtype == jnp.float32
+        and backends.BACKEND_OF_PLATFORM.get(backends.platform()) == "gpu"
+    ):
+        return "tensor cores take no float32 in the memory order of idx_q and idx_k"
     if idx_w.dtype == jnp.float64:
         return "idx_w is float64"
-    if idx_q.shape[-1] > WIDEST:
-        return f"index heads of {idx_q.shape[-1]} columns; {WIDEST} at most"
+    if idx_q.shape[-1] > MAX_WIDTH:
+        return f"index heads of {idx_q.shape[-1]} columns; at most {MAX_WIDTH}"
     if idx_q.shape[2] > 2 * HEADS:
-        return f"{idx_q.shape[2]} index heads; {2 * HEADS} at most"
+        return f"{idx_q.shape[2]} index heads; at most {2 * HEADS}"
     return None
 
 
-def forward(static, idx_q, idx_w, idx_k, interpret=False):
-    """wide[b t s] of idx_q [b t i j], idx_w [b t i], idx_k [b s j]."""
-    q, w, k = whole_tiles(idx_q, idx_w, idx_k, QUERIES)
-    whole = jnp.array([0, k.shape[1] // KEYS], jnp.int32)
-    everywhere = jnp.broadcast_to(whole, (q.shape[0], q.shape[1] // QUERIES, 2))
-    out = scores(q, w, k, everywhere, interpret)
+def forward(
+    static,
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    interpret: object = False,
+) -> Float[Array, "b t s"]:
+    """Returns [b t s] for idx_q [b t i j], idx_w [b t i], idx_k [b s j]."""
+    q, w, k = pad_to_tiles(idx_q, idx_w, idx_k, QUERIES)
+    all_tiles = jnp.array([0, k.shape[1] // KEYS], jnp.int32)
+    all_spans = jnp.broadcast_to(all_tiles, (q.shape[0], q.shape[1] // QUERIES, 2))
+    out = scores(q, w, k, all_spans, interpret)
     return out[:, : idx_q.shape[1], : idx_k.shape[1]]
 
 
-def backward(static, saved, dscores, interpret=False):
-    """(dq, dw, dk) for what `forward` took and the gradient of what it gave."""
+def backward(
+    static, saved: tuple, dscores: Float[Array, "b t s"], interpret: object = False
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"], Float[Array, "b s j"]]:
+    """Returns (dq, dw, dk) for the inputs of `forward` and the gradient of its result."""
     idx_q, idx_w, idx_k = saved
-    k = padded(idx_k, 1, KEYS)
-    seen = jnp.ones((len(k), -(-idx_q.shape[1] // ROWS), k.shape[1] // KEYS), bool)
-    dq, dw, dk = gradients(idx_q, idx_w, k, padded(dscores, 2, KEYS), seen, interpret)
+    k = pad_to_multiple(idx_k, 1, KEYS)
+    visible = jnp.ones((len(k), -(-idx_q.shape[1] // ROWS), k.shape[1] // KEYS), bool)
+    dq, dw, dk = gradients(idx_q, idx_w, k, pad_to_multiple(dscores, 2, KEYS), visible, interpret)
     return dq, dw, dk[:, : idx_k.shape[1]].astype(idx_k.dtype)
 
 
-def whole_tiles(idx_q, idx_w, idx_k, rows: int):
-    """(q [b t i j], w float32[b t i] with the scale of the dot products, k [b s j]) with zeros behind, to
-    whole tiles, of so many rows of queries."""
-    w = padded(head_weights(idx_q, idx_w), 1, rows)
-    q = padded(padded(idx_q, 1, rows), 3, 64)
-    return q, w, padded(padded(idx_k, 1, KEYS), 2, 64)
+def pad_to_tiles(
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    rows: int,
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"], Float[Array, "b s j"]]:
+    """Pads the inputs with zeros to full tiles, of `rows` rows of queries.
 
-
-def gradients(idx_q, idx_w, idx_k, dscores, seen, interpret):
-    """(dq, dw, float32 dk) of idx_q [b t i j], idx_w [b t i], idx_k [b s j] and dscores [b t s], where s is a
-    multiple of KEYS.
-
-    seen bool[b t/ROWS s/KEYS]: only such tiles are read.
+    Returns (q [b t i j], w float32[b t i] with the scale of the dot products, k [b s j]).
     """
-    q, w, k = whole_tiles(idx_q, idx_w, idx_k, ROWS)
-    dscores = padded(dscores.astype(q.dtype), 1, ROWS)
-    e = sum_keys(q, k, dscores, spans(seen), interpret)
-    dk = sum_queries(q, w, k, dscores.swapaxes(1, 2), spans(seen.swapaxes(1, 2)), interpret)
+    w = pad_to_multiple(head_weights(idx_q, idx_w), 1, rows)
+    q = pad_to_multiple(pad_to_multiple(idx_q, 1, rows), 3, 64)
+    return q, w, pad_to_multiple(pad_to_multiple(idx_k, 1, KEYS), 2, 64)
+
+
+def gradients(
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    dscores: Float[Array, "b t s"],
+    visible: Bool[Array, "b query_tiles key_tiles"],
+    interpret: object,
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"], Float[Array, "b s j"]]:
+    """Returns (dq, dw, float32 dk) for the gradient of the scores.
+
+    s is a multiple of KEYS. visible bool[b t/ROWS s/KEYS]: only these tiles are read.
+    """
+    q, w, k = pad_to_tiles(idx_q, idx_w, idx_k, ROWS)
+    dscores = pad_to_multiple(dscores.astype(q.dtype), 1, ROWS)
+    e = sum_keys(q, k, dscores, tile_spans(visible), interpret)
+    dk = sum_queries(q, w, k, dscores.swapaxes(1, 2), tile_spans(visible.swapaxes(1, 2)), interpret)
     _, t, i, j = idx_q.shape
     e = e[:, :i, :t, :j].swapaxes(1, 2)
     dw = jnp.sum(e * idx_q.astype(jnp.float32), axis=-1) * j**-0.5
@@ -94,14 +123,21 @@ def gradients(idx_q, idx_w, idx_k, dscores, seen, interpret):
     return dq.astype(idx_q.dtype), dw.astype(idx_w.dtype), dk[..., :j]
 
 
-def scores(q, w, k, spans, interpret):
-    """float32[b t s] of `whole_tiles`; key tiles outside the spans int32[b t/QUERIES 2] are not written."""
+def scores(
+    q: Float[Array, "b t i j"],
+    w: Float[Array, "b t i"],
+    k: Float[Array, "b s j"],
+    tile_spans: Int32[Array, "b query_tiles 2"],
+    interpret: object,
+) -> Float[Array, "b t s"]:
+    """Returns float32[b t s] of `pad_to_tiles`; key tiles outside tile_spans int32[b t/QUERIES 2] are not written."""
+    # Split heads into passes, and keys into parts, so that all multiprocessors have work.
     (b, t, i, j), s = q.shape, k.shape[1]
     passes = next(n for n in range(-(-i // HEADS), i + 1) if i % n == 0)
     heads = i // passes
     columns = heads * QUERIES
     tiles = t // QUERIES
-    # A tile's weights lie as the columns of its products do.
+    # The weights of a tile are in the order of its products' columns.
     w = w.reshape(b, tiles, QUERIES, i).swapaxes(2, 3).reshape(b, tiles, i * QUERIES)
     parts = max(1, min(MULTIPROCESSORS // (b * tiles), s // KEYS))
     size = q.dtype.itemsize
@@ -116,12 +152,13 @@ def scores(q, w, k, spans, interpret):
         count = first + lax.div((last - first) * (part + 1), parts) - begin
         queries = pl.ds(tile * QUERIES, QUERIES)
 
+        # Loader warpgroup: the queries once, then tiles of keys.
         @pl.when((role == 2) & (count > 0))
         def _fetch():
             plgpu.set_max_registers(40, action="decrease")
             for head in range(i):
-                to = q_tile.at[pl.ds(head * QUERIES, QUERIES)]
-                plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], to, q_ready)
+                target = q_tile.at[pl.ds(head * QUERIES, QUERIES)]
+                plgpu.copy_gmem_to_smem(q_ref.at[batch, queries, head], target, q_ready)
 
             @pl.loop(0, count)
             def _(n):
@@ -132,6 +169,7 @@ def scores(q, w, k, spans, interpret):
 
             pl.loop(0, jnp.minimum(count, ring))(lambda slot: plgpu.barrier_wait(free.at[slot]))
 
+        # Compute warpgroups: scores of 64 keys each.
         @pl.when((role < 2) & (count > 0))
         def _sum():
             plgpu.set_max_registers(232, action="increase")
@@ -140,7 +178,7 @@ def scores(q, w, k, spans, interpret):
                 ops.load(w_ref.at[batch, tile, pl.ds(n * columns, columns)], (), along_columns)
                 for n in range(passes)
             ]
-            # The warpgroups take turns, so that one sums while the other's products run.
+            # The warpgroups take turns: one sums during the products of the other.
             pl.when(role == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
             plgpu.barrier_wait(q_ready)
 
@@ -148,30 +186,31 @@ def scores(q, w, k, spans, interpret):
             def _(n):
                 slot = lax.rem(n, ring)
                 plgpu.barrier_wait(full.at[slot])
-                own = k_ring.at[slot, pl.ds(role * 64, 64)]
+                key_tile = k_ring.at[slot, pl.ds(role * 64, 64)]
                 sums = [ops.zeros((64, QUERIES))] * 2  # two chains hide the latency of adding
-                for of in range(passes):
+                for group in range(passes):
                     plgpu.barrier_wait(turn.at[role])
                     dots = ops.dot(
                         ops.zeros((64, columns)),
-                        own,
-                        q_tile.at[pl.ds(of * columns, columns)],
+                        key_tile,
+                        q_tile.at[pl.ds(group * columns, columns)],
                         b_transposed=True,
-                        issued=lambda: plgpu.barrier_arrive(turn.at[1 - role]),
+                        on_issued=lambda: plgpu.barrier_arrive(turn.at[1 - role]),
                     )
-                    each = jnp.maximum(dots, 0)
-                    each *= hopper.over_columns(weights[of], dots.shape)
+                    weighted = jnp.maximum(dots, 0)
+                    weighted *= hopper.broadcast_columns(weights[group], dots.shape)
                     for head in range(heads):
-                        some = head * QUERIES, (head + 1) * QUERIES
-                        one = lax.slice(each, (0, some[0]), (64, some[1]))
-                        sums[head % 2] = sums[head % 2] + one
+                        bounds = head * QUERIES, (head + 1) * QUERIES
+                        head_scores = lax.slice(weighted, (0, bounds[0]), (64, bounds[1]))
+                        sums[head % 2] = sums[head % 2] + head_scores
                 plgpu.barrier_arrive(free.at[slot])
                 keys = pl.ds((begin + n) * KEYS + role * 64, 64)
                 ops.store_transposed(out_ref.at[batch, queries, keys], sums[0] + sums[1])
 
             pl.when(role == 0)(lambda: plgpu.barrier_wait(turn.at[0]))
 
-    tiled = hopper.tiled(q.dtype)
+    # Build and call the kernel.
+    tiled = hopper.tile_transforms(q.dtype)
     return hopper.kernel(
         body,
         interpret=interpret,
@@ -189,15 +228,21 @@ def scores(q, w, k, spans, interpret):
             plgpu.Barrier(num_barriers=ring, num_arrivals=2),
             plgpu.Barrier(num_barriers=2),
         ],
-    )(q, w, k, spans)
+    )(q, w, k, tile_spans)
 
 
-def sum_keys(q, k, dscores, spans, interpret):
-    """e float32[b i t j]: for each head sum_s [q . k_s > 0] dI_s k_s, over the spans int32[b t/ROWS 2] of keys.
+def sum_keys(
+    q: Float[Array, "b t i j"],
+    k: Float[Array, "b s j"],
+    dscores: Float[Array, "b t s"],
+    tile_spans: Int32[Array, "b query_tiles 2"],
+    interpret: object,
+) -> Float[Array, "b i t j"]:
+    """Returns e float32[b i t j]: per head sum_s [q . k_s > 0] dI_s k_s, over tile_spans int32[b t/ROWS 2] of keys.
 
-    A block is 64 queries of two heads, one for each of two warpgroups; i is made even.
+    A block is 64 queries of two heads, one per warpgroup; i is padded to an even number.
     """
-    q = padded(q, 2, 2)
+    q = pad_to_multiple(q, 2, 2)
     b, t, i, j = q.shape
     ring = 3
     ops = hopper.Ops(interpret)
@@ -208,6 +253,7 @@ def sum_keys(q, k, dscores, spans, interpret):
         first, last = spans_ref[batch, tile, 0], spans_ref[batch, tile, 1]
         rows = pl.ds(tile * ROWS, ROWS)
 
+        # Loader warpgroup: the queries once, then keys and dI.
         def load():
             plgpu.set_max_registers(40, action="decrease")
             for n in range(2):
@@ -227,6 +273,7 @@ def sum_keys(q, k, dscores, spans, interpret):
                 lambda slot: plgpu.barrier_wait(free.at[slot])
             )
 
+        # Compute warpgroups: one head each.
         def add():
             plgpu.set_max_registers(232, action="increase")
             plgpu.barrier_wait(q_ready.at[role])
@@ -238,9 +285,9 @@ def sum_keys(q, k, dscores, spans, interpret):
                 dots = ops.dot(
                     ops.zeros(shape), q_tile.at[role], k_ring.at[slot], b_transposed=True
                 )
-                given = ops.load(d_ring.at[slot])
-                passed = jnp.where(dots > 0, given, ops.zeros(shape, q.dtype))
-                e = ops.dot(e, passed, k_ring.at[slot])
+                dscores_tile = ops.load(d_ring.at[slot])
+                masked = jnp.where(dots > 0, dscores_tile, ops.zeros(shape, q.dtype))
+                e = ops.dot(e, masked, k_ring.at[slot])
                 plgpu.barrier_arrive(free.at[slot])
                 return e
 
@@ -250,7 +297,8 @@ def sum_keys(q, k, dscores, spans, interpret):
 
         lax.cond(role == 2, load, add)
 
-    tiled = hopper.tiled(q.dtype)
+    # Build and call the kernel.
+    tiled = hopper.tile_transforms(q.dtype)
     return hopper.kernel(
         body,
         interpret=interpret,
@@ -268,15 +316,23 @@ def sum_keys(q, k, dscores, spans, interpret):
             plgpu.Barrier(num_barriers=ring, num_arrivals=2),
             plgpu.Barrier(num_barriers=ring, num_arrivals=2),
         ],
-    )(q, k, dscores, spans)
+    )(q, k, dscores, tile_spans)
 
 
-def sum_queries(q, w, k, dscores, spans, interpret):
-    """dk float32[b s j]: sum over queries and heads of [q . k > 0] dI w q, over the spans int32[b s/KEYS 2] of
-    queries; dscores keys first, [b s t].
+def sum_queries(
+    q: Float[Array, "b t i j"],
+    w: Float[Array, "b t i"],
+    k: Float[Array, "b s j"],
+    dscores: Float[Array, "b s t"],
+    tile_spans: Int32[Array, "b key_tiles 2"],
+    interpret: object,
+) -> Float[Array, "b s j"]:
+    """Returns dk float32[b s j]: the sum over queries and heads of [q . k > 0] dI w q.
 
-    A block is 128 keys, 64 for each of two warpgroups. What comes is a tile of dI and behind it the tile of
-    queries of each head.
+    tile_spans int32[b s/KEYS 2]: tiles of queries per key tile. dscores [b s t]: keys first.
+
+    A block is 128 keys, 64 per warpgroup. The loader copies a tile of dI and then the tile of queries of each
+    head.
     """
     (b, _, i, j), s = q.shape, k.shape[1]
     w = w.swapaxes(1, 2)
@@ -292,16 +348,17 @@ def sum_queries(q, w, k, dscores, spans, interpret):
         count = last - first
         keys = pl.ds(tile * KEYS, KEYS)
 
+        # Loader warpgroup: the keys once, then dI and the queries of each head.
         def load():
             plgpu.set_max_registers(40, action="decrease")
             plgpu.copy_gmem_to_smem(k_ref.at[batch, keys], k_tile, k_ready)
 
             @pl.loop(0, count)
             def _(n):
-                rows, at = pl.ds((first + n) * ROWS, ROWS), lax.rem(n, 2)
-                pl.when(n >= 2)(lambda: plgpu.barrier_wait(d_free.at[at]))
+                rows, stage = pl.ds((first + n) * ROWS, ROWS), lax.rem(n, 2)
+                pl.when(n >= 2)(lambda: plgpu.barrier_wait(d_free.at[stage]))
                 source = d_ref.at[batch, keys, rows]
-                plgpu.copy_gmem_to_smem(source, d_ring.at[at], d_full.at[at])
+                plgpu.copy_gmem_to_smem(source, d_ring.at[stage], d_full.at[stage])
 
                 @pl.loop(0, i)
                 def _(head):
@@ -314,16 +371,17 @@ def sum_queries(q, w, k, dscores, spans, interpret):
             pl.loop(0, jnp.minimum(count * i, ring))(lambda n: plgpu.barrier_wait(free.at[n]))
             pl.loop(0, jnp.minimum(count, 2))(lambda n: plgpu.barrier_wait(d_free.at[n]))
 
+        # Compute warpgroups: 64 keys each.
         def add():
             plgpu.set_max_registers(232, action="increase")
-            own = pl.ds(role * 64, 64)
+            row_slice = pl.ds(role * 64, 64)
             shape = 64, ROWS
             plgpu.barrier_wait(k_ready)
 
-            def walk(n, dk):
-                at = lax.rem(n, 2)
-                plgpu.barrier_wait(d_full.at[at])
-                given = ops.load(d_ring.at[at, own])
+            def add_queries(n, dk):
+                stage = lax.rem(n, 2)
+                plgpu.barrier_wait(d_full.at[stage])
+                dscores_tile = ops.load(d_ring.at[stage, row_slice])
                 rows = pl.ds((first + n) * ROWS, ROWS)
 
                 def step(head, dk):
@@ -331,24 +389,25 @@ def sum_queries(q, w, k, dscores, spans, interpret):
                     weights = ops.load(w_ref.at[batch, head, rows], (), hopper.WGMMA.reduce(0))
                     plgpu.barrier_wait(full.at[slot])
                     dots = ops.dot(
-                        ops.zeros(shape), k_tile.at[own], q_ring.at[slot], b_transposed=True
+                        ops.zeros(shape), k_tile.at[row_slice], q_ring.at[slot], b_transposed=True
                     )
-                    passed = jnp.where(dots > 0, given.astype(jnp.float32), ops.zeros(shape))
-                    passed *= hopper.over_columns(weights, shape)
-                    dk = ops.dot(dk, passed.astype(q.dtype), q_ring.at[slot])
+                    masked = jnp.where(dots > 0, dscores_tile.astype(jnp.float32), ops.zeros(shape))
+                    masked *= hopper.broadcast_columns(weights, shape)
+                    dk = ops.dot(dk, masked.astype(q.dtype), q_ring.at[slot])
                     plgpu.barrier_arrive(free.at[slot])
                     return dk
 
                 dk = lax.fori_loop(0, i, step, dk)
-                plgpu.barrier_arrive(d_free.at[at])
+                plgpu.barrier_arrive(d_free.at[stage])
                 return dk
 
-            place = pl.ds(tile * KEYS + role * 64, 64)
-            dk_ref[batch, place, :] = lax.fori_loop(0, count, walk, ops.zeros((64, j)))
+            target_rows = pl.ds(tile * KEYS + role * 64, 64)
+            dk_ref[batch, target_rows, :] = lax.fori_loop(0, count, add_queries, ops.zeros((64, j)))
 
         lax.cond(role == 2, load, add)
 
-    tiled = hopper.tiled(q.dtype)
+    # Build and call the kernel.
+    tiled = hopper.tile_transforms(q.dtype)
     return hopper.kernel(
         body,
         interpret=interpret,
@@ -368,4 +427,4 @@ def sum_queries(q, w, k, dscores, spans, interpret):
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=2, num_arrivals=2),
         ],
-    )(q, w, k, dscores, spans)
+    )(q, w, k, dscores, tile_spans)

@@ -1,45 +1,56 @@
-"""Index scores and their gradients by Mosaic: the sum over heads, and a tile's gradients, stay on chip.
+"""Index scores and their gradients by Mosaic: the sum over heads, and a tile's gradients, stay in VMEM.
 
-Keys lie along sublanes and queries along lanes, so that a head's weights are a row.
+Keys lie along sublanes and queries along lanes, so that the weights of a head are a row.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cost import estimate
-from pallas_kernels.head_probs.tiles import padded
-from pallas_kernels.head_probs.tpu import dot, nearest, span, tiling
 from pallas_kernels.index_scores import cost
 from pallas_kernels.index_scores.ref import head_weights
+from pallas_kernels.summed_attention_probs.tiles import pad_to_multiple
+from pallas_kernels.summed_attention_probs.tpu import choose_tiles, dot, nearest_tile, tile_span
 
-# Not measured. The backward keeps 32 heads' queries (2 MiB in bfloat16) and their sums (4 MiB) for a
-# tile of 256 queries on chip, twice buffered, beside tiles of 0.5 MiB of scores and their gradient.
+# Not measured. For a tile of 256 queries the backward holds the queries of 32 heads (2 MiB in bfloat16) and their
+# sums (4 MiB) in VMEM, double-buffered, and tiles of 0.5 MiB of scores and of their gradient.
 QUERIES = (256, 128)
 KEYS = (512, 256, 128)
 VMEM = 48 * 2**20
 
 
-def refuse(idx_q, idx_w, idx_k):
-    """Why idx_q [b t i j] with idx_w [b t i] over idx_k [b s j] cannot run here, or None."""
+def unsupported_reason(
+    idx_q: Float[Array, "b t i j"], idx_w: Float[Array, "b t i"], idx_k: Float[Array, "b s j"]
+) -> str | None:
+    """Returns the reason why the inputs are not supported, or None."""
     if idx_q.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"idx_q is {idx_q.dtype}; bfloat16 and float32 are taken"
+        return f"idx_q is {idx_q.dtype}; use bfloat16 or float32"
     if idx_q.dtype != idx_k.dtype:
         return f"idx_q is {idx_q.dtype} and idx_k {idx_k.dtype}"
     if idx_w.dtype == jnp.float64:
         return "idx_w is float64"
     if idx_q.shape[-1] % 8:
-        return f"{idx_q.shape[-1]} columns are no multiple of 8"
+        return f"{idx_q.shape[-1]} columns are not a multiple of 8"
     return None
 
 
-def forward(static, idx_q, idx_w, idx_k, interpret=False):
-    """wide[b t s] of idx_q [b t i j], idx_w [b t i], idx_k [b s j]."""
+def forward(
+    static,
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    interpret: object = False,
+) -> Float[Array, "b t s"]:
+    """Returns [b t s] for idx_q [b t i j], idx_w [b t i], idx_k [b s j]."""
     t, s = idx_q.shape[1], idx_k.shape[1]
-    q, w = lanes(idx_q, idx_w)
-    k = padded(idx_k, 1, 128)
-    sizes = tiling(q.shape[-1], k.shape[1], QUERIES, KEYS)
+    q, w = queries_in_lanes(idx_q, idx_w)
+    k = pad_to_multiple(idx_k, 1, 128)
+    sizes = choose_tiles(q.shape[-1], k.shape[1], QUERIES, KEYS)
 
     def kernel(q, w, k, out):
         out[...] = jnp.zeros(out.shape, out.dtype)
@@ -66,15 +77,17 @@ def forward(static, idx_q, idx_w, idx_k, interpret=False):
     return scores[:, :s, :t].swapaxes(1, 2)
 
 
-def backward(static, saved, dscores, interpret=False):
-    """(dq, dw, dk) for what `forward` took and the gradient of what it gave."""
+def backward(
+    static, saved: tuple, dscores: Float[Array, "b t s"], interpret: object = False
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"], Float[Array, "b s j"]]:
+    """Returns (dq, dw, dk) for the inputs of `forward` and the gradient of its result."""
     idx_q, idx_w, idx_k = saved
-    q, w = lanes(idx_q, idx_w)
-    k = padded(idx_k, 1, 128)
-    dscores = padded(padded(dscores.swapaxes(1, 2), 1, 128), 2, 128)
-    queries, keys = sizes = tiling(q.shape[-1], k.shape[1], QUERIES, KEYS)
-    everything = jnp.asarray([0, k.shape[1] // keys], jnp.int32)
-    tiles = jnp.tile(everything, q.shape[0] * q.shape[-1] // queries)
+    q, w = queries_in_lanes(idx_q, idx_w)
+    k = pad_to_multiple(idx_k, 1, 128)
+    dscores = pad_to_multiple(pad_to_multiple(dscores.swapaxes(1, 2), 1, 128), 2, 128)
+    queries, keys = sizes = choose_tiles(q.shape[-1], k.shape[1], QUERIES, KEYS)
+    all_tiles = jnp.asarray([0, k.shape[1] // keys], jnp.int32)
+    tiles = jnp.tile(all_tiles, q.shape[0] * q.shape[-1] // queries)
 
     def read(dscores, scratch):
         scratch[...] = dscores[0]
@@ -83,17 +96,22 @@ def backward(static, saved, dscores, interpret=False):
     e, dk = gradients(
         "index_scores_backward", read, (dscores,), (), tiles, q, w, k, sizes, pairs, interpret
     )
-    return *of_queries(e, idx_q, idx_w), dk[:, : idx_k.shape[1]].astype(idx_k.dtype)
+    return *query_gradients(e, idx_q, idx_w), dk[:, : idx_k.shape[1]].astype(idx_k.dtype)
 
 
-def lanes(idx_q, idx_w):
-    """(q [b i j t], w float32[b i t] with the scale of the dot products), padded to whole tiles."""
-    q = padded(idx_q, 1, 128).transpose(0, 2, 3, 1)
-    return q, padded(head_weights(idx_q, idx_w), 1, 128).swapaxes(1, 2)
+def queries_in_lanes(
+    idx_q: Float[Array, "b t i j"], idx_w: Float[Array, "b t i"]
+) -> tuple[Float[Array, "b i j t"], Float[Array, "b i t"]]:
+    """Returns (q, w float32 with the scale of the dot products), padded to full tiles."""
+    q = pad_to_multiple(idx_q, 1, 128).transpose(0, 2, 3, 1)
+    return q, pad_to_multiple(head_weights(idx_q, idx_w), 1, 128).swapaxes(1, 2)
 
 
 def query_specs(i: int, j: int, queries: int):
-    """Blocks of q [b i j t] and w [b i t] for a grid of (b, query tiles, key tiles)."""
+    """Returns the blocks of q and w for a grid of (b, query tiles, key tiles).
+
+    q [b i j t], w [b i t].
+    """
     return (
         pl.BlockSpec((1, i, j, queries), lambda b, t, *_: (b, 0, 0, t)),
         pl.BlockSpec((1, i, queries), lambda b, t, *_: (b, 0, t)),
@@ -109,23 +127,36 @@ def add_scores(q, w, k, out):
         out[0] += w[0, pl.ds(head, 1), :] * jnp.maximum(dots, 0)
 
 
-def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, seen: float, interpret):
-    """(e float32[b i j t], dk float32[b s j]): a head's e is sum_s [q . k_s > 0] dI_s k_s (see ref).
+def gradients(
+    name: str,
+    read: Callable,
+    pairs: tuple[Array, ...],
+    rows: tuple[Array, ...],
+    tiles: Int32[Array, "..."],
+    q: Float[Array, "b i j t"],
+    w: Float[Array, "b i t"],
+    k: Float[Array, "b s j"],
+    sizes: tuple[int, int],
+    visible_pairs: float,
+    interpret: object,
+) -> tuple[Float[Array, "b i j t"], Float[Array, "b s j"]]:
+    """Returns (e float32[b i j t], dk float32[b s j]); a head's e is sum_s [q . k_s > 0] dI_s k_s (see ref).
 
-    read(*blocks, scratch) writes a tile's dI [keys queries] into scratch, from blocks of `pairs` [b s t]
-    and `rows` [b r t]. Only the tiles of `head_probs.tpu.Place.tiles` count; seen: pairs of a query and a key in
-    them, as far as that is known.
+    read(*blocks, scratch) writes a tile's dI [keys queries] into scratch, from blocks of `pairs` [b s t] and
+    `rows` [b r t]. Only the tiles of `summed_attention_probs.tpu.TileVisibility.tiles` are read. visible_pairs:
+    number of (query, key) pairs in them, as far as it is known.
     """
     (b, i, j, t), s = q.shape, k.shape[1]
     queries, keys = sizes
     query_tiles = t // queries
 
-    def near(b, t, s, tiles):
-        return nearest(s, *span(tiles, b * query_tiles + t))
+    def visible_key_tile(b, t, s, tiles):
+        return nearest_tile(s, *tile_span(tiles, b * query_tiles + t))
 
+    # One tile of keys for one tile of queries.
     def kernel(tiles, q, w, k, flat, *rest):
         *blocks, e, dk, scores = rest
-        low, high = span(tiles, pl.program_id(0) * query_tiles + pl.program_id(1))
+        low, high = tile_span(tiles, pl.program_id(0) * query_tiles + pl.program_id(1))
         tile = pl.program_id(2)
 
         @pl.when(tile == 0)
@@ -140,12 +171,13 @@ def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, seen: float, inter
 
             @pl.loop(0, i)
             def _(head):
-                one = q[0, head]
-                passed = jnp.where(dot(k[0], one) > 0, scores[...], 0).astype(k.dtype)
-                weighted = (one * w[0, pl.ds(head, 1), :]).astype(k.dtype)
-                dk[0, 0] += dot(passed, weighted, ((1,), (1,)))
-                e[0, head] += dot(flat[0], passed)
+                q_head = q[0, head]
+                masked = jnp.where(dot(k[0], q_head) > 0, scores[...], 0).astype(k.dtype)
+                weighted = (q_head * w[0, pl.ds(head, 1), :]).astype(k.dtype)
+                dk[0, 0] += dot(masked, weighted, ((1,), (1,)))
+                e[0, head] += dot(flat[0], masked)
 
+    # Call the kernel.
     e, dk = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -153,11 +185,16 @@ def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, seen: float, inter
             grid=(b, query_tiles, s // keys),
             in_specs=[
                 *query_specs(i, j, queries),
-                pl.BlockSpec((1, keys, j), lambda b, t, s, tiles: (b, near(b, t, s, tiles), 0)),
-                pl.BlockSpec((1, j, keys), lambda b, t, s, tiles: (b, 0, near(b, t, s, tiles))),
+                pl.BlockSpec(
+                    (1, keys, j), lambda b, t, s, tiles: (b, visible_key_tile(b, t, s, tiles), 0)
+                ),
+                pl.BlockSpec(
+                    (1, j, keys), lambda b, t, s, tiles: (b, 0, visible_key_tile(b, t, s, tiles))
+                ),
                 *(
                     pl.BlockSpec(
-                        (1, keys, queries), lambda b, t, s, tiles: (b, near(b, t, s, tiles), t)
+                        (1, keys, queries),
+                        lambda b, t, s, tiles: (b, visible_key_tile(b, t, s, tiles), t),
                     )
                     for _ in pairs
                 ),
@@ -176,15 +213,20 @@ def gradients(name, read, pairs, rows, tiles, q, w, k, sizes, seen: float, inter
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
-        cost_estimate=estimate(cost.gradients(b, t, s, i, j, seen, len(pairs), q.dtype.itemsize)),
+        cost_estimate=estimate(
+            cost.gradients(b, t, s, i, j, visible_pairs, len(pairs), q.dtype.itemsize)
+        ),
         interpret=interpret,
         name=name,
     )(tiles, q, w, k, k.swapaxes(1, 2), *pairs, *rows)
+    # Sum dk over the tiles of queries.
     return e, jnp.sum(dk, axis=1)
 
 
-def of_queries(e, idx_q, idx_w):
-    """(dq, dw) from e [b i j t] (see ref)."""
+def query_gradients(
+    e: Float[Array, "b i j t"], idx_q: Float[Array, "b t i j"], idx_w: Float[Array, "b t i"]
+) -> tuple[Float[Array, "b t i j"], Float[Array, "b t i"]]:
+    """Returns (dq, dw) for e [b i j t] (see ref)."""
     e = e[..., : idx_q.shape[1]].transpose(0, 3, 1, 2)
     scale = idx_q.shape[-1] ** -0.5
     dw = jnp.sum(e * idx_q.astype(jnp.float32), axis=-1) * scale

@@ -1,7 +1,7 @@
-"""What the indexer learns from in the dense warm-up: sum_t KL(p_t || softmax(I_t)) over all visible keys.
+"""Indexer loss of the dense warm-up: sum_t KL(p_t || softmax(I_t)) over all visible keys.
 
-p_t is the main attention's probability summed over heads and normalised over the keys, I_t the index
-scores (DeepSeek-V3.2, arXiv 2512.02556; GLM-5 paper 2.1.1).
+p_t is the main attention's probability summed over heads and normalised over the keys. I_t are the index scores
+(DeepSeek-V3.2, arXiv 2512.02556; GLM-5 paper 2.1.1).
 """
 
 import functools
@@ -11,73 +11,74 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.head_probs import check_heads
-from pallas_kernels.numerics import wide
+from pallas_kernels import backends
+from pallas_kernels.numerics import accum_dtype
+from pallas_kernels.summed_attention_probs import check_heads
 
 
 class Static(NamedTuple):
-    """What is known when tracing; start: key index of query 0, or None if only known at run time."""
+    """Static arguments. start: key index of query 0; None: known only at run time."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
     scale: float
     block: int
     start: int | None
 
 
 def indexer_kl(
-    idx_q,
-    idx_w,
-    idx_k,
-    q,
-    k,
-    lse,
+    idx_q: Float[Array, "b t i j"],
+    idx_w: Float[Array, "b t i"],
+    idx_k: Float[Array, "b s j"],
+    q: Float[Array, "b t n x"],
+    k: Float[Array, "b s m x"],
+    lse: Float[Array, "b t n"],
     *,
     scale: float,
-    weight=None,
-    start=0,
-    q_segments=None,
-    k_segments=None,
+    weight: Float[Array, "b t"] | None = None,
+    start: int | Int[Array, ""] = 0,
+    q_segments: Int[Array, "b t"] | None = None,
+    k_segments: Int[Array, "b s"] | None = None,
     block: int = 128,
-    implementation="auto",
-):
-    """(loss, kl): kl wide[b t] = KL(p_t || softmax(I_t)) over the keys that query t sees, and the wide
-    scalar sum of weight [b t] (None: ones) times kl.
+    implementation: str | backends.Implementation = "auto",
+) -> tuple[Float[Array, ""], Float[Array, "b t"]]:
+    """Returns (loss, kl) with kl = KL(p_t || softmax(I_t)) over the keys visible to query t.
 
-    The scores are those of `index_scores` for idx_q [b t i j], idx_w [b t i], idx_k [b s j]. The target
-    is the normalised sum over heads of exp(scale q . k - lse), with q [b t n x], k [b s m x] and lse
-    [b t n] of the attention; visibility is that of `flash_mla`. A query that sees nothing has kl 0.
+    loss = sum(weight * kl). The scores are those of `index_scores` for idx_q, idx_w, idx_k. The target is the
+    normalised sum over heads of exp(scale q . k - lse), with q, k and lse of the attention. Visibility is that
+    of `flash_mla`. A query without visible keys has kl 0. Both results have the accumulation dtype. weight:
+    None means ones.
 
-    Only loss carries a gradient, and only to the three inputs of the indexer: its gradient is computed
-    along with its value, in one pass over the target. Hence the weights go in, and neither the attention's
-    keys nor its queries are kept for a backward pass. A `jax.checkpoint` whose policy saves the name
-    "index_gradients" computes neither the target again nor the attention behind it. Of all pairs of queries
-    and keys no more exist at a time than a block's, [b block s].
+    Only loss carries a gradient, and only to the indexer's three inputs. The gradient is computed together with
+    the value, in one pass over the target. Therefore the weights are an argument, and neither the keys nor the
+    queries of the attention are kept for a backward pass. A `jax.checkpoint` whose policy saves the name
+    "index_gradients" recomputes neither the target nor the attention that it depends on. At most one block [b
+    block s] of (query, key) pairs exists at a time.
 
-    block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`.
     """
     check_heads("indexer_kl", q, k)
-    known = start if isinstance(start, int) else None
-    choice = dispatch.choose("indexer_kl", implementation, idx_q, idx_w, idx_k, q, k)
-    static = Static(choice, scale, block, known)
-    start = 0 if known is not None else start
+    static_start = start if isinstance(start, int) else None
+    backend = backends.select_backend("indexer_kl", implementation, idx_q, idx_w, idx_k, q, k)
+    static = Static(backend=backend, scale=scale, block=block, start=static_start)
+    start = 0 if static_start is not None else start
     if weight is None:
-        weight = jnp.ones(idx_q.shape[:2], wide(idx_q.dtype))
+        weight = jnp.ones(idx_q.shape[:2], accum_dtype(idx_q.dtype))
     loss, kl = _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, start, q_segments, k_segments)
     return loss, lax.stop_gradient(kl)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place):
-    run = static.choice.function("forward")
-    kl = run(static, idx_q, idx_w, idx_k, q, k, lse, *place)
+def _kl(static, idx_q, idx_w, idx_k, q, k, lse, weight, *visibility):
+    run = static.backend.function("forward")
+    kl = run(static, idx_q, idx_w, idx_k, q, k, lse, *visibility)
     return jnp.sum(weight * kl), kl
 
 
-def _saving(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place):
-    run = static.choice.function("forward_and_gradients")
-    kl, *gradients = run(static, idx_q, idx_w, idx_k, q, k, lse, weight, *place)
+def _forward_with_gradients(static, idx_q, idx_w, idx_k, q, k, lse, weight, *visibility):
+    run = static.backend.function("forward_and_gradients")
+    kl, *gradients = run(static, idx_q, idx_w, idx_k, q, k, lse, weight, *visibility)
     return (jnp.sum(weight * kl), kl), [checkpoint_name(g, "index_gradients") for g in gradients]
 
 
@@ -86,4 +87,4 @@ def _backward(static, gradients, cotangents):
     return *scaled, *[None] * 7
 
 
-_kl.defvjp(_saving, _backward)
+_kl.defvjp(_forward_with_gradients, _backward)

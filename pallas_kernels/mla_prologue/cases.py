@@ -1,4 +1,4 @@
-"""GLM-5's projections before attention: a decoding batch, and a chunk of a prompt."""
+"""GLM-5's projections before attention: a decoding batch, and a prompt chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ SMALL = {"b": 8, "t": 2, "d": 256, "q": 128, "n": 4, "h": 96, "r": 32, "c": 128,
 
 
 def inputs(sizes, key):
-    """Unit inputs and weights of unit gain; the tokens' rows lie behind one another in each sequence's part."""
+    """Returns unit inputs and weights of unit gain; the tokens' rows are consecutive in each sequence's part."""
     b, t, d, q, n, h, r, c, rows = sizes.values()
     shapes = {"q_a": (d, q), "q_b": (q, n, h + r), "kv_a": (d, c + r)}
     keys = jax.random.split(key, len(shapes) + 1)
     w = {
-        name: jax.random.normal(one, shape, jnp.bfloat16) * shape[0] ** -0.5
-        for one, (name, shape) in zip(keys, shapes.items())
+        name: jax.random.normal(subkey, shape, jnp.bfloat16) * shape[0] ** -0.5
+        for subkey, (name, shape) in zip(keys, shapes.items())
     }
     w |= {"q_a_norm": jnp.ones(q, jnp.bfloat16), "kv_a_norm": jnp.ones(c, jnp.bfloat16)}
     angles = jnp.arange(b * t * (r // 2), dtype=jnp.float32).reshape(b, t, -1)
@@ -35,12 +35,12 @@ def inputs(sizes, key):
 
 
 def run(inputs, sizes, implementation):
-    """c_q, q, latent and the cache."""
+    """Returns c_q, q, latent and the cache."""
     return mla_prologue(**inputs, eps=1e-6, implementation=implementation)
 
 
 def cost(sizes):
-    """With a cache."""
+    """Cost with a cache."""
     b, t, d, q, n, h, r, c, _ = sizes.values()
     return formula.forward(b * t, d, q, n * (h + r), c + r, cached=True)
 

@@ -1,63 +1,79 @@
-"""MLA over selected latents (DeepSeek Sparse Attention): work linear in the length after selection."""
+"""MLA over selected latents (DeepSeek Sparse Attention): after selection, work is linear in the length."""
 
 import functools
 from typing import NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels import dispatch
-from pallas_kernels.sparse_flash_attention.rows import LANES, Layout, WordRows
+from pallas_kernels import backends
+from pallas_kernels.sparse_flash_attention.word_rows import LANES, RowLayout, WordRows
 
 __all__ = [
     "LANES",
-    "Layout",
+    "RowLayout",
     "WordRows",
     "paged_sparse_attention",
     "sparse_flash_attention",
 ]
 
-BLOCK = 32  # queries at a time of the XLA form
+BLOCK = 32  # queries per step of the XLA form
 
 
 class Static(NamedTuple):
-    """What is known when tracing."""
+    """Static arguments."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
     scale: float
     block: int
     value_dim: int
 
 
 def sparse_flash_attention(
-    q, latents, topk, *, scale: float, value_dim: int, block: int = BLOCK, implementation="auto"
-):
-    """Attention of absorbed queries q [b t n x] over their own rows of latents [b s x], keys whole and
-    values in their first value_dim columns -> (out [b t n value_dim], lse wide[b t n], largest logit).
+    q: Float[Array, "b t n x"],
+    latents: Float[Array, "b s x"],
+    topk: Int32[Array, "b t k"],
+    *,
+    scale: float,
+    value_dim: int,
+    block: int = BLOCK,
+    implementation: str | backends.Implementation = "auto",
+) -> tuple[Float[Array, "b t n y"], Float[Array, "b t n"], Float[Array, ""]]:
+    """Returns attention of absorbed queries over their selected latents: (out, log-sum-exp, largest logit).
 
-    topk int32[b t k] names the rows (-1: none), each at most once. Sums are wide; a query without rows
-    gives zeros and an infinite lse. Only out carries a gradient.
+    The keys are full latents, the values their first value_dim columns. topk names the rows of latents (-1:
+    none), each at most once. Sums and the lse have the accumulation dtype. A query without rows gives zeros and
+    an infinite lse. Only out carries a gradient.
 
-    block: queries at a time of the XLA form. implementation: see `dispatch.choose`.
+    block: queries per step of the XLA form. implementation: see `backends.select_backend`.
     """
-    choice = dispatch.choose("sparse_flash_attention", implementation, q, latents, topk, value_dim)
-    static = Static(choice, scale, block, value_dim)
+    backend = backends.select_backend(
+        "sparse_flash_attention", implementation, q, latents, topk, value_dim
+    )
+    static = Static(backend=backend, scale=scale, block=block, value_dim=value_dim)
     out, lse, top = _sparse(static, q, latents, topk)
     return out, lax.stop_gradient(lse), lax.stop_gradient(top)
 
 
 def paged_sparse_attention(
-    q, pages, page_table, topk, *, scale: float, value_dim: int, implementation="auto"
-):
-    """The same over a paged cache, for decoding: q [b t n x] -> (out [b t n value_dim], lse wide[b t n]).
+    q: Float[Array, "b t n x"],
+    pages: Float[Array, "p z x"] | WordRows,
+    page_table: Int[Array, "b pages"],
+    topk: Int32[Array, "b t k"],
+    *,
+    scale: float,
+    value_dim: int,
+    implementation: str | backends.Implementation = "auto",
+) -> tuple[Float[Array, "b t n y"], Float[Array, "b t n"]]:
+    """Returns the same over a paged cache, for decoding: (out, log-sum-exp).
 
-    topk int32[b t k] names positions of a query's own sequence (-1: none), each at most once; position i of
-    sequence b is slot i % z of page page_table[b, i // z], for pages [p z x] and page_table int32[b pages].
-    pages may also be `WordRows`: a TPU copies single rows of no other form, and makes all others into it at every
-    call. Of them only rows that are chosen are read: on a TPU inside the kernel, elsewhere by XLA. Nothing carries a
-    gradient.
+    topk names positions of a query's sequence (-1: none), each at most once. Position i of sequence b is slot i
+    % z of page page_table[b, i // z], for pages [p z x]. pages may also be `WordRows`. A TPU copies single rows
+    only in this form, and converts all others at every call. Only the selected rows are read: on a TPU inside
+    the kernel, elsewhere by XLA. Nothing carries a gradient.
 
-    implementation: see `dispatch.choose`. ValueError if the shapes do not belong together.
+    implementation: see `backends.select_backend`. Raises ValueError if the shapes do not match.
     """
     if topk.shape[:2] != q.shape[:2] or page_table.shape[:1] != q.shape[:1]:
         raise ValueError(
@@ -69,24 +85,26 @@ def paged_sparse_attention(
             f"paged_sparse_attention: pages {pages.dtype}{pages.shape} for q {q.shape}; use pages [p z x] "
             "with the last dimension of q"
         )
-    choice = dispatch.choose("sparse_flash_attention", implementation, q, pages, topk, value_dim)
-    static = Static(choice, scale, BLOCK, value_dim)
+    backend = backends.select_backend(
+        "sparse_flash_attention", implementation, q, pages, topk, value_dim
+    )
+    static = Static(backend=backend, scale=scale, block=BLOCK, value_dim=value_dim)
     q, pages = lax.stop_gradient((q, pages))
-    return choice.function("paged")(static, q, pages, page_table, topk)
+    return backend.function("paged")(static, q, pages, page_table, topk)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sparse(static, q, latents, topk):
-    return static.choice.function("forward")(static, q, latents, topk)
+    return static.backend.function("forward")(static, q, latents, topk)
 
 
-def _saving(static, *args):
+def _forward_with_residuals(static, *args):
     out, lse, top = _sparse(static, *args)
     return (out, lse, top), (*args, out, lse)
 
 
 def _backward(static, saved, cotangents):
-    return *static.choice.function("backward")(static, saved, cotangents[0]), None
+    return *static.backend.function("backward")(static, saved, cotangents[0]), None
 
 
-_sparse.defvjp(_saving, _backward)
+_sparse.defvjp(_forward_with_residuals, _backward)

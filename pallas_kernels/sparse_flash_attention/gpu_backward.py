@@ -1,17 +1,18 @@
-"""The kernels of `gpu.backward`.
+"""Kernels of `gpu.backward`.
 
-One multiprocessor cannot hold the sums of a block's queries and of a tile's latents at the same time, so
-the work is cut where least has to be carried over, at the weights p and the gradients ds of the logits: 256
-bytes for a latent of a block, against 1152 that its gather takes.
+One multiprocessor cannot hold the sums of a block's queries and of a tile's latents at the same time. The work
+is split where the least data crosses: at the weights p and the gradients ds of the logits, 256 bytes per latent
+of a block, compared with the 1152 bytes of its gather.
 
-`score` walks each block's own latents, as the forward does, sums the gradient of the queries, and writes
-ds and p. `spread` takes several neighbouring blocks and the union of their latents, and sums for each of
-these ds^T q + p^T dout over the queries. `collect` adds these sums to their latents, each latent's in the
-order of the blocks: no sum depends on which block is done first.
+1. `score` visits each block's latents like the forward, sums the gradient of the queries, and writes ds and p.
+2. `spread` takes several neighbouring blocks and the union of their latents, and sums ds^T q + p^T dout over the
+   queries for each latent.
+3. `segment_sum` adds these sums to their latents, in the order of the blocks, so that no sum depends on which
+   block finishes first.
 
-The sums of `spread` are float32, 2304 bytes written and read again for a latent of GLM-5. For one block
-alone that would be 4.6 KB for each latent of a query, and take longer than all products; four blocks of which
-neighbours share nine latents of ten write 1.5 KB.
+The sums of `spread` are float32: 2304 bytes per latent of GLM-5 are written and read again. With one block per
+union this would be 4.6 KB per latent of a query, and take longer than all products. Four blocks whose
+neighbours share nine of ten latents write 1.5 KB.
 """
 
 import jax
@@ -19,33 +20,48 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import hopper
 from pallas_kernels.numerics import LOG2E
-from pallas_kernels.sparse_flash_attention.gather import AHEAD, gather, gather_all, ring
+from pallas_kernels.sparse_flash_attention.gather import PREFETCH_LISTS, gather, gather_all, ring
 from pallas_kernels.sparse_flash_attention.gpu_forward import (
     PIECE,
     ROWS,
-    chose,
-    parts_of,
+    is_selected,
+    num_parts,
 )
 
-SCORED = 32  # latents at a time: q and dout take 136 KB, which leaves two tiles of 36 KB
-WIDEST_PART = 288  # columns of a gradient of q in one warpgroup: 144 registers a thread
-SWIZZLE = 64  # bytes: those of SCORED numbers, over which the gradient of q is contracted
-SPREAD = 3 * ROWS  # latents at a time, 64 for each of three warpgroups
+SCORED = 32  # latents per step: q and dout take 136 KB, which leaves two tiles of 36 KB
+MAX_PART_WIDTH = 288  # columns of a gradient of q in one warpgroup: 144 registers per thread
+SWIZZLE = 64  # bytes of SCORED numbers, over which the gradient of q is contracted
+SPREAD = 3 * ROWS  # latents per step, 64 for each of three warpgroups
 
 
-def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, value_dim, interpret):
-    """(dq [g r x], scores [g c 2r]) of g blocks of r = ROWS rows; first half of scores: ds^T, second: p^T.
+def score(
+    q: Float[Array, "g r x"],
+    dout: Float[Array, "g r x"],
+    latents: Float[Array, "s x"],
+    rows: Int32[Array, "g c"],
+    members: Int32[Array, "g c"],
+    count: Int32[Array, " g"],
+    bits: Int32[Array, " r"],
+    lse: Float[Array, "g r"],
+    delta: Float[Array, "g r"],
+    *,
+    scale: float,
+    value_dim: int,
+    interpret: object,
+) -> tuple[Float[Array, "g r x"], Float[Array, "g c 2*r"]]:
+    """Returns (dq, scores) of g blocks of r = ROWS rows; scores hold ds^T, then p^T.
 
-    dout [g r x], of which the first value_dim columns are read; lse and delta, the sum of out * dout,
-    float32[g r]; the others as for `attend`. What lies in scores beyond the tiles that count reaches is not
-    written.
+    Only the first value_dim columns of dout are read. delta: the sum of out * dout. The other arguments as for
+    `attend`.
+    Scores beyond the tiles that count reaches are not written.
     """
     blocks, _, x = q.shape
     values = pl.ds(0, value_dim)
-    parts = -(-x // WIDEST_PART)
+    parts = -(-x // MAX_PART_WIDTH)
     part = x // parts
     scorer, loader = parts, parts + 1
     row_of, column_of = hopper.WGMMA.reduce(1), hopper.WGMMA.reduce(0)
@@ -58,15 +74,17 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
         block, role = lax.axis_index("block"), lax.axis_index("role")
         tiles = lax.div(count_ref[block] + (SCORED - 1), SCORED)
 
+        # Loader warpgroup: gather the latents.
         def load():
             plgpu.set_max_registers(40, action="decrease")
             gather_all(ops, latents_ref, rows_ref.at[block], keys, tiles, SWIZZLE)
 
+        # Score warpgroup: p and ds of each tile.
         def make_scores():
             plgpu.set_max_registers(120, action="decrease")
             plgpu.copy_gmem_to_smem(q_ref.at[block], queries, inputs_in)
             plgpu.copy_gmem_to_smem(dout_ref.at[block, :, values], douts, inputs_in)
-            own = ops.load(bits_ref, layout=row_of)
+            query_bits = ops.load(bits_ref, layout=row_of)
             lse = ops.load(lse_ref, (block,), layout=row_of) * LOG2E
             delta = ops.load(delta_ref, (block,), layout=row_of)
             plgpu.barrier_wait(inputs_in)
@@ -74,29 +92,30 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
 
             @pl.loop(0, tiles)
             def _(i):
-                place = pl.ds(i * SCORED, SCORED)
-                chosen = ops.load(members_ref, (block, place), layout=column_of)
+                window = pl.ds(i * SCORED, SCORED)
+                chosen = ops.load(members_ref, (block, window), layout=column_of)
                 stage = keys.stage(i)
                 plgpu.barrier_wait(keys.full.at[stage])
                 tile = keys.tiles.at[stage]
                 logits = ops.dot(ops.zeros(shape), queries, tile, b_transposed=True)
                 tile = keys.tiles.at[stage, :, values]
                 dp = ops.dot(ops.zeros(shape), douts, tile, b_transposed=True)
-                p = jnp.exp2(logits * (scale * LOG2E) - hopper.over_rows(lse, shape))
-                p = jnp.where(chose(own, chosen, shape), p, 0.0)
-                ds = p * (dp - hopper.over_rows(delta, shape)) * scale
-                # The tile of two before has been copied out; its other readers gave its latents free.
+                p = jnp.exp2(logits * (scale * LOG2E) - hopper.broadcast_rows(lse, shape))
+                p = jnp.where(is_selected(query_bits, chosen, shape), p, 0.0)
+                ds = p * (dp - hopper.broadcast_rows(delta, shape)) * scale
+                # The tile two steps earlier has been copied out; its other readers have freed its latents.
                 plgpu.wait_smem_to_gmem(2, wait_read_only=True)
                 ops.store_transposed(ds_tiles.at[stage], ds.astype(q.dtype))
                 ops.store_transposed(p_tiles.at[stage], p.astype(q.dtype))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scored.at[stage])
-                to = scores_ref.at[block, place]
-                plgpu.copy_smem_to_gmem(ds_tiles.at[stage], to.at[:, pl.ds(0, ROWS)])
-                plgpu.copy_smem_to_gmem(p_tiles.at[stage], to.at[:, pl.ds(ROWS, ROWS)])
+                target = scores_ref.at[block, window]
+                plgpu.copy_smem_to_gmem(ds_tiles.at[stage], target.at[:, pl.ds(0, ROWS)])
+                plgpu.copy_smem_to_gmem(p_tiles.at[stage], target.at[:, pl.ds(ROWS, ROWS)])
 
             plgpu.wait_smem_to_gmem(0)
 
+        # Sum warpgroups: gradient of the queries, by columns.
         def add():
             plgpu.set_max_registers(176, action="increase")
             columns = pl.ds(role * part, part)
@@ -106,16 +125,17 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
                 stage = keys.stage(i)
                 plgpu.barrier_wait(scored.at[stage])
                 ds, tile = ds_tiles.at[stage], keys.tiles.at[stage, :, columns]
-                acc = ops.dot(acc, ds, tile, a_transposed=True, most=160)
+                acc = ops.dot(acc, ds, tile, a_transposed=True, max_columns=160)
                 plgpu.barrier_arrive(keys.free.at[stage])
                 return acc
 
             acc = lax.fori_loop(0, tiles, step, ops.zeros((ROWS, part)))
-            hopper.send(acc, queries, dq_ref.at[block], columns)
+            hopper.store_via_smem(acc, queries, dq_ref.at[block], columns)
 
         lax.cond(role == loader, load, lambda: lax.cond(role == scorer, make_scores, add))
 
-    tiled = hopper.tiled(q.dtype, SWIZZLE)
+    # Build and call the kernel.
+    tiled = hopper.tile_transforms(q.dtype, SWIZZLE)
     kernel = hopper.kernel(
         body,
         kernel_name="sparse_score",
@@ -142,16 +162,24 @@ def score(q, dout, latents, rows, members, count, bits, lse, delta, *, scale, va
     return kernel(q, dout, latents, rows, members, count, bits, lse, delta)
 
 
-def spread(q, dout, scores, places, count, *, interpret):
-    """float32[h c x]: gradients of the latents of h unions, summed over the a blocks that each one has.
+def spread(
+    q: Float[Array, "h a r x"],
+    dout: Float[Array, "h a r x"],
+    scores: Float[Array, "m 2*r"],
+    places: Int32[Array, "h a c"],
+    count: Int32[Array, " h"],
+    *,
+    interpret: object,
+) -> Float[Array, "h c x"]:
+    """Returns float32[h c x]: gradients of the latents of h unions, summed over the a blocks of each union.
 
-    q and dout [h a r x]; scores [m 2r] of them as `score` gives them, its blocks and rows in one; places
-    int32[h a c]: where a latent of the union stands in scores for a block, -1 if the block has none; count
-    int32[h] of the latents in use: what lies beyond their tiles is not written.
+    scores: those of `score`, with blocks and rows merged. places: row in scores of a union's latent for each
+    block, -1 if
+    the block does not have it. count: number of used latents. Tiles beyond count are not written.
     """
-    unions, several, _, x = q.shape
-    room = places.shape[2]
-    parts = parts_of(x)
+    unions, num_blocks, _, x = q.shape
+    capacity = places.shape[2]
+    parts = num_parts(x)
     part = x // parts
     readers = SPREAD // ROWS
     ops = hopper.Ops(interpret)
@@ -160,35 +188,36 @@ def spread(q, dout, scores, places, count, *, interpret):
         union, role = lax.axis_index("union"), lax.axis_index("role")
         columns = pl.ds(lax.axis_index("part") * part, part)
         tiles = lax.div(count_ref[union] + (SPREAD - 1), SPREAD)
-        pairs = (
-            tiles * several
-        )  # of a tile and a block, with two products each: ds^T q and p^T dout
+        # Pairs of a tile and a block, with two products each: ds^T q and p^T dout.
+        pairs = tiles * num_blocks
 
+        # Loader warpgroup: gather scores, and copy q and dout.
         def load():
             plgpu.set_max_registers(40, action="decrease")
 
             def list_rows(i):
-                tile, block = lax.div(i, jnp.int32(several)), lax.rem(i, jnp.int32(several))
+                tile, block = lax.div(i, jnp.int32(num_blocks)), lax.rem(i, jnp.int32(num_blocks))
                 rows = places_ref.at[union, block, pl.ds(tile * SPREAD, SPREAD)]
                 scored.list_rows(rows, i, pairs)
 
-            for i in map(jnp.int32, range(AHEAD)):
+            for i in map(jnp.int32, range(PREFETCH_LISTS)):
                 list_rows(i)
 
             @pl.loop(0, pairs)
             def _(i):
-                list_rows(i + AHEAD)
-                wanted = scored.wait_for_list(i)
+                list_rows(i + PREFETCH_LISTS)
+                row_list = scored.wait_for_list(i)
                 for half, rows_ref in enumerate((q_ref, dout_ref)):
-                    stage = scored.wait_for_place(2 * i + half)
-                    source = rows_ref.at[union, lax.rem(i, jnp.int32(several)), :, columns]
+                    stage = scored.wait_for_stage(2 * i + half)
+                    source = rows_ref.at[union, lax.rem(i, jnp.int32(num_blocks)), :, columns]
                     plgpu.copy_gmem_to_smem(source, factors.at[stage], scored.full.at[stage])
                     table = scores_ref.at[:, pl.ds(half * ROWS, ROWS)]
-                    gather(ops, table, wanted, scored.tiles.at[stage])
+                    gather(ops, table, row_list, scored.tiles.at[stage])
                     plgpu.barrier_arrive(scored.full.at[stage])
 
             scored.drain(2 * pairs)
 
+        # Compute warpgroups: 64 latents each.
         def add():
             plgpu.set_max_registers(152, action="increase")
 
@@ -197,23 +226,26 @@ def spread(q, dout, scores, places, count, *, interpret):
                 def step(i, acc):
                     stage = scored.stage(i)
                     plgpu.barrier_wait(scored.full.at[stage])
-                    acc = ops.dot(acc, scored.tiles.at[stage, role], factors.at[stage], most=PIECE)
+                    acc = ops.dot(
+                        acc, scored.tiles.at[stage, role], factors.at[stage], max_columns=PIECE
+                    )
                     plgpu.barrier_arrive(scored.free.at[stage])
                     return acc
 
-                first = 2 * several * tile
-                acc = lax.fori_loop(first, first + 2 * several, step, ops.zeros((ROWS, part)))
+                first = 2 * num_blocks * tile
+                acc = lax.fori_loop(first, first + 2 * num_blocks, step, ops.zeros((ROWS, part)))
                 sums_ref[union, pl.ds(tile * SPREAD + role * ROWS, ROWS), columns] = acc
 
         lax.cond(role == readers, load, add)
 
+    # Build and call the kernel.
     stages = 3
-    tiled = hopper.tiled(q.dtype)
+    tiled = hopper.tile_transforms(q.dtype)
     kernel = hopper.kernel(
         body,
         kernel_name="sparse_spread",
         interpret=interpret,
-        out_type=jax.ShapeDtypeStruct((unions, room, x), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((unions, capacity, x), jnp.float32),
         grid=(unions, parts),
         grid_names=("union", "part"),
         num_threads=readers + 1,

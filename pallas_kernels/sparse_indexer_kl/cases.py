@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cases import Case
-from pallas_kernels.cost import together
+from pallas_kernels.cost import sum_costs
 from pallas_kernels.sparse_indexer_kl import cost, sparse_indexer_kl
 
 SIZES = {"b": 1, "t": 1024, "s": 131072, "k": 2048, "n": 64, "x": 576, "i": 32, "j": 128}
@@ -12,7 +12,7 @@ SMALL = {"b": 1, "t": 4, "s": 512, "k": 128, "n": 4, "x": 64, "i": 4, "j": 32}
 
 
 def inputs(sizes, key):
-    """Unit queries, latents and index keys; keys spread evenly over the sequence, one in each stretch."""
+    """Returns unit queries, latents and index keys; selected keys spread evenly, one per stretch of the sequence."""
     b, t, s, k, n, x, i, j = (sizes[name] for name in "btsknxij")
     keys = jax.random.split(key, 6)
     step = s // k
@@ -29,12 +29,12 @@ def inputs(sizes, key):
 
 
 def forward(inputs, sizes, implementation):
-    """(loss, kl)."""
+    """Returns (loss, kl)."""
     return sparse_indexer_kl(**inputs, scale=sizes["x"] ** -0.5, implementation=implementation)
 
 
 def backward(inputs, sizes, implementation):
-    """(loss, kl) and the gradients of the indexer's three inputs."""
+    """Returns (loss, kl) and the gradients of the indexer's three inputs."""
 
     def loss(trained):
         return forward(inputs | trained, sizes, implementation)
@@ -44,16 +44,16 @@ def backward(inputs, sizes, implementation):
 
 
 def forward_cost(sizes):
-    """Of the value alone."""
+    """Cost of the value."""
     return cost.queries(*(sizes[name] for name in "btknxij"), gradients=False)
 
 
 def backward_cost(sizes):
-    """With the gradients; those of the rows need not move one by one."""
+    """Cost with the gradients; the gradients of single rows need not go through memory."""
     b, t, i, j = (sizes[name] for name in "btij")
     moved = forward_cost(sizes).bytes + 4 * b * t * i * j
-    each = cost.queries(*(sizes[name] for name in "btknxij"), gradients=True)
-    return together(each, bytes=moved)
+    cost_of_rows = cost.queries(*(sizes[name] for name in "btknxij"), gradients=True)
+    return sum_costs(cost_of_rows, bytes=moved)
 
 
 CASES = {

@@ -1,25 +1,29 @@
-"""The exact k largest of long rows, deterministic: equal ones go to the lower place."""
+"""Exact, deterministic k largest of long rows; equal values go to the lower index."""
 
 from typing import NamedTuple
 
-from pallas_kernels import dispatch
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import backends
 
 
 class Static(NamedTuple):
-    """What is known when tracing."""
+    """Static arguments."""
 
-    choice: dispatch.Choice
+    backend: backends.Backend
     k: int
 
 
-def top_k(scores, k: int, *, implementation="auto"):
-    """int32[m min(k, s)]: the places of the k largest of each row of scores float32[m s], ascending.
+def top_k(
+    scores: Float[Array, "m s"], k: int, *, implementation: str | backends.Implementation = "auto"
+) -> Int32[Array, "m k"]:
+    """Returns the indices of the k largest of each row of scores, ascending: int32[m min(k, s)].
 
-    As a stable descending sort in which -0.0 equals 0.0 and NaN is -inf takes them: of equal scores the
-    first. Never differentiated.
+    They are those of a stable descending sort in which -0.0 equals 0.0 and NaN is -inf, so equal scores go to
+    the lower index. Not differentiable.
 
-    implementation: see `dispatch.choose`.
+    implementation: see `backends.select_backend`.
     """
     k = min(k, scores.shape[-1])
-    choice = dispatch.choose("top_k", implementation, scores, k)
-    return choice.function("select")(Static(choice, k), scores)
+    backend = backends.select_backend("top_k", implementation, scores, k)
+    return backend.function("select")(Static(backend, k), scores)

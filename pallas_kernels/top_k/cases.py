@@ -1,4 +1,4 @@
-"""GLM-5's selection alone: 2048 keys for a batch of decoding sequences, and for a chunk of a prompt."""
+"""GLM-5's selection without the scoring: 2048 keys for a decoding batch, and for a prompt chunk."""
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,17 @@ SMALL = {"m": 3, "s": 20000, "k": 500}
 
 
 def inputs(sizes, key):
-    """Normal scores."""
+    """Returns normal scores."""
     return {"scores": jax.random.normal(key, (sizes["m"], sizes["s"]), jnp.float32)}
 
 
 def select(inputs, sizes, implementation):
-    """The places."""
+    """Returns the indices of the k largest."""
     return top_k(**inputs, k=sizes["k"], implementation=implementation)
 
 
 def cost(sizes):
-    """Every score read and every place written once."""
+    """Cost of reading every score and writing every index once."""
     return Cost(0, 4 * sizes["m"] * (sizes["s"] + sizes["k"]), "float32")
 
 

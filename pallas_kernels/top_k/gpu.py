@@ -1,9 +1,9 @@
-"""The exact k largest of long rows on Hopper, in one reading of each row.
+"""Exact k largest of long rows on Hopper, reading each row once.
 
-A warpgroup per row. Candidates, which are the keys above a floor, gather in shared memory in the order of
-their places; when they fill it, the k-th largest of them becomes the floor and the k best stay. Keys in random
-order seldom fill it twice; rising ones, the worst case, do every time a stage or two has been read. What equals
-the floor later on has a higher place than k keys that are as large, so it is left out rightly.
+One warpgroup per row. Candidates (keys above a floor) gather in shared memory in the order of their indices.
+When they fill it, the k-th largest becomes the floor and the k best stay. Keys in random order seldom fill it
+twice. Rising keys, the worst case, fill it after every stage or two. A later key that equals the floor has a
+higher index than k keys that are at least as large, so it is correctly left out.
 """
 
 import functools
@@ -13,67 +13,77 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32, Num
 
 from pallas_kernels import hopper
 
-# Timed on an H200 (2026-11-26, experiments/kernels_h200.jsonl), other sizes were not; chosen by shared memory
+# Only these sizes are timed, on an H200 (2026-11-26, experiments/kernels_h200.jsonl). They follow from shared memory
 # and occupancy.
 STAGE = 4096  # keys read at a time
 STAGES = 2  # in flight
-SLACK = 512  # candidates more than k that may stay until the end
-LARGEST_K = 12288
+SPARE = 512  # candidates in addition to k that may stay until the end
+MAX_K = 12288
 
 INVISIBLE = -(2**31)
 INFINITY = 0x7F800000
 
 
-def refuse(scores, k):
-    """Why this form cannot take such arguments, or None."""
+def unsupported_reason(scores: Float[Array, "m s"], k: int) -> str | None:
+    """Returns the reason why the arguments are not supported, or None."""
     if scores.dtype != jnp.float32:
         return f"scores are {scores.dtype}, not float32"
-    return too_many(k)
+    return unsupported_k(k)
 
 
-def too_many(k):
-    """Why so many cannot be chosen, or None."""
-    if k > LARGEST_K:
-        return (
-            f"the best of a row stay in shared memory, which has room for k = {LARGEST_K}, not {k}"
-        )
+def unsupported_k(k: int) -> str | None:
+    """Returns the reason why k is too large, or None."""
+    if k > MAX_K:
+        return f"the best of a row stay in shared memory, which has room for k = {MAX_K}, not {k}"
     return None
 
 
-def select(static, scores, *, interpret=False):
-    """int32[m k]: places of the k largest of each row of scores float32[m s], ascending."""
+def select(
+    static, scores: Float[Array, "m s"], *, interpret: object = False
+) -> Int32[Array, "m k"]:
+    """Returns int32[m k]: indices of the k largest of each row of scores float32[m s], ascending."""
     m, s = scores.shape
     bounds = jnp.broadcast_to(jnp.array([0, s], jnp.int32), (m, 2))
     rows = jnp.pad(scores, ((0, 0), (0, -s % STAGE)))
     return select_rows(rows, bounds, static.k, interpret=interpret)
 
 
-def ordered(scores):
-    """int32 that compare like float32 scores, where -0.0 equals 0.0 and NaN is -inf; above INVISIBLE."""
+def to_ordered_bits(scores: Array) -> Array:
+    """Returns int32 that compare like float32 scores, where -0.0 equals 0.0 and NaN is -inf; all above INVISIBLE."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     size = bits & 0x7FFFFFFF
     keys = jnp.where(bits < 0, -size, size)
-    # The array first: with a constant there, Mosaic GPU takes the result for unsigned.
+    # The array comes first: with a constant there, Mosaic GPU treats the result as unsigned.
     return jnp.where(size <= INFINITY, keys, -INFINITY)
 
 
-def select_rows(rows, bounds, k: int, used=(1, 1), *, interpret=False):
-    """int32[m k]: places of the k largest of each row, ascending, -1 at the end where there are fewer.
+def select_rows(
+    rows: Num[Array, "r s"],
+    bounds: Int32[Array, "r 2"],
+    k: int,
+    counted_rows: tuple[int, int] = (1, 1),
+    *,
+    interpret: object = False,
+) -> Int32[Array, "m k"]:
+    """Returns int32[m k]: indices of the k largest of each row, ascending, -1 at the end where there are fewer.
 
-    rows: float32[r s], or int32[r s] of `ordered` and INVISIBLE ones, which are never chosen; s is a multiple
-    of STAGE. bounds int32[r 2]: the first and the last (excluded) place that may be chosen; what lies outside
-    may be anything. Equal ones go to the lower place. k: at most LARGEST_K. used: how many of how many
-    consecutive rows count, the others are left out: m is r * used[0] / used[1].
+    rows: float32[r s], or int32[r s] of `to_ordered_bits` and INVISIBLE; INVISIBLE is never selected. s is a
+    multiple of STAGE. Equal values go to the lower index.
+    bounds: int32[r 2], begin and end (exclusive) of the indices that may be selected; the numbers outside are
+    ignored.
+    k: at most MAX_K.
+    counted_rows: (n, of): only the first n of every `of` consecutive rows count. m is r * n / of.
     """
     r, s = rows.shape
-    m = r // used[1] * used[0]
-    room = STAGE * -(-(k + SLACK + STAGE) // STAGE)
+    m = r // counted_rows[1] * counted_rows[0]
+    capacity = STAGE * -(-(k + SPARE + STAGE) // STAGE)
     width = 1024 * -(-k // 1024)
     chosen = hopper.kernel(
-        functools.partial(_select, hopper.Ops(interpret), k, room, used),
+        functools.partial(_select, hopper.Ops(interpret), k, capacity, counted_rows),
         interpret=interpret,
         kernel_name="select_rows",
         out_type=jax.ShapeDtypeStruct((m, width), jnp.int32),
@@ -81,22 +91,24 @@ def select_rows(rows, bounds, k: int, used=(1, 1), *, interpret=False):
         grid_names=("row",),
         scratch_types=[
             plgpu.SMEM((STAGES, STAGE // 128, 128), rows.dtype),
-            plgpu.SMEM((2 * room + 4,), jnp.int32),
+            plgpu.SMEM((2 * capacity + 4,), jnp.int32),
             plgpu.Barrier(num_barriers=STAGES),
         ],
     )(bounds, rows.reshape(r, s // 128, 128))
     return chosen[:, :k]
 
 
-def _select(ops, k, room, used, bounds, rows, chosen, stage, held, ready):
-    """held: keys, their places, and what `lanes.running_count` needs."""
+def _select(ops, k, capacity, counted_rows, bounds, rows, chosen, stage, candidates, ready):
+    """Selects from one row. candidates: keys, their indices, and the scratch of `warp_ops.running_count`."""
+    # The row and its range of stages.
     result = lax.axis_index("row")
-    row = lax.div(result, used[0]) * used[1] + lax.rem(result, used[0])
+    row = lax.div(result, counted_rows[0]) * counted_rows[1] + lax.rem(result, counted_rows[0])
     first, last = bounds[row, 0], bounds[row, 1]
     begin = lax.div(first, STAGE)
     stages = jnp.maximum(lax.div(last + (STAGE - 1), STAGE) - begin, 0)
-    totals = held.at[pl.ds(2 * room, 4)]
+    totals = candidates.at[pl.ds(2 * capacity, 4)]
 
+    # Load stages of keys.
     def fetch(i):
         slot, lines = lax.rem(i, STAGES), STAGE // 128
         source = rows.at[row, pl.ds((begin + i) * lines, lines)]
@@ -106,94 +118,101 @@ def _select(ops, k, room, used, bounds, rows, chosen, stage, held, ready):
         pl.when(i < stages)(functools.partial(fetch, jnp.int32(i)))
 
     def add(i, count, floor):
-        """Candidates of stage i, to be written behind `count` others, and how many there are then."""
-        own = ops.flat(stage.at[lax.rem(i, STAGES)])
-        own = own if own.dtype == jnp.int32 else ordered(own)
+        """Returns a function that writes the candidates of stage i after `count` others, and the new count."""
+        stage_keys = ops.load_flat(stage.at[lax.rem(i, STAGES)])
+        stage_keys = stage_keys if stage_keys.dtype == jnp.int32 else to_ordered_bits(stage_keys)
         start = (begin + i) * STAGE
-        place = start + ops.places(STAGE)
-        own = lax.cond(
+        index = start + ops.positions(STAGE)
+        stage_keys = lax.cond(
             (start >= first) & (start + STAGE <= last),
-            lambda: own,
-            lambda: jnp.where((place >= first) & (place < last), own, INVISIBLE),
+            lambda: stage_keys,
+            lambda: jnp.where((index >= first) & (index < last), stage_keys, INVISIBLE),
         )
-        flags = jnp.where(own > floor, 1, 0)
-        to, count = ops.running_count(flags, totals, count)
-        return lambda: ops.scatter(held, to, [own, place], flags, room), count
+        flags = jnp.where(stage_keys > floor, 1, 0)
+        targets, count = ops.running_count(flags, totals, count)
+        return lambda: ops.scatter(candidates, targets, [stage_keys, index], flags, capacity), count
 
+    # Add a stage of candidates; compact them if they do not fit.
     def read(i, carry):
         count, floor = carry
         plgpu.barrier_wait(ready.at[lax.rem(i, STAGES)])
-        write, more = add(i, count, floor)
+        write, new_count = add(i, count, floor)
 
-        def fits():
+        def write_directly():
             write()
-            return more, floor
+            return new_count, floor
 
-        def does_not():
-            # Reads the stage again: registers that outlived the search would be spilled.
-            left, higher = _keep_best(ops, k, SLACK, room, count, floor, held, totals)
-            write, more = add(i, left, higher)
+        def compact_then_write():
+            # Reads the stage again: registers that live through the search would be spilled.
+            num_retained, new_floor = _keep_best(
+                ops, k, SPARE, capacity, count, floor, candidates, totals
+            )
+            write, new_count = add(i, num_retained, new_floor)
             write()
-            return more, higher
+            return new_count, new_floor
 
-        carry = lax.cond(more > room, does_not, fits)
-        # Every thread has read the stage by now.
+        carry = lax.cond(new_count > capacity, compact_then_write, write_directly)
+        # By now every thread has read the stage.
         pl.when(i + STAGES < stages)(lambda: fetch(i + STAGES))
         return carry
 
     count, floor = lax.fori_loop(0, stages, read, (jnp.int32(0), jnp.int32(INVISIBLE)))
 
+    # Select the final k, and write their indices.
     @pl.when(count > k)
     def _():
-        _keep_best(ops, k, 0, room, count, floor, held, totals)
+        _keep_best(ops, k, 0, capacity, count, floor, candidates, totals)
 
     width = chosen.shape[1]
-    found = ops.flat(held.at[pl.ds(room, width)])
-    chosen[result, :] = jnp.where(ops.places(width) < jnp.minimum(count, k), found, -1)
+    indices = ops.load_flat(candidates.at[pl.ds(capacity, width)])
+    chosen[result, :] = jnp.where(ops.positions(width) < jnp.minimum(count, k), indices, -1)
 
 
-def _keep_best(ops, k, slack, room, count, floor, held, totals):
-    """Leaves the best of `count` candidates, of which more than k reach the floor: k, or up to `slack` more.
+def _keep_best(ops, k, max_extra, capacity, count, floor, candidates, totals):
+    """Retains the best of `count` candidates, more than k of which reach the floor: k, or up to `max_extra` more.
 
-    Returns how many, and the least of them.
+    Returns (number of retained candidates, the smallest of them).
     """
-    at = ops.places(STAGE)
-    blocks = [pl.ds(first, STAGE) for first in range(0, room, STAGE)]
-    own = [
-        jnp.where(at < count - block.start, ops.flat(held.at[block]), INVISIBLE) for block in blocks
+    # Candidate keys, and counts of those above a bound.
+    position = ops.positions(STAGE)
+    blocks = [pl.ds(first, STAGE) for first in range(0, capacity, STAGE)]
+    keys = [
+        jnp.where(position < count - block.start, ops.load_flat(candidates.at[block]), INVISIBLE)
+        for block in blocks
     ]
 
-    def reach(cut):
-        return jnp.sum(sum(jnp.where(x >= cut, 1, 0) for x in own))
+    def count_at_least(bound):
+        return jnp.sum(sum(jnp.where(x >= bound, 1, 0) for x in keys))
 
     # `among` keys, k or more, reach low; `above`, fewer than k, reach high.
     def middle(low, high):
         return (low & high) + lax.shift_right_arithmetic(low ^ high, 1)
 
-    def goes_on(state):
+    def is_unfinished(state):
         low, high, among, _ = state
-        return (among > k + slack) & (middle(low, high) > low)
+        return (among > k + max_extra) & (middle(low, high) > low)
 
     def halve(state):
         low, high, among, above = state
-        cut = middle(low, high)
-        number = reach(cut)
+        bound = middle(low, high)
+        number = count_at_least(bound)
         enough = number >= k
         return (
-            jnp.where(enough, cut, low),
-            jnp.where(enough, high, cut),
+            jnp.where(enough, bound, low),
+            jnp.where(enough, high, bound),
             jnp.where(enough, number, among),
             jnp.where(enough, above, number),
         )
 
-    top = jnp.max(functools.reduce(jnp.maximum, own))
+    # Bisect for the bound.
+    top = jnp.max(functools.reduce(jnp.maximum, keys))
     low = jnp.maximum(floor, -INFINITY)
-    low, _, among, above = lax.while_loop(goes_on, halve, (low, top + 1, count, jnp.int32(0)))
-    # Of too many that equal the least, the first stay.
-    tied = among > k + slack
-    spare, left = k - above, jnp.int32(0)
-    for block, x in zip(blocks, own, strict=True):
-        place = ops.flat(held.at[pl.ds(room + block.start, STAGE)])
+    low, _, among, above = lax.while_loop(is_unfinished, halve, (low, top + 1, count, jnp.int32(0)))
+    # If too many equal the smallest, the first of them stay.
+    tied = among > k + max_extra
+    spare, num_retained = k - above, jnp.int32(0)
+    for block, x in zip(blocks, keys, strict=True):
+        index = ops.load_flat(candidates.at[pl.ds(capacity + block.start, STAGE)])
 
         def cut_ties(x=x, spare=spare):
             rank, levels = ops.running_count(jnp.where(x == low, 1, 0), totals)
@@ -203,6 +222,6 @@ def _keep_best(ops, k, slack, room, count, floor, held, totals):
             return jnp.where(x >= low, 1, 0), spare
 
         flags, spare = lax.cond(tied, cut_ties, keep_ties)
-        to, left = ops.running_count(flags, totals, left)
-        ops.scatter(held, to, [x, place], flags, room)
-    return left, low
+        targets, num_retained = ops.running_count(flags, totals, num_retained)
+        ops.scatter(candidates, targets, [x, index], flags, capacity)
+    return num_retained, low

@@ -17,41 +17,43 @@ SMALL = {"m": 192, "filled": 160, "k": 256, "n": 256, "e": 4}
 
 
 def inputs(group_sizes=None):
-    """Unit rows and weights, quantised; the bytes of the weights are drawn as they are."""
+    """Returns quantized unit rows and weights; the bytes of the weights are drawn directly."""
 
-    def of(sizes, key):
+    def make_inputs(sizes, key):
         m, k, n = (sizes[name] for name in "mkn")
-        lead = (sizes["e"],) if group_sizes else ()
+        expert_shape = (sizes["e"],) if group_sizes else ()
         keys = jax.random.split(key, 3)
         x, x_scale = quantize_a8(jax.random.normal(keys[0], (m, k), jnp.bfloat16))
-        scale = jax.random.uniform(keys[2], (*lead, k // GROUP, n), minval=0.5) * k**-0.5 / 4
-        made = {
+        scale = (
+            jax.random.uniform(keys[2], (*expert_shape, k // GROUP, n), minval=0.5) * k**-0.5 / 4
+        )
+        arrays = {
             "x": x,
             "x_scale": x_scale,
-            "w": jax.random.bits(keys[1], (*lead, k // 2, n), jnp.uint8).astype(jnp.int8),
+            "w": jax.random.bits(keys[1], (*expert_shape, k // 2, n), jnp.uint8).astype(jnp.int8),
             "w_scale": scale,
         }
-        return made | ({"group_sizes": group_sizes(sizes)} if group_sizes else {})
+        return arrays | ({"group_sizes": group_sizes(sizes)} if group_sizes else {})
 
-    return of
+    return make_inputs
 
 
 def dense(inputs, sizes, implementation):
-    """[m n]."""
+    """Returns [m n]."""
     return w4a8_matmul(**inputs, implementation=implementation)
 
 
 def grouped(inputs, sizes, implementation):
-    """[m n]."""
+    """Returns [m n]."""
     return w4a8_grouped_matmul(
         **inputs, expected_rows=sizes["filled"], implementation=implementation
     )
 
 
 def cost(sizes):
-    """Of the filled rows."""
+    """Cost of the filled rows."""
     m, k, n = (sizes[name] for name in "mkn")
-    return formula.product(sizes.get("filled", m), m, k, n, sizes.get("e", 1), GROUP)
+    return formula.matmul(sizes.get("filled", m), m, k, n, sizes.get("e", 1), GROUP)
 
 
 CASES = {

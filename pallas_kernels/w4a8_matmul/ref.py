@@ -2,26 +2,41 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int8
 
-from pallas_kernels.grouped_matmul.ref import Rows, spans
+from pallas_kernels.grouped_matmul.ref import ExpertRows, spans
 from pallas_kernels.w4a8_matmul.quantize import unpack_int4
 
 
-def forward(static, x, x_scale, w, w_scale, group_sizes):
-    """[m n]; group_sizes None: weights without a leading expert."""
+def forward(
+    static,
+    x: Int8[Array, "m k"],
+    x_scale: Float[Array, " m"],
+    w: Int8[Array, "..."],
+    w_scale: Float[Array, "..."],
+    group_sizes: Int[Array, " e"] | None,
+) -> Float[Array, "m n"]:
+    """Returns [m n]; group_sizes None: weights without a leading expert axis."""
 
     def block(*args):
-        return (product(*args, static.out_dtype),)
+        return (matmul(*args, static.out_dtype),)
 
     arrays, weights = (x, x_scale[:, None]), (w, w_scale)
     if group_sizes is None:
         return block(*arrays, *weights)[0]
-    rows = Rows(spans(-(-x.shape[0] // w.shape[0])), group_sizes, x.shape[0])
+    rows = ExpertRows(spans(-(-x.shape[0] // w.shape[0])), group_sizes, x.shape[0])
     return rows.map(block, arrays, weights)[0]
 
 
-def product(x, x_scale, w, w_scale, out_dtype):
-    """[... m n] of out_dtype: rows int8[... m k], scales [... m 1], times weights [... k/2 n], [... k/group n]."""
+def matmul(
+    x: Int8[Array, "... m k"],
+    x_scale: Float[Array, "... m 1"],
+    w: Int8[Array, "... k/2 n"],
+    w_scale: Float[Array, "... groups n"],
+    out_dtype: DTypeLike,
+) -> Float[Array, "... m n"]:
+    """Returns int8 rows times packed int4 weights, in out_dtype."""
     groups = w_scale.shape[-2]
     group = x.shape[-1] // groups
 

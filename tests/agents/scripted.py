@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 
-from glm5_jax.core.server import HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.core.server import HttpServer, ListenConfig, json_response, read_json
 
 
 class Scripted:
@@ -61,4 +61,4 @@ class ScriptedServer(HttpServer):
         choice = await self.scripted.chat(**read_json(await request.read()))
         if "sleep" in choice:
             await asyncio.sleep(choice["sleep"])
-        return as_json({"choices": [choice]})
+        return json_response({"choices": [choice]})

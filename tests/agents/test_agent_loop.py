@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
-from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs.sandbox import ExecResult
@@ -42,7 +42,13 @@ BOX = Toolbox({"calculate": calculate, "slow": slow})
 def attempt(replies, tools=BOX, task=TASK, fields=None, **limits):
     """(client, trace)"""
     client = Scripted(replies)
-    agent = Agent(client, tools, COUNTER, dataclasses.replace(CONFIG, **limits), fields or {})
+    agent = ChatAgent(
+        client=client,
+        tools=tools,
+        counter=COUNTER,
+        config=dataclasses.replace(CONFIG, **limits),
+        fields=fields or {},
+    )
     return client, asyncio.run(agent(task))
 
 
@@ -88,18 +94,18 @@ def test_parallel_calls_go_side_by_side_and_their_results_are_in_order():
     ("call", "told"),
     [
         (("calculate", "{6*7"), "the line is not JSON"),
-        (("calculate", "[6]"), "the arguments are no object: [6]"),
+        (("calculate", "[6]"), "the arguments are not an object: [6]"),
         (("calculate", '{"expression": "1", "expression": "2"}'), "'expression' twice"),
         (("calculate", {}), "calculate needs expression"),
         (("calculate", ""), "calculate needs expression"),
         (("calculate", {"expression": "six"}), "'s' is no number"),
         (("lookup", {"x": 1}), "no tool lookup"),
         (("slow", {"seconds": "x"}), "slow failed: TypeError"),
-        (("slow", {"seconds": 60}), "slow gave no answer within 0.05 s"),
+        (("slow", {"seconds": 60}), "slow gave no result within 0.05 s"),
     ],
 )
 def test_a_model_is_told_what_it_did_wrong_and_goes_on(call, told):
-    limits = {"tool_seconds": 0.05, "ends_on_broken_call": False}
+    limits = {"tool_timeout_s": 0.05, "ends_on_broken_call": False}
     client, trace = attempt([[PRODUCT, call], "42"], **limits)
     right, wrong = answers(trace)
     assert right == "42" and wrong.startswith("Error: ") and told in wrong
@@ -137,7 +143,7 @@ def test_what_the_environment_breaks_raises():
     broken = calling(PRODUCT)
     del broken["message"]["tool_calls"][0]["function"]["name"]
     for nameless in (broken, calling(("", {}))):
-        with pytest.raises(ServerError, match="calls that are none"):
+        with pytest.raises(ServerError, match="has invalid calls"):
             attempt([nameless])
 
 
@@ -168,7 +174,7 @@ HUGE = ServerError("the prompt has 99 tokens", 400)
     [
         ([[PRODUCT]] * 9, {"max_turns": 3}, "max_turns", 5),
         ([[PRODUCT]] * 9, {"max_tokens": COUNTER.prompt(TASK) + 60}, "max_tokens", 6),
-        ([[PRODUCT], [("slow", {"seconds": 9})]], {"seconds": 0.1}, "seconds", 3),
+        ([[PRODUCT], [("slow", {"seconds": 9})]], {"timeout_s": 0.1}, "timeout", 3),
         ([[PRODUCT], cut_off(calling(PRODUCT))], {}, "length", 3),
         ([[PRODUCT], HUGE], {}, "refused", 2),
     ],
@@ -185,8 +191,13 @@ def test_a_server_that_never_replies_is_no_fault_of_the_policy():
         async def chat(self, messages, **fields):
             await asyncio.sleep(60)
 
-    agent = Agent(Silent(), BOX, COUNTER, dataclasses.replace(CONFIG, seconds=0.05))
-    with pytest.raises(ServerError, match="no reply has come"):
+    agent = ChatAgent(
+        client=Silent(),
+        tools=BOX,
+        counter=COUNTER,
+        config=dataclasses.replace(CONFIG, timeout_s=0.05),
+    )
+    with pytest.raises(ServerError, match="no reply has arrived"):
         asyncio.run(agent(TASK))
 
 
@@ -207,7 +218,7 @@ def test_a_reply_gets_what_is_left():
 
 def test_context_is_managed_between_requests_and_the_trace_keeps_everything():
     one = COUNTER.added(TASK, attempt([[PRODUCT], "42"])[1].messages[:2])
-    context = ContextConfig(keep=1, most_tokens=COUNTER.prompt(TASK) + 3 * one)
+    context = ContextConfig(keep_rounds=1, max_prompt_tokens=COUNTER.prompt(TASK) + 3 * one)
     client, trace = attempt([[PRODUCT]] * 5 + ["42"], context=context)
     sent = [[m["content"] for m in messages if m["role"] == "tool"] for messages, _ in client.asked]
     assert answers(trace) == ["42"] * 5 and len(trace.messages) == 11
@@ -246,7 +257,7 @@ def test_whatever_is_written_is_answered_and_can_be_sent(content, reasoning, nam
 def test_attempts_go_side_by_side():
     """Of one agent, with a state each."""
     client = Scripted(lambda messages: "42" if len(messages) > 3 else [PRODUCT])
-    agent = Agent(client, BOX, COUNTER, CONFIG)
+    agent = ChatAgent(client=client, tools=BOX, counter=COUNTER, config=CONFIG)
 
     async def several():
         return await asyncio.gather(*(agent(TASK) for _ in range(4)))
@@ -257,7 +268,7 @@ def test_attempts_go_side_by_side():
 
 
 @pytest.mark.parametrize(
-    "field", ["max_turns", "max_tokens", "reply_tokens", "seconds", "tool_seconds"]
+    "field", ["max_turns", "max_tokens", "reply_tokens", "timeout_s", "tool_timeout_s"]
 )
 def test_limits_are_positive(field):
     with pytest.raises(ValueError, match=f"{field} is 0"):
@@ -266,7 +277,7 @@ def test_limits_are_positive(field):
 
 def test_programs_are_run():
     async def run(code, config):
-        return ExecResult(0, b"42\n", b"")
+        return ExecResult(code=0, stdout=b"42\n", stderr=b"")
 
     task = dataclasses.replace(TASK, tools=(PYTHON,))
     _, trace = attempt(

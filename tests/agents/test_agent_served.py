@@ -8,7 +8,7 @@ import pytest
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import OMITTED, Context, ContextConfig, TokenCounter
-from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
@@ -39,7 +39,9 @@ async def look(task, arguments):
 async def attempts(url, config):
     async with Watching(url) as client:
         client.asked = {}
-        agent = Agent(client, Toolbox({"f": look}, [TASK]), COUNTER, config)
+        agent = ChatAgent(
+            client=client, tools=Toolbox({"f": look}, [TASK]), counter=COUNTER, config=config
+        )
         fields = [{"seed": seed, "temperature": 0.9, "top_p": 1.0} for seed in range(12)]
         own = (dataclasses.replace(agent, fields=one)(TASK) for one in fields)
         return await asyncio.gather(*own), [client.asked[one["seed"]] for one in fields]
@@ -47,12 +49,14 @@ async def attempts(url, config):
 
 @pytest.mark.slow
 def test_whatever_is_written_is_read_again_and_counted():
-    options = dict(max_batch=12, max_length=LENGTH, page_size=32, chunk=64)
+    options = dict(max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64)
     server = Server(Engine(policy(), TOKENIZER, **options), TOKENIZER, ServerConfig(port=0))
     ended, several, omitted, restarts = set(), 0, 0, 0
     with server.running() as url:
         for context in CONTEXTS:
-            limits = LoopConfig(4, LENGTH - 24, reply_tokens=24, context=context)
+            limits = LoopConfig(
+                max_turns=4, max_tokens=LENGTH - 24, reply_tokens=24, context=context
+            )
             traces, asked = asyncio.run(attempts(url, limits))
             for trace, own in zip(traces, asked):
                 ended.add(trace.ended)

@@ -8,7 +8,7 @@ import pytest
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import ContextConfig, TokenCounter
-from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.inference.request import Completion
 from glm5_jax.rl.client import JsonClient
@@ -89,7 +89,9 @@ def over_a_gateway(texts):
         async with JsonClient() as client:
             await client.ask("POST", f"{url}/sessions", {"id": "s"}, seconds=30)
         async with ChatClient(f"{url}/sessions/s") as client:
-            return await Agent(client, Toolbox({"add": add}), counter, config)(TASK)
+            return await ChatAgent(
+                client=client, tools=Toolbox({"add": add}), counter=counter, config=config
+            )(TASK)
 
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(Served(texts).running())
@@ -101,6 +103,9 @@ def over_a_gateway(texts):
     ("texts", "value"),
     [
         ([f"</think>{WHOLE}<|observation|>", ANSWER], 1),
+        ([f"</think>{WHOLE}<|user|>", ANSWER], 1),
+        ([f"</think>{WHOLE}<|endoftext|>", ANSWER], 1),
+        ([f"</think>{CUT}<|user|>", ANSWER], 0),
         ([f"</think>{CUT}", ANSWER], 0),
         ([f"</think>{CUT}<|observation|>", ANSWER], 0),
         ([f"</think>5{TWICE}<|observation|>", ANSWER], 0),

@@ -50,13 +50,13 @@ def sent_by_the_paper(config, rounds):
         sent = list(ASKED)
         for i in range(begin, n):
             for message in rounds[i]:
-                old = config.keep is not None and i < n - config.keep
+                old = config.keep_rounds is not None and i < n - config.keep_rounds
                 sent.append(
                     {**message, "content": OMITTED}
                     if old and message["role"] == "tool"
                     else message
                 )
-        if config.most_tokens is not None and tokens(sent) > config.most_tokens:
+        if config.max_prompt_tokens is not None and tokens(sent) > config.max_prompt_tokens:
             begin, sent = n, list(ASKED)
             restarts.append(n)
     return sent, restarts
@@ -91,7 +91,7 @@ def test_sends_what_the_paper_says_and_keeps_promises(config, history):
         for i, message in enumerate(sent):
             calls = [call["id"] for call in message.get("tool_calls", ())]
             assert [m["tool_call_id"] for m in sent[i + 1 : i + 1 + len(calls)]] == calls
-        assert context.num_tokens == tokens(sent) <= (config.most_tokens or 10**9)
+        assert context.num_tokens == tokens(sent) <= (config.max_prompt_tokens or 10**9)
         if context.restarts != restarts:
             restarts, num = list(context.restarts), 0
             assert sent == list(ASKED) and context.restarts[-1] == number + 1
@@ -101,14 +101,14 @@ def test_sends_what_the_paper_says_and_keeps_promises(config, history):
             # Append-only: whatever does not become OMITTED is as it was.
             same = [a == b or b["content"] == OMITTED for a, b in zip(before, sent)]
             assert all(same) and len(sent) == len(before) + len(newest)
-            if config.keep is None or num <= config.keep:
+            if config.keep_rounds is None or num <= config.keep_rounds:
                 assert sent[: len(before)] == before
         before = sent
     assert context.total == tokens([*ASKED, *(m for own in rounds for m in own)])
 
 
 def test_of_the_older_rounds_the_results_alone_are_omitted():
-    context = Context(ContextConfig(keep=2, most_tokens=None), TASK, COUNTER)
+    context = Context(ContextConfig(keep_rounds=2, max_prompt_tokens=None), TASK, COUNTER)
     rounds = [made(n, ["a" * 50, "b" * 50], f"thought {n}") for n in range(4)]
     for own in rounds:
         context.add(own)
@@ -150,7 +150,7 @@ def test_a_task_without_room_and_numbers_that_are_none_are_refused():
     Context(ContextConfig(None, OWN), TASK, COUNTER)
     with pytest.raises(ValueError, match=f"task 't' has {OWN} tokens"):
         Context(ContextConfig(None, OWN - 1), TASK, COUNTER)
-    for field in ("keep", "most_tokens"):
+    for field in ("keep_rounds", "max_prompt_tokens"):
         with pytest.raises(ValueError, match=f"{field} is 0"):
             ContextConfig(**{field: 0})
 

@@ -56,7 +56,7 @@ def test_injections_raise_no_score(judge):
 
     async def run():
         async with client(judge) as opened:
-            asked = Judge(opened)
+            asked = Judge(client=opened)
             plain = (await asked.score(RUBRIC, TASK, BAD)).value
             found = {}
             for injection in INJECTIONS:
@@ -76,7 +76,7 @@ def test_injections_raise_no_score(judge):
 def test_injections_win_no_pair():
     async def run():
         async with client(gullible) as opened:
-            asked = Judge(opened)
+            asked = Judge(client=opened)
             return {
                 reply: (await asked.compare(RUBRIC, TASK, reply, GOOD)).value
                 for injection in INJECTIONS
@@ -89,7 +89,7 @@ def test_injections_win_no_pair():
 def test_injections_into_the_task_raise_no_score():
     async def run():
         async with client(gullible) as opened:
-            asked = Judge(opened)
+            asked = Judge(client=opened)
             return [
                 (await asked.score(RUBRIC, ({"role": "user", "content": one},), BAD)).value
                 for one in INJECTIONS

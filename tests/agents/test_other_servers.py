@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from glm5_jax.agents.context import ContextConfig, TokenCounter
-from glm5_jax.agents.loop import BROKEN_CALL, Agent, LoopConfig
+from glm5_jax.agents.loop import BROKEN_CALL, ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.data import chat_tasks
 from glm5_jax.rl.types import Task, settled
@@ -26,7 +26,9 @@ OURS = "<tool_call>calculate<arg_key>expression</arg_key><arg_value>6*7"
 def attempt(*replies, **options):
     client = Scripted(replies)
     config = dataclasses.replace(CONFIG, **options)
-    return client, asyncio.run(Agent(client, BOX, COUNTER, config)(TASK))
+    return client, asyncio.run(
+        ChatAgent(client=client, tools=BOX, counter=COUNTER, config=config)(TASK)
+    )
 
 
 @pytest.mark.parametrize("other", [None, "", "I look."])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from glm5_jax.agents.tools import (
-    MOST_CHARACTERS,
-    MOST_DIGITS,
-    MOST_NESTED,
+    MAX_CHARACTERS,
+    MAX_DIGITS,
+    MAX_NESTING,
     Toolbox,
     calculate,
-    spelt,
+    format_number,
 )
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs import reasoning_tasks
@@ -74,8 +74,8 @@ ERRORS = {
     "'_' is no number": ["__import__('os')"],
     "is no number": ["1\n+1"],
     "no text": [1],
-    "longer": ["1" * (MOST_CHARACTERS + 1)],
-    "within each other": ["-" * 1500 + "1", "+".join("1" * (MOST_NESTED + 1))],
+    "longer": ["1" * (MAX_CHARACTERS + 1)],
+    "within each other": ["-" * 1500 + "1", "+".join("1" * (MAX_NESTING + 1))],
     "": ["(" * 900 + "1" + ")" * 900],
 }
 
@@ -92,11 +92,11 @@ def test_says_why_expression_has_no_value():
 
 
 def test_limits_are_reached_and_not_passed():
-    assert answer("1" * MOST_DIGITS) == "1" * MOST_DIGITS
-    assert answer("9" * MOST_DIGITS + "+0") == "9" * MOST_DIGITS
-    assert "digits" in answer("9" * MOST_DIGITS + "+1")
-    assert answer(f"10**{MOST_DIGITS - 1}") == "1" + "0" * (MOST_DIGITS - 1)
-    assert answer("+".join("1" * (MOST_NESTED - 1))) == str(MOST_NESTED - 1)
+    assert answer("1" * MAX_DIGITS) == "1" * MAX_DIGITS
+    assert answer("9" * MAX_DIGITS + "+0") == "9" * MAX_DIGITS
+    assert "digits" in answer("9" * MAX_DIGITS + "+1")
+    assert answer(f"10**{MAX_DIGITS - 1}") == "1" + "0" * (MAX_DIGITS - 1)
+    assert answer("+".join("1" * (MAX_NESTING - 1))) == str(MAX_NESTING - 1)
 
 
 @st.composite
@@ -116,7 +116,7 @@ def expressions(draw, depth=3):
 @given(expressions())
 def test_any_arithmetic_has_its_exact_value(made):
     text, value = made
-    assert answer(text) == spelt(value)
+    assert answer(text) == format_number(value)
     if value.denominator == 1:
         assert answer(text) == str(value.numerator)
     assert abs(Fraction(answer(text)) - value) <= Fraction(1, 2 * 10**12)
@@ -170,7 +170,7 @@ def test_answers_are_those_that_conversations_show():
     """Of right calls and of mistakes, but for arguments that are no object: reading a call gives an object."""
     config = chat_tasks.ChatTaskConfig(kind="tools", size=200, mistakes=0.5)
     told = 0
-    for line in chat_tasks.lines(config, "interleaved"):
+    for line in chat_tasks.make_lines(config, "interleaved"):
         chat = json.loads(line)
         for message, result in zip(chat["messages"], chat["messages"][1:]):
             for call in message.get("tool_calls", ()):
@@ -193,5 +193,7 @@ def test_a_call_needs_its_arguments_and_a_tool_of_its_task():
 def test_tools_that_nobody_answers_are_refused():
     own = [tool for tool in SHOP if tool["function"]["name"] == "calculate"]
     Toolbox({"calculate": calculate}, [task(own)])
-    with pytest.raises(ValueError, match="'t' offers 'get_order_details', which nobody answers"):
+    with pytest.raises(
+        ValueError, match="'t' offers 'get_order_details', which is not implemented"
+    ):
         Toolbox({"calculate": calculate}, [task(())] + [task()])

@@ -116,7 +116,7 @@ def test_our_own_models_come_back(tmp_path):
     cfg = presets.tiny()
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), glm5.abstract(cfg)
+        lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), glm5.abstract_params(cfg)
     )
     save_hf(params, tmp_path / "out", cfg=cfg)
     model = load_hf(tmp_path / "out")
@@ -243,7 +243,7 @@ def export_of_one_process(out: str) -> None:
 
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.read_no_program_of_a_mesh says why
+}  # pallas_kernels.compat.disable_mesh_program_cache says why
 PROCESS = """
 import jax
 if {count} > 1:
@@ -279,7 +279,7 @@ def test_two_processes_write_what_one_writes(tmp_path):
 
 def test_host_memory_peaks_at_one_shard_file(tmp_path):
     cfg = dataclasses.replace(presets.tiny(), hidden_size=256, moe_intermediate_size=256)
-    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), glm5.abstract(cfg))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), glm5.abstract_params(cfg))
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     save_hf(params, tmp_path / "first", cfg=cfg, max_shard_bytes=4e6)
     gc.collect()

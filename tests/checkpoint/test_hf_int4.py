@@ -70,7 +70,9 @@ def test_packing_and_reading_are_those_of_compressed_tensors(case):
     }
     same(found, want)
     assert [(x.shape, x.dtype) for x in found.values()] == hf_int4.layout(weight.shape, 4)
-    packed = hf_int4.Packed(found["w_packed"], found["w_scale"], weight.shape)
+    packed = hf_int4.PackedWeight(
+        packed=found["w_packed"], scale=found["w_scale"], shape=weight.shape
+    )
     back = np.array(case["back"], np.float32)
     for rows in ((0, 3), (1, 2)):
         for first in range(weight.shape[1]):
@@ -99,7 +101,7 @@ def test_what_was_written_comes_back_and_is_written_again_bitwise(folder, tmp_pa
     model = load_hf(folder)
     assert model.cfg == CFG == read_config(folder)
     for path, w in flatten(cases.params(CFG)).items():
-        want = np.asarray(quant.computed(jnp.asarray(w), path, GROUP))
+        want = np.asarray(quant.fake_quantize(jnp.asarray(w), path, GROUP))
         got = np.asarray(flatten(glm5.params_of(model))[path])
         assert got.dtype == np.float32 and got.tobytes() == want.tobytes(), path
     save_hf(model, tmp_path / "again")

@@ -34,7 +34,7 @@ CONFIGS = {
 
 
 def table_of(cfg, fused=frozenset()):
-    return hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg), fused)
+    return hf_names.pieces(cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg), fused)
 
 
 def tensors_of(cfg, fused=frozenset()) -> dict[str, tuple[int, ...]]:
@@ -82,7 +82,7 @@ def test_every_number_has_exactly_one_place_on_both_sides(name, fused):
         size = math.prod(pieces[0].view.shape)
         numbers[tensor] = np.arange(start, start + size).reshape(pieces[0].view.shape)
         start += size
-    leaves = {p: np.zeros(x.shape, int) for p, x in tree.flatten(glm5.abstract(cfg)).items()}
+    leaves = {p: np.zeros(x.shape, int) for p, x in tree.flatten(glm5.abstract_params(cfg)).items()}
     for piece in table:
         leaves[piece.path][piece.at] = piece.view.of(numbers[piece.name])
     everywhere = np.concatenate([leaf.ravel() for leaf in leaves.values()])
@@ -207,7 +207,9 @@ def test_a_part_of_a_leaf_reads_only_its_rows_and_columns():
 
 def test_a_leaf_without_a_name_is_an_error():
     cfg = presets.tiny()
-    letters = glm5.letters(cfg) | {"gate": {"scale": "d"}}
-    shapes = glm5.abstract(cfg) | {"gate": {"scale": glm5.abstract(cfg)["final_norm"]}}
+    letters = glm5.axis_letters(cfg) | {"gate": {"scale": "d"}}
+    shapes = glm5.abstract_params(cfg) | {
+        "gate": {"scale": glm5.abstract_params(cfg)["final_norm"]}
+    }
     with pytest.raises(ValueError, match="no HF name for the leaves gate/scale"):
         hf_names.pieces(cfg, letters, shapes)

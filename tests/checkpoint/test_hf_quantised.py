@@ -19,8 +19,8 @@ from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.model import glm5
-from glm5_jax.model.turned import Turned
-from pallas_kernels.quantised import Int4, Int8
+from glm5_jax.model.rotated_norm import RotatedNorm
+from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import unpack_int4
 from tests.mesh import cases
 
@@ -113,7 +113,7 @@ def test_config_names_every_layer_of_each_format_and_no_other(folder):
     int8, int4 = config["config_groups"].values()
     assert int8["weights"]["num_bits"] == 8 and int4["weights"]["group_size"] == GROUP
     flat = flatten(quantised()[0])
-    pieces = hf_names.pieces(CFG, glm5.letters(CFG), glm5.abstract(CFG))
+    pieces = hf_names.pieces(CFG, glm5.axis_letters(CFG), glm5.abstract_params(CFG))
     for piece in pieces:
         for kind, part in ((Int8, int8), (Int4, int4)):
             module = piece.name.removesuffix(".weight")
@@ -122,7 +122,7 @@ def test_config_names_every_layer_of_each_format_and_no_other(folder):
 
 
 def test_plain_weights_have_no_such_config(tmp_path):
-    pieces = hf_names.pieces(CFG, glm5.letters(CFG), glm5.abstract(CFG))
+    pieces = hf_names.pieces(CFG, glm5.axis_letters(CFG), glm5.abstract_params(CFG))
     assert hf_quantised.config_of(flatten(cases.params(CFG)), pieces) is None
     save_hf(cases.params(CFG), tmp_path / "plain", cfg=CFG)
     with pytest.raises(ValueError, match="holds no quantised model; use load_hf"):
@@ -191,7 +191,9 @@ def test_refuses_other_schemes(folder, tmp_path):
         )
     ):
         out = change(folder, tmp_path / str(i), nothing, other)
-        with pytest.raises(ValueError, match="quantization_config is .* not what save_hf writes"):
+        with pytest.raises(
+            ValueError, match="quantization_config is .* but save_hf writes another one"
+        ):
             load_quantised(out)
 
 
@@ -206,4 +208,4 @@ def test_experts_of_two_groups_are_refused(tmp_path):
     params = params | {"mtp": other["mtp"]}
     with pytest.raises(ValueError, match=r"experts in groups of \[2, 4\]"):
         save_hf(params, tmp_path / "out", cfg=cfg)
-    assert isinstance(params["final_norm"], Turned) and not (tmp_path / "out").exists()
+    assert isinstance(params["final_norm"], RotatedNorm) and not (tmp_path / "out").exists()

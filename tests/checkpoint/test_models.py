@@ -78,7 +78,9 @@ def test_weights_that_would_compute_otherwise_are_refused_by_field(workdir, para
     for path in (workdir, tmp_path / "hf"):
         with pytest.raises(ValueError, match=re.escape(said)):
             models.open_weights(path, other)
-        same(models.open_weights(path, other, unshared=("rope_theta", "experts_per_tok"))(), params)
+        same(
+            models.open_weights(path, other, may_differ=("rope_theta", "experts_per_tok"))(), params
+        )
         # What stages change: how much attention leaves out, the experts' integers, and how long texts may be.
         stage = dict(attention="dense", index_topk=8, int4_group=None, max_position_embeddings=64)
         same(models.open_weights(path, dataclasses.replace(CFG, **stage))(), params)
@@ -87,16 +89,14 @@ def test_weights_that_would_compute_otherwise_are_refused_by_field(workdir, para
 def test_a_quantised_folder_is_none_to_train_from(params, tmp_path):
     quantised, cfg = table.quantise(params, CFG)
     save_hf(quantised, tmp_path, cfg=cfg)
-    with pytest.raises(
-        ValueError, match="holds a quantised model, which is served and not trained"
-    ):
+    with pytest.raises(ValueError, match="holds a quantised model, which cannot be trained"):
         models.open_weights(tmp_path, CFG)
 
 
 def test_what_is_wrong_with_a_path(workdir, tmp_path):
     with pytest.raises(ValueError, match="checkpoint /nowhere does not exist"):
         models.load_model("/nowhere")
-    with pytest.raises(ValueError, match="is no checkpoint; give a run's workdir"):
+    with pytest.raises(ValueError, match="is not a checkpoint; give a run's workdir"):
         models.load_model(tmp_path)
     with pytest.raises(ValueError, match=f"holds the stages {workdir.name}"):
         models.load_tokenizer(workdir.parent)

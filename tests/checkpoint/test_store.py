@@ -77,7 +77,7 @@ def test_everything_comes_back_on_another_mesh(workdir):
 def test_what_processes_pass_becomes_one_position(tmp_path, monkeypatch):
     """Each has its own rows of the data, and all have their sources."""
     parts = [{"sources": {"a": 1}, "rows": {str(i): {"at": [i]}}, "first": i} for i in range(3)]
-    monkeypatch.setattr(stores, "everyones", lambda data: parts)
+    monkeypatch.setattr(stores, "all_gather_objects", lambda data: parts)
     with Store(tmp_path) as store:
         store.save(state_of(), parts[0], {})
     whole = {
@@ -137,7 +137,7 @@ def test_only_weights_of_unshared_paths_may_be_on_one_side(workdir):
     misshapen = wanted | {"norm": shape}
     with pytest.raises(ValueError, match="among them model/norm"):
         load_params(workdir, misshapen, ("norm",))
-    with pytest.raises(ValueError, match=r"pattern '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"pattern '\(' is not a regular expression"):
         load_params(workdir, more, ("(",))
 
 

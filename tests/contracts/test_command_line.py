@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 
-from glm5_jax.core.editable import editable
+from glm5_jax.core.config_flags import to_mutable
 from launch import run
 from tests.contracts.source_tree import ROOT
 
@@ -19,17 +19,19 @@ GOLDEN = ROOT / "tests" / "goldens" / "command_line.txt"
 def command_line() -> str:
     """One line for each flag of a run of `pretrain.py`: its name and the type of its value."""
     argv = ["run", f"--experiment={ROOT}/experiments/pretrain.py:tiny"]
-    twin = editable(run.load(argv[1].partition("=")[2])[1])
-    lines = [f"--{name}\n" for name in run.define(twin, argv) if not name.startswith("experiment.")]
-    return "".join(lines + list(fields(twin, "--experiment")))
+    mutable = to_mutable(run.load(argv[1].partition("=")[2])[1])
+    lines = [
+        f"--{name}\n" for name in run.define(mutable, argv) if not name.startswith("experiment.")
+    ]
+    return "".join(lines + list(fields(mutable, "--experiment")))
 
 
-def fields(twin, path: str) -> Iterator[str]:
+def fields(mutable, path: str) -> Iterator[str]:
     """The lines of an editable config's fields, in their order."""
-    hints = typing.get_type_hints(twin.twin_of)
-    for field in dataclasses.fields(twin):
-        value, name = getattr(twin, field.name), f"{path}.{field.name}"
-        if hasattr(value, "twin_of"):
+    hints = typing.get_type_hints(mutable.frozen_class)
+    for field in dataclasses.fields(mutable):
+        value, name = getattr(mutable, field.name), f"{path}.{field.name}"
+        if hasattr(value, "frozen_class"):
             yield from fields(value, name)
         else:
             hint = hints[field.name]

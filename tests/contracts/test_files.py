@@ -10,7 +10,7 @@ import pytest
 from tests.contracts.source_tree import PACKAGES, ROOT, files, python_files, read, syntax
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "v2", "experimental"}
-MAX_LINES = 500
+MAX_LINES = 700
 ASSETS = "glm5_jax/data/assets"
 
 # One machine's folders (/home/kubernetes/bin is on each node of GKE) and one network's package hosts; and promises in place of code.
@@ -57,6 +57,7 @@ def test_test_files_have_unique_names():
     assert sorted(set(names)) == sorted(names)
 
 
+@pytest.mark.usefixtures("parsed")
 def test_public_names_have_docstrings():
     wrong = []
     for path in python_files(*PACKAGES):

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, json_response
 
 
 class Small(HttpServer):
@@ -31,10 +31,10 @@ class Small(HttpServer):
     async def _health(self, request):
         if time.monotonic() < self._healthy_at or self._sick and os.path.exists(self._sick):
             raise ApiError("not well", 503)
-        return as_json({})
+        return json_response({})
 
     async def _tell(self, request):
-        return as_json({"pid": os.getpid(), "given": self._given})
+        return json_response({"pid": os.getpid(), "given": self._given})
 
 
 def main() -> None:
@@ -45,7 +45,9 @@ def main() -> None:
         child = subprocess.Popen(["sleep", "600"])
         with open(options["child"], "a") as file:
             file.write(f"{child.pid}\n")
-    config = ListenConfig(host, int(port), ready_file=ready, grace=1, trusted_network=True)
+    config = ListenConfig(
+        host=host, port=int(port), ready_file=ready, grace_s=1, trusted_network=True
+    )
     server = Small(config, options, given)
     asyncio.run(server.serve(lambda _: "deaf" in given and signal.pthread_sigmask(0, [15])))
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from glm5_jax.core import console
-from glm5_jax.core.console import ProgressBar, waiting
+from glm5_jax.core.console import ProgressBar, spinner
 
 
 class Terminal(io.StringIO):
@@ -89,7 +89,7 @@ def test_a_terminal_shows_a_bar(monkeypatch):
 def test_reports_long_wait_now_and_then_and_stops_at_its_end(monkeypatch):
     monkeypatch.setattr(console, "WAIT_INTERVAL_S", 0.001)
     out, threads = io.StringIO(), threading.active_count()
-    with waiting("compiling [x]", stream=out):
+    with spinner("compiling [x]", stream=out):
         deadline = time.monotonic() + 60
         while out.getvalue().count("\n") < 2:
             assert time.monotonic() < deadline, "no line was written"
@@ -100,14 +100,14 @@ def test_reports_long_wait_now_and_then_and_stops_at_its_end(monkeypatch):
 
 def test_what_is_soon_over_says_nothing_in_a_file():
     out = io.StringIO()
-    with waiting("compiling", stream=out):
+    with spinner("compiling", stream=out):
         pass
     assert out.getvalue() == ""
 
 
 def test_what_takes_long_shows_its_seconds_on_a_terminal():
     out = Terminal()
-    with pytest.raises(KeyError), waiting("compiling [x]", stream=out):
+    with pytest.raises(KeyError), spinner("compiling [x]", stream=out):
         raise KeyError
     assert "compiling [x]" in out.getvalue() and "0:00:00" in out.getvalue()
     assert out.getvalue().rstrip().endswith("\x1b[2K")  # taken away again

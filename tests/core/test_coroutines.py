@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.coroutines import run_sync
 
 
 async def later(value):
@@ -15,12 +15,12 @@ async def later(value):
 
 
 async def within(value):
-    return wait_for(later(value))
+    return run_sync(later(value))
 
 
 def test_a_result_with_and_without_a_running_loop():
-    assert wait_for(later(3)) == asyncio.run(within(3)) == 3
+    assert run_sync(later(3)) == asyncio.run(within(3)) == 3
     with pytest.raises(ValueError, match="no value"):
-        wait_for(later(None))
+        run_sync(later(None))
     with pytest.raises(ValueError, match="no value"):
         asyncio.run(within(None))

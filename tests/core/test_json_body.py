@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from glm5_jax.core import json_body
-from glm5_jax.core.json_body import Limits, NumberList, TooLarge, parse
+from glm5_jax.core.json_body import JsonLimits, NumberList, TooLarge, parse
 from glm5_jax.core.server import ApiError, read_json
 
 SCALARS = (
@@ -22,8 +22,8 @@ VALUES = st.recursive(
 )
 
 
-def in_pieces(body, limits=Limits()):
-    return parse(body, limits, whole_bytes=0)
+def in_pieces(body, limits=JsonLimits()):
+    return parse(body, limits, single_pass_bytes=0)
 
 
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]))
@@ -48,7 +48,7 @@ def test_leaves_long_lists_of_numbers_as_text():
     assert isinstance(found["ids"], NumberList) and len(found["ids"]) == len(numbers)
     assert list(found["ids"]) == numbers == list(found["more"][1]) and found["more"][0] == [1, 2]
     broken = in_pieces(b"[" + b"1," * 1000 + b",2]")
-    with pytest.raises(ValueError, match="are no numbers"):
+    with pytest.raises(ValueError, match="no valid numbers"):
         list(broken)
 
 
@@ -80,9 +80,9 @@ WRONG = [
 
 @pytest.mark.parametrize("body", WRONG, ids=repr)
 def test_refuses_what_is_no_json(body):
-    for whole_bytes in (0, len(body)):
+    for single_pass_bytes in (0, len(body)):
         with pytest.raises(ValueError):
-            parse(body, whole_bytes=whole_bytes)
+            parse(body, single_pass_bytes=single_pass_bytes)
     with pytest.raises(ApiError) as caught:
         read_json(body)
     assert caught.value.status == 400
@@ -105,13 +105,21 @@ def test_refuses_deep_nesting():
     [
         (
             b'{"a": "' + b"x" * 10_000_000 + b'"}',
-            Limits(text_bytes=1000),
+            JsonLimits(text_bytes=1000),
             "a text of more than 1000",
         ),
-        (b'"' + b"\\n" * 5_000_000 + b'"', Limits(text_bytes=1000), "a text of more than 1000"),
-        (b"[" + b"1," * 5_000_000 + b"1]", Limits(num_numbers=1000), "a list of 5000001 numbers"),
-        (b"[" + b"[]," * 3_000_000 + b"[]]", Limits(num_values=1000), "more than 1000 values"),
-        (b"[" + b'{"a":1},' * 1_000_000 + b"1]", Limits(num_values=1000), "more than 1000 values"),
+        (b'"' + b"\\n" * 5_000_000 + b'"', JsonLimits(text_bytes=1000), "a text of more than 1000"),
+        (
+            b"[" + b"1," * 5_000_000 + b"1]",
+            JsonLimits(num_numbers=1000),
+            "a list of 5000001 numbers",
+        ),
+        (b"[" + b"[]," * 3_000_000 + b"[]]", JsonLimits(num_values=1000), "more than 1000 values"),
+        (
+            b"[" + b'{"a":1},' * 1_000_000 + b"1]",
+            JsonLimits(num_values=1000),
+            "more than 1000 values",
+        ),
     ],
     ids=["text", "escapes", "numbers", "lists", "objects"],
 )
@@ -130,9 +138,9 @@ def test_keeps_lists_of_numbers_in_little_memory():
     body = b'{"input_ids": [' + b"1," * 5_000_000 + b"1]}"
     tracemalloc.start()
     try:
-        found = parse(body, Limits())
+        found = parse(body, JsonLimits())
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert len(found["input_ids"]) == 5_000_001 and peak < 1_000_000
-    assert json_body.WHOLE_BYTES < len(body)
+    assert json_body.MAX_SINGLE_PASS_BYTES < len(body)

@@ -8,9 +8,9 @@ import pytest
 from glm5_jax.core.mesh import (
     AXES,
     Region,
+    device_grid,
     disjoint_parts,
     make_mesh,
-    placed,
     resolve,
     row_group,
 )
@@ -48,10 +48,10 @@ def test_meshes_that_cannot_be_are_refused(axes, message):
 
 def test_a_region_of_one_device_does_nothing():
     region, x = Region(), jnp.arange(6.0).reshape(2, 3)
-    assert region.live(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
+    assert region.nontrivial_axes(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
     for y in (
         region.all_gather(x, AXES, 0),
-        region.whole_sequence(x),
+        region.gather_sequence(x),
         region.psum_scatter(x, AXES, 1),
         region.psum(x, AXES),
         region.pmax(x, AXES),
@@ -84,7 +84,7 @@ def test_parts_of_rows_that_do_not_cut_the_batch_are_refused(held):
 def test_slices_of_the_expert_axis_are_farthest_apart():
     """Of 16 devices in the order of their slices, one slice has the same half of `expert` wherever else it is."""
     sizes, devices = (1, 2, 4, 2, 1), list(range(16))
-    plain, two = (placed(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
+    plain, two = (device_grid(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
     np.testing.assert_array_equal(plain.reshape(-1), devices)
     np.testing.assert_array_equal(two // 8, np.broadcast_to([[0], [0], [1], [1]], (2, 4, 2)))
     np.testing.assert_array_equal(two[0, :2], [[0, 2], [1, 3]])

@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 
 from glm5_jax.core.params import (
-    Buffer,
     Declare,
-    given_values,
+    NonTrainableBuffer,
     random_values,
     random_values_at_once,
     shapes_only,
+    values_from,
 )
 
 SIZES = {"d": 6, "n": 3, "h": 5}
@@ -29,7 +29,7 @@ class Layer(nnx.Module):
 
 class Model(nnx.Module):
     def __init__(self, make, layers=(2, 5), dtype="float32", extra=False):
-        declare = Declare(SIZES, make, 0.5, jnp.dtype(dtype))
+        declare = Declare(sizes=SIZES, make=make, std=0.5, dtype=jnp.dtype(dtype))
         if extra:
             self.extra = declare.normal("extra", "d d")
         self.table = declare.normal("table", "n h")
@@ -67,8 +67,10 @@ def test_values_depend_on_path_layer_and_key_alone():
 
 @pytest.mark.parametrize("make", [random_values, random_values_at_once])
 def test_a_draw_around_a_mean(make):
-    declare = Declare({"d": 4000}, make(KEY), 0.5, jnp.dtype("float32")).stack((3,))
-    drawn = np.asarray(declare.around("rate", "d", -4.6, 1.33)[...])
+    declare = Declare(sizes={"d": 4000}, make=make(KEY), std=0.5, dtype=jnp.dtype("float32")).stack(
+        (3,)
+    )
+    drawn = np.asarray(declare.normal_around("rate", "d", -4.6, 1.33)[...])
     assert drawn.shape == (1, 4000)
     assert abs(drawn.mean() + 4.6) < 0.1 and abs(drawn.std() - 1.33) < 0.1
 
@@ -82,26 +84,28 @@ def test_constants_and_dtypes(make):
 
 
 def test_the_spread_is_the_declared_one():
-    declare = Declare({"d": 300}, random_values_at_once(KEY), 0.5, jnp.dtype("float32"))
+    declare = Declare(
+        sizes={"d": 300}, make=random_values_at_once(KEY), std=0.5, dtype=jnp.dtype("float32")
+    )
     value = np.asarray(declare.normal("w", "d d")[...])
     assert value.std() == pytest.approx(0.5, rel=0.02) and abs(value.mean()) < 0.01
 
 
 def test_buffers_are_no_parameters():
     model = Model(random_values_at_once(KEY))
-    assert isinstance(model.stack.load, Buffer)
+    assert isinstance(model.stack.load, NonTrainableBuffer)
     assert "load" not in nnx.to_pure_dict(nnx.state(model, nnx.Param))["stack"]
 
 
 def test_given_values_are_taken_as_they_are():
     tree = values(random_values_at_once(KEY))
-    assert values(given_values(tree))["stack"]["up"] is tree["stack"]["up"]
+    assert values(values_from(tree))["stack"]["up"] is tree["stack"]["up"]
 
 
 def test_given_values_that_do_not_fit_are_named():
     tree = values(random_values_at_once(KEY))
     with pytest.raises(ValueError, match="parameter table is missing from the tree"):
-        values(given_values({"stack": tree["stack"]}))
+        values(values_from({"stack": tree["stack"]}))
     wrong = tree | {"table": jnp.ones((5, 3))}
     with pytest.raises(ValueError, match=r"parameter table has shape \(5, 3\), expected \(3, 5\)"):
-        values(given_values(wrong))
+        values(values_from(wrong))

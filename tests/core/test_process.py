@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from glm5_jax.core.process import Program, Worker, WorkerError
+from glm5_jax.core.process import ChildProcess, PipeWorker, WorkerError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SERVER = """
@@ -58,9 +58,9 @@ serve(double, length, noisy, flood, pid, fall, hang, hold)
 # Whoever starts a worker and is killed before it can close it.
 CALLER = """
 import sys
-from glm5_jax.core.process import Worker
+from glm5_jax.core.process import PipeWorker
 
-worker = Worker([sys.executable, "-c", sys.argv[1]])
+worker = PipeWorker([sys.executable, "-c", sys.argv[1]])
 if sys.argv[2]:
     worker.call("hold", 600, file=sys.argv[2])
 print(worker.call("pid", 600), flush=True)
@@ -71,7 +71,7 @@ SECONDS = 60  # for calls that answer at once; a machine under load may take lon
 
 @pytest.fixture
 def worker():
-    with Worker([sys.executable, "-c", SERVER], cwd=ROOT, reply_limit=10_000) as worker:
+    with PipeWorker([sys.executable, "-c", SERVER], cwd=ROOT, max_reply_bytes=10_000) as worker:
         yield worker
 
 
@@ -124,7 +124,7 @@ def test_closing_kills_what_a_worker_started(tmp_path):
     file = tmp_path / "pid"
     start = f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({str(file)!r}, 'w')"
     start += ".write(str(p.pid))"
-    with Worker([sys.executable, "-c", f"{start}\n{SERVER}"], cwd=ROOT) as worker:
+    with PipeWorker([sys.executable, "-c", f"{start}\n{SERVER}"], cwd=ROOT) as worker:
         assert worker.call("double", SECONDS, number=1) == 2
         pid = int(file.read_text())
         assert is_running(pid)
@@ -171,7 +171,7 @@ def test_a_worker_that_ends_is_quoted(worker):
 
 
 def test_a_command_that_never_serves_is_quoted():
-    with Worker([sys.executable, "-c", "raise SystemExit('no such arm')"]) as worker:
+    with PipeWorker([sys.executable, "-c", "raise SystemExit('no such arm')"]) as worker:
         with pytest.raises(ChildProcessError, match="no such arm"):
             worker.call("double", SECONDS, text="x" * 10**6)
 
@@ -182,7 +182,7 @@ def test_a_reply_has_a_size_limit(worker):
         worker.call("flood", SECONDS, size=20_000)
 
 
-def code_of(program: Program) -> int:
+def code_of(program: ChildProcess) -> int:
     """That it ends with."""
     deadline = time.monotonic() + SECONDS
     while (code := program.exit_code()) is None:
@@ -191,8 +191,8 @@ def code_of(program: Program) -> int:
     return code
 
 
-def shell(tmp_path, script: str, **more) -> Program:
-    return Program(["sh", "-c", script], log=tmp_path / "log", **more)
+def shell(tmp_path, script: str, **more) -> ChildProcess:
+    return ChildProcess(["sh", "-c", script], log=tmp_path / "log", **more)
 
 
 def test_a_program_writes_its_log_and_ends_with_its_code(tmp_path):
@@ -243,14 +243,15 @@ def test_a_program_may_use_the_cores_it_was_given(tmp_path):
     for cores in ([max(os.sched_getaffinity(0))], []):
         (tmp_path / "log").unlink(missing_ok=True)
         assert (
-            code_of(Program([sys.executable, "-c", code], log=tmp_path / "log", cores=cores)) == 0
+            code_of(ChildProcess([sys.executable, "-c", code], log=tmp_path / "log", cores=cores))
+            == 0
         )
         found = {int(core) for core in (tmp_path / "log").read_text().split()}
         assert found == {*(cores or os.sched_getaffinity(0))}
 
 
 def test_a_program_that_is_not_there_says_so(tmp_path):
-    assert code_of(Program(["/no/such/program"], log=tmp_path / "log")) == 127
+    assert code_of(ChildProcess(["/no/such/program"], log=tmp_path / "log")) == 127
     assert "/no/such/program cannot be started: No such file" in (tmp_path / "log").read_text()
 
 
@@ -267,8 +268,8 @@ sum(range(10**15))
 def test_a_program_dies_with_a_caller_that_is_killed_whatever_it_computes(tmp_path):
     code = f"""
 import sys
-from glm5_jax.core.process import Program
-Program([sys.executable, "-c", {BUSY!r}], log={str(tmp_path / "log")!r})
+from glm5_jax.core.process import ChildProcess
+ChildProcess([sys.executable, "-c", {BUSY!r}], log={str(tmp_path / "log")!r})
 sys.stdin.read()
 """
     command = [sys.executable, "-c", code]

@@ -13,8 +13,9 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.core.client import answers
-from glm5_jax.core.server import HttpServer, ListenConfig, as_json, encoded, read_key, read_port
+from glm5_jax.core.client import is_healthy
+from glm5_jax.core.ready_file import read_port_file
+from glm5_jax.core.server import HttpServer, ListenConfig, json_bytes, json_response, read_key
 
 
 class Small(HttpServer):
@@ -25,14 +26,14 @@ class Small(HttpServer):
         return {"GET": get, "POST": {"/length": self._length}}
 
     async def _health(self, request):
-        return as_json({})
+        return json_response({})
 
     async def _values(self, request):
         values = [float("inf"), float("-inf"), float("nan"), 1.5]
-        return as_json({"a": values, "b": {"c": (float("nan"), "\ud800")}})
+        return json_response({"a": values, "b": {"c": (float("nan"), "\ud800")}})
 
     async def _length(self, request):
-        return as_json(await self.read_body(request, len))
+        return json_response(await self.read_body(request, len))
 
 
 def ask(url, path="/values", headers=None, data=None):
@@ -48,7 +49,7 @@ def ask(url, path="/values", headers=None, data=None):
 @pytest.fixture(scope="module")
 def url():
     with Small(
-        ListenConfig(port=0, max_body=200_000, names=("gpu7.example.org",))
+        ListenConfig(port=0, max_body_bytes=200_000, names=("gpu7.example.org",))
     ).running() as url:
         yield url
 
@@ -56,7 +57,7 @@ def url():
 def test_answers_json_without_infinity(url):
     status, value = ask(url)
     assert status == 200 and value == {"a": [None, None, None, 1.5], "b": {"c": [None, "?"]}}
-    assert encoded([1.0, "é"]) == '[1.0,"é"]'.encode()
+    assert json_bytes([1.0, "é"]) == '[1.0,"é"]'.encode()
 
 
 def test_admits_addresses_and_names_of_this_machine_without_a_key(url):
@@ -117,7 +118,7 @@ def test_limits_bodies(url):
     assert ask(url, "/length", data=b"[" + b"1," * 80_000 + b"1]") == (200, 80_001)
     assert ask(url, "/length", data=b" " * 200_001)[0] == 413
     status, message = ask(url, "/length", data=b"{" + b"1" * 100_000)
-    assert status == 400 and "no JSON" in message and len(message) < 300
+    assert status == 400 and "not JSON" in message and len(message) < 300
 
 
 def half(port, text):
@@ -156,11 +157,11 @@ def test_ends_at_once_though_half_requests_are_open(tmp_path):
     code = SERVER.format(file=str(file))
     with subprocess.Popen([sys.executable, "-c", code], cwd=os.getcwd()) as server:
         until = time.monotonic() + 60
-        while (port := read_port(file)) is None:
+        while (port := read_port_file(file)) is None:
             assert time.monotonic() < until and server.poll() is None
             time.sleep(0.05)
         connections = [half(port, text) for text in HALVES * 10]
-        assert answers(f"http://127.0.0.1:{port}/health", 30)
+        assert is_healthy(f"http://127.0.0.1:{port}/health", 30)
         began = time.monotonic()
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0

@@ -28,9 +28,9 @@ def test_map_with_path_takes_further_trees():
 
 def test_the_first_pattern_wins():
     table = [(r"y$", "deep"), (r"^b/", "in b"), (r".", "rest")]
-    assert tree.match(table, NESTED) == {"b": {"x": "in b", "a": {"y": "deep"}}, "a": "rest"}
+    assert tree.first_match(table, NESTED) == {"b": {"x": "in b", "a": {"y": "deep"}}, "a": "rest"}
 
 
 def test_a_leaf_without_a_pattern_is_named():
     with pytest.raises(ValueError, match="no pattern covers a, b/x; patterns: "):
-        tree.match([(r"y$", 1)], NESTED)
+        tree.first_match([(r"y$", 1)], NESTED)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from glm5_jax.data import chat_data
-from glm5_jax.data.chat_data import ChatSourceConfig, asked
+from glm5_jax.data.chat_data import ChatSourceConfig, first_user_text
 from glm5_jax.data.chat_tasks import ChatTaskConfig
-from glm5_jax.data.conversation import parse, records
+from glm5_jax.data.conversation import make_records, parse_line
 from glm5_jax.data.loader import Loader, held_out_batches
 from glm5_jax.data.long_context import TaskSourceConfig
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.data.synthetic import TaskConfig
+from glm5_jax.data.synthetic import LongContextTaskConfig
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
@@ -36,7 +36,7 @@ def source(folder, *chats, name="chats", **options):
     file = folder / f"{name}.jsonl"
     lines = (line if isinstance(line, str) else json.dumps(line) for line in chats)
     file.write_text("\n".join(lines) + "\n")
-    return ChatSourceConfig(str(file), **{"max_tokens": 64} | options)
+    return ChatSourceConfig(chats=str(file), **{"max_tokens": 64} | options)
 
 
 def opened(config, fraction=0.0, training=True):
@@ -62,7 +62,7 @@ def test_every_sample_is_a_record_in_the_mode_of_its_line_or_the_sources(tmp_pat
     wanted = [
         record
         for line in CHATS
-        for record in records(parse(line), TOKENIZER, mode=line.get("mode", mode))
+        for record in make_records(parse_line(line), TOKENIZER, mode=line.get("mode", mode))
     ]
     assert len(found) == len(wanted) == (4 if mode == "interleaved" else 3)
     for record, other in zip((found[i] for i in range(len(found))), wanted):
@@ -72,8 +72,8 @@ def test_every_sample_is_a_record_in_the_mode_of_its_line_or_the_sources(tmp_pat
 def test_empty_lines_and_several_files_are_read(tmp_path):
     source(tmp_path, "", chat(("One?", "1")), "  ", chat(("Two?", "2")), name="a")
     source(tmp_path, chat(("Three?", "3")), name="b")
-    found = opened(ChatSourceConfig(f"{tmp_path}/*.jsonl", max_tokens=64))
-    assert [asked(found.conversation(i)) for i in range(3)] == ["One?", "Two?", "Three?"]
+    found = opened(ChatSourceConfig(chats=f"{tmp_path}/*.jsonl", max_tokens=64))
+    assert [first_user_text(found.conversation(i)) for i in range(3)] == ["One?", "Two?", "Three?"]
 
 
 def test_mistakes_are_masked_unless_told(tmp_path):
@@ -100,7 +100,7 @@ def test_a_prompt_stands_on_one_side_of_the_split_with_all_its_answers(tmp_path)
     chats = [chat((f"Question {i}?", f"{j}")) for i in range(200) for j in range(2)]
     config = source(tmp_path, *chats)
     sides = [
-        [asked(found.conversation(i)) for i in range(len(found))]
+        [first_user_text(found.conversation(i)) for i in range(len(found))]
         for found in (opened(config, 0.3, training) for training in (True, False))
     ]
     assert len(sides[0]) + len(sides[1]) == 400 and not set(sides[0]) & set(sides[1])
@@ -116,10 +116,10 @@ def test_wrong_lines_are_told_before_anything_is_read(tmp_path):
         opened(config)
     unlearnt = chat(("One?", "1"))
     unlearnt["messages"][1]["weight"] = 0
-    with pytest.raises(ValueError, match="line 1: no token of it is learnt"):
+    with pytest.raises(ValueError, match="line 1: it has no token to train on"):
         opened(source(tmp_path, unlearnt))
     with pytest.raises(ValueError, match="no file matches"):
-        opened(ChatSourceConfig(f"{tmp_path}/none*.jsonl"))
+        opened(ChatSourceConfig(chats=f"{tmp_path}/none*.jsonl"))
     with pytest.raises(ValueError, match="has no held-out conversation among 1"):
         opened(source(tmp_path, good), 0.0, training=False)
 
@@ -135,7 +135,7 @@ def test_checking_much_shows_how_far_it_is(tmp_path, monkeypatch, capsys):
 
 def test_the_longest_sample_is_the_longest_and_no_longer(tmp_path):
     long = chat(("One?", "word " * 60))
-    tokens = max(map(len, records(parse(long), TOKENIZER)))
+    tokens = max(map(len, make_records(parse_line(long), TOKENIZER)))
     assert len(opened(source(tmp_path, long, max_tokens=tokens))) == 1
     with pytest.raises(ValueError, match=f"has {tokens} tokens, more than {tokens - 1}"):
         opened(source(tmp_path, long, max_tokens=tokens - 1))
@@ -144,7 +144,7 @@ def test_the_longest_sample_is_the_longest_and_no_longer(tmp_path):
 def test_marker_strings_count_as_the_text_they_are(tmp_path):
     """A line of fewer bytes than tokens there may be needs no look: text never has more tokens than bytes."""
     text = "<|user|>" * 20
-    [record] = records(parse(chat(("Q", text))), TOKENIZER)
+    [record] = make_records(parse_line(chat(("Q", text))), TOKENIZER)
     line = json.dumps(chat(("Q", text)))
     assert 100 < len(record) <= len(line)
 
@@ -153,7 +153,7 @@ def test_text_around_tools_counts_too(tmp_path):
     """It stands in no line: text that is a token for each byte fills rows with it."""
     tools = [{"name": "f"}]
     line = chat(("鱻" * 30, "鱻"), tools=tools)
-    tokens = max(map(len, records(parse(line), TOKENIZER)))
+    tokens = max(map(len, make_records(parse_line(line), TOKENIZER)))
     assert tokens > len(json.dumps(line, ensure_ascii=False).encode())
     config = source(tmp_path, json.dumps(line, ensure_ascii=False), max_tokens=tokens)
     assert len(opened(config)) == 1
@@ -175,7 +175,9 @@ def test_two_spellings_of_a_question_stand_on_one_side(tmp_path):
 
 def test_samples_are_as_long_as_rows_unless_told(tmp_path):
     config = source(tmp_path, chat(("One?", "word " * 60)), max_tokens=None)
-    data = DataConfig((config,), sequence_length=64, packing="best_fit", held_out_fraction=0.0)
+    data = DataConfig(
+        sources=(config,), sequence_length=64, packing="best_fit", held_out_fraction=0.0
+    )
     with pytest.raises(ValueError, match="tokens, more than 64; shorten it"):
         Loader(data, TOKENIZER)
     batch = Loader(dataclasses.replace(data, sequence_length=128), TOKENIZER).next(1)
@@ -184,15 +186,15 @@ def test_samples_are_as_long_as_rows_unless_told(tmp_path):
 
 def test_layouts_that_cannot_keep_reasoning_and_several_layouts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="mode is 'preserved'; glm4.5 cannot keep"):
-        ChatSourceConfig("x.jsonl", mode="preserved", variant="glm4.5")
+        ChatSourceConfig(chats="x.jsonl", mode="preserved", variant="glm4.5")
     config = source(tmp_path, chat(("One?", "1"), mode="preserved"), variant="glm4.5")
     with pytest.raises(ValueError, match="line 1: mode is 'preserved'; glm4.5 cannot keep"):
         opened(config)
     other = dataclasses.replace(CHAIN, variant="glm5.2")
-    with pytest.raises(ValueError, match=r"layouts \['glm5', 'glm5.2'\]; a model learns one"):
+    with pytest.raises(ValueError, match=r"layouts \['glm5', 'glm5.2'\]; use one layout"):
         mixture(CHAIN, dataclasses.replace(other, mode="interleaved"))
     assert mixture(other).chat_variant == "glm5.2"
-    assert DataConfig((SourceConfig("shakespeare"),)).chat_variant is None
+    assert DataConfig(sources=(SourceConfig(kind="shakespeare"),)).chat_variant is None
 
 
 @pytest.mark.parametrize(
@@ -206,19 +208,26 @@ def test_layouts_that_cannot_keep_reasoning_and_several_layouts_are_refused(tmp_
 )
 def test_wrong_fields_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
-        ChatSourceConfig("x.jsonl", **{field: value})
+        ChatSourceConfig(chats="x.jsonl", **{field: value})
     with pytest.raises(ValueError, match="weight of source 'general:x.jsonl:interleaved' is 0"):
-        ChatSourceConfig("x.jsonl", weight=0)
+        ChatSourceConfig(chats="x.jsonl", weight=0)
 
 
 def mixture(*sources, length=128, **options):
-    return DataConfig(sources, sequence_length=length, packing="best_fit", num_threads=0, **options)
+    return DataConfig(
+        sources=sources, sequence_length=length, packing="best_fit", num_threads=0, **options
+    )
 
 
 CHAIN = ChatSourceConfig(
-    ChatTaskConfig("chain", size=300, turns=2), "reasoning", mode="preserved", max_tokens=128
+    chats=ChatTaskConfig(kind="chain", size=300, turns=2),
+    category="reasoning",
+    mode="preserved",
+    max_tokens=128,
 )
-PLAYS = ChatSourceConfig(ChatTaskConfig("plays", size=300), mode="turn_level", max_tokens=1024)
+PLAYS = ChatSourceConfig(
+    chats=ChatTaskConfig(kind="plays", size=300), mode="turn_level", max_tokens=1024
+)
 
 
 def test_rows_hold_conversations_whole():
@@ -248,9 +257,15 @@ def test_only_what_the_assistant_says_is_learnt_in_a_batch():
 
 
 def test_chats_texts_and_tasks_are_mixed_by_weight():
-    tasks = TaskSourceConfig(TaskConfig("mrcr", length=256, surface="tokens", reply_tokens=8))
+    tasks = TaskSourceConfig(
+        LongContextTaskConfig(kind="mrcr", length=256, surface="tokens", reply_tokens=8)
+    )
     config = mixture(
-        CHAIN, SourceConfig("shakespeare", weight=2.0), tasks, length=256, held_out_fraction=0.05
+        CHAIN,
+        SourceConfig(kind="shakespeare", weight=2.0),
+        tasks,
+        length=256,
+        held_out_fraction=0.05,
     )
     loader = Loader(config, TOKENIZER)
     starts = [loader.next(1)["token_ids"][0, 0] for _ in range(40)]
@@ -289,7 +304,9 @@ def questions(ids):
 def test_rows_that_cut_conversations_are_refused():
     for options in ({"packing": "concat"}, {"sequence_length": 64}):
         with pytest.raises(ValueError, match="use best_fit, and rows of that length, or shorter"):
-            DataConfig((CHAIN,), **{"packing": "best_fit", "sequence_length": 128} | options)
+            DataConfig(
+                sources=(CHAIN,), **{"packing": "best_fit", "sequence_length": 128} | options
+            )
 
 
 def test_plays_fit_into_rows():

@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from glm5_jax.data.chat_tasks import KINDS, REASONING, ChatTaskConfig, lines
-from glm5_jax.data.conversation import parse
+from glm5_jax.data.chat_tasks import KINDS, REASONING, ChatTaskConfig, make_lines
+from glm5_jax.data.conversation import parse_line
 
 MODES = ("interleaved", "preserved", "turn_level")
 
 
 def made(mode="interleaved", **options):
-    return [json.loads(line) for line in lines(ChatTaskConfig(**options), mode)]
+    return [json.loads(line) for line in make_lines(ChatTaskConfig(**options), mode)]
 
 
 def replies(chat):
@@ -31,11 +31,11 @@ def solved(question: str, known: dict[str, int]) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_conversation_is_one_and_depends_on_its_number_alone(kind, mode):
-    some = list(lines(ChatTaskConfig(kind, size=30, turns=2), mode))
-    assert some == list(lines(ChatTaskConfig(kind, size=40, turns=2), mode))[:30]
+    some = list(make_lines(ChatTaskConfig(kind=kind, size=30, turns=2), mode))
+    assert some == list(make_lines(ChatTaskConfig(kind=kind, size=40, turns=2), mode))[:30]
     assert len({json.dumps(json.loads(line)["messages"]) for line in some}) == 30
     for line in some:
-        assert not parse(line).mistakes
+        assert not parse_line(line).mistakes
 
 
 def test_what_is_shipped_ends_where_it_ends():
@@ -114,8 +114,8 @@ def test_tools_are_called_rightly_and_their_results_told():
 
 
 def test_a_share_of_first_calls_are_mistakes_which_the_next_corrects():
-    chats = list(lines(ChatTaskConfig("tools", size=200, mistakes=0.5), "interleaved"))
-    found = [parse(line) for line in chats]
+    chats = list(make_lines(ChatTaskConfig(kind="tools", size=200, mistakes=0.5), "interleaved"))
+    found = [parse_line(line) for line in chats]
     assert 70 < sum(bool(c.mistakes) for c in found) < 130
     for conversation in found:
         if conversation.mistakes:

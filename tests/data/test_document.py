@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.data.document import Books, Document, Part, Repositories, passages
+from glm5_jax.data.document import Books, Document, DocumentPart, Repositories, passages
 from glm5_jax.data.sources import (
     SHAKESPEARE,
     SourceConfig,
@@ -30,7 +30,7 @@ def tree(tmp_path):
 
 
 def test_a_repository_is_its_files_under_their_paths_in_a_stable_order(tree):
-    config = SourceConfig("repositories", str(tree / "**" / "*.py"))
+    config = SourceConfig(kind="repositories", path=str(tree / "**" / "*.py"))
     texts = open_source(config)
     assert [texts[i] for i in range(len(texts))] == [
         "==> a/one.py <==\n1\n",
@@ -46,7 +46,9 @@ def test_a_repository_is_its_files_under_their_paths_in_a_stable_order(tree):
 
 def test_the_fixed_folder_of_a_glob_holds_the_repositories(tree):
     def names(*parts):
-        documents = open_documents(SourceConfig("repositories", str(tree.joinpath(*parts))))
+        documents = open_documents(
+            SourceConfig(kind="repositories", path=str(tree.joinpath(*parts)))
+        )
         return [[part.path for part in documents[i].threads[0]] for i in range(len(documents))]
 
     assert names("b", "**", "*.py") == [["deep/three.py"], ["two.py"]]
@@ -58,18 +60,20 @@ def test_a_book_is_its_file_whole_and_its_parts_are_the_passages(tmp_path):
     text = "\n\n".join(f"{number} " + "x" * 3000 for number in range(5)) + "\n"
     (tmp_path / "book.txt").write_text(text)
     (tmp_path / "a.txt").write_text("short")
-    assert [open_source(SourceConfig("books", str(tmp_path / "*.txt")))[i] for i in (0, 1)] == [
+    assert [
+        open_source(SourceConfig(kind="books", path=str(tmp_path / "*.txt")))[i] for i in (0, 1)
+    ] == [
         "short",
         text,
     ]
     (thread,) = Books([tmp_path / "book.txt"])[0].threads
     assert [part.text for part in thread] == passages(text) and len(thread) == 5
-    assert open_source(SourceConfig("shakespeare_book"))[0] == SHAKESPEARE.read_text("utf-8")
+    assert open_source(SourceConfig(kind="shakespeare_book"))[0] == SHAKESPEARE.read_text("utf-8")
 
 
 def test_the_standard_library_by_package_has_every_file_once_with_its_text():
-    packages = open_documents(SourceConfig("stdlib_packages"))
-    files = open_source(SourceConfig("stdlib"))
+    packages = open_documents(SourceConfig(kind="stdlib_packages"))
+    files = open_source(SourceConfig(kind="stdlib"))
     parts = [part for i in range(len(packages)) for part in packages[i].threads[0]]
     assert sorted(part.text for part in parts) == sorted(files[i] for i in range(len(files)))
     assert len({part.path for part in parts}) == len(parts) == len(stdlib_paths())
@@ -82,10 +86,13 @@ def test_the_standard_library_by_package_has_every_file_once_with_its_text():
 
 
 def test_a_selection_keeps_the_wanted_parts_of_every_thread():
-    document = Document(((Part("a", "x"), Part("b")), (Part("c"), Part(""))), chunk=3)
+    document = Document(
+        ((DocumentPart("a", "x"), DocumentPart("b")), (DocumentPart("c"), DocumentPart(""))),
+        chunk=3,
+    )
     assert document.num_characters == 3
     assert document.select(lambda text: text != "b") == Document(
-        ((Part("a", "x"),), (Part("c"),)), 3
+        ((DocumentPart("a", "x"),), (DocumentPart("c"),)), 3
     )
     assert document.select(lambda text: text == "a").texts() == ("==> x <==\na\n",)
     assert document.select(lambda text: text == "") is None
@@ -94,7 +101,7 @@ def test_a_selection_keeps_the_wanted_parts_of_every_thread():
 def test_a_file_that_is_no_text_is_named(tree):
     (tree / "b" / "two.py").write_bytes(b"caf\xe9")
     for kind in ("books", "repositories"):
-        source = open_source(SourceConfig(kind, str(tree / "**" / "two.py")))
+        source = open_source(SourceConfig(kind=kind, path=str(tree / "**" / "two.py")))
         with pytest.raises(
             ValueError, match=r"two.py is not UTF-8: byte 0xe9 at offset 3"
         ) as error:
@@ -106,10 +113,10 @@ def test_a_fingerprint_knows_texts_paths_and_interleaving():
     one = [Document.of("ab")]
     assert fingerprint(one) == fingerprint(["ab"])
     others = [
-        [Document(((Part("a"), Part("b")),))],
-        [Document(((Part("a"),), (Part("b"),)), 1)],
-        [Document(((Part("a"),), (Part("b"),)), 2)],
-        [Document(((Part("ab", "path"),),))],
+        [Document(((DocumentPart("a"), DocumentPart("b")),))],
+        [Document(((DocumentPart("a"),), (DocumentPart("b"),)), 1)],
+        [Document(((DocumentPart("a"),), (DocumentPart("b"),)), 2)],
+        [Document(((DocumentPart("ab", "path"),),))],
     ]
     found = [fingerprint(source) for source in (one, *others)]
     assert len(set(found)) == len(found)

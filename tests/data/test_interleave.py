@@ -12,10 +12,10 @@ from glm5_jax.data.interleave import (
     EMPTY,
     InterleaveConfig,
     Interleaved,
-    group,
+    group_similar,
+    interleave_records,
     similarity,
     sketch,
-    weave,
 )
 from glm5_jax.data.record import TokenRecord, plain_record
 
@@ -29,7 +29,7 @@ def _records():
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 100])
 def test_weaving_keeps_every_token_with_its_streams_and_the_order_within_each_record(chunk):
-    woven = weave(_records(), chunk)
+    woven = interleave_records(_records(), chunk)
     for number, record in enumerate(_records()):
         mine = woven.token_ids // 100 == number
         for name, stream in record.streams().items():
@@ -38,21 +38,21 @@ def test_weaving_keeps_every_token_with_its_streams_and_the_order_within_each_re
 
 
 def test_chunks_take_turns_until_their_records_end():
-    woven = weave(_records(), 3)
+    woven = interleave_records(_records(), 3)
     runs = [(int(n), len(list(run))) for n, run in itertools.groupby(woven.token_ids // 100)]
     want = [(0, 3), (1, 3), (2, 1), (3, 3), (0, 2), (1, 3), (3, 3), (1, 3), (3, 1), (1, 3)]
     assert runs == want
 
 
 def test_the_first_token_of_a_record_is_not_trained_on_but_that_of_a_later_chunk_is():
-    woven = weave(_records(), 3)
+    woven = interleave_records(_records(), 3)
     np.testing.assert_array_equal(woven.loss_mask, woven.token_ids % 100 > 0)
 
 
 def test_records_with_different_streams_are_refused():
-    other = TokenRecord([1, 2], [0, 1])
+    other = TokenRecord(token_ids=[1, 2], loss_mask=[0, 1])
     with pytest.raises(ValueError, match="records to interleave have streams .*'ce_weight'.* fill"):
-        weave([_records()[0], other], 2)
+        interleave_records([_records()[0], other], 2)
 
 
 def _words(*numbers):
@@ -60,7 +60,7 @@ def _words(*numbers):
 
 
 def _group(texts, config):
-    return group([sketch(text, config) for text in texts], list(map(len, texts)), config)
+    return group_similar([sketch(text, config) for text in texts], list(map(len, texts)), config)
 
 
 @pytest.mark.parametrize("shingle", [1, 2])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from glm5_jax.data.conversation import parse, read_json, unread
+from glm5_jax.data.conversation import parse_line, read_json, unread_fields
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.messages import ChatError
 
@@ -23,7 +23,7 @@ def test_trains_on_the_prompt_that_a_server_makes():
         {"role": "tool", "tool_call_id": "a", "content": "A"},
         ANSWER,
     ]
-    read = parse({"messages": messages, "tools": [TOOL]})
+    read = parse_line({"messages": messages, "tools": [TOOL]})
     assert not read.mistakes
     for options in ({}, {"clear_thinking": False}):
         shown = render_chat(read.messages, tools=[TOOL], **options).text
@@ -33,17 +33,17 @@ def test_trains_on_the_prompt_that_a_server_makes():
 
 def test_leaves_out_and_reports_fields_that_nothing_reads():
     line = {"messages": [ASKED | {"colour": "red"}, ANSWER | {"scores": [1]}], "id": 7}
-    assert parse(line) == parse({"messages": [ASKED, ANSWER]})
-    assert unread(line) == ["id", "messages.colour", "messages.scores"]
+    assert parse_line(line) == parse_line({"messages": [ASKED, ANSWER]})
+    assert unread_fields(line) == ["id", "messages.colour", "messages.scores"]
     known = {"messages": [ASKED | {"name": "ann"}, ANSWER | {"reasoning": "R", "weight": 1}]}
-    assert unread(known) == []
+    assert unread_fields(known) == []
 
 
 def test_does_not_learn_a_call_that_was_broken_when_it_was_written():
     written = "<tool_call>find<arg_key>text"
     call = {"function": {"name": "find", "arguments": written}}
     messages = [ASKED, {"role": "assistant", "tool_calls": [call]}]
-    read = parse({"messages": messages, "tools": [TOOL]})
+    read = parse_line({"messages": messages, "tools": [TOOL]})
     assert list(read.mistakes) == [1] and "cannot be parsed" in read.mistakes[1]
     assert written in render_chat(read.messages).text
 
@@ -61,5 +61,5 @@ def test_finds_a_field_given_twice_in_linear_time(count):
 def test_reads_a_long_chat_in_linear_time():
     line = json.dumps({"messages": [ASKED, ANSWER] * 10_000})
     began = time.process_time()
-    assert len(parse(line).messages) == 20_000
+    assert len(parse_line(line).messages) == 20_000
     assert time.process_time() - began < 3

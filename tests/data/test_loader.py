@@ -24,13 +24,13 @@ def sources(tmp_path_factory):
         texts = [f"{name}{number} " + "word " * rng.integers(0, 90) for number in range(60)]
         file = folder / f"{name}.jsonl"
         file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-        configs.append(SourceConfig("jsonl", str(file), weight=weight))
+        configs.append(SourceConfig(kind="jsonl", path=str(file), weight=weight))
     return tuple(configs)
 
 
 def _config(sources, **arguments):
     defaults = {"sequence_length": 24, "held_out_fraction": 0.2, "shuffle_window": 24 * 9}
-    return DataConfig(sources, **defaults | arguments)
+    return DataConfig(sources=sources, **defaults | arguments)
 
 
 def _assert_same(a, b):
@@ -143,7 +143,7 @@ def _joined(loaders):
 
 
 @pytest.mark.parametrize(
-    "count", [1, 3, 12, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 6))]
+    "count", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 6, 12))]
 )
 def test_batches_stay_the_same_when_hosts_go_and_come(sources, count):
     config = _config(sources, num_threads=2)
@@ -167,15 +167,15 @@ def test_batches_stay_the_same_when_hosts_go_and_come(sources, count):
 
 
 def test_as_many_streams_as_there_may_be_hosts_are_the_same_from_the_first_step_on(sources):
-    config = _config(sources, streams=4)
+    config = _config(sources, num_shards=4)
     one, four = _hosts(config, 1), _hosts(config, 4)
     for a, b in zip(_of_all(one, [8, 16]), _of_all(four, [8, 16]), strict=True):
         _assert_same(a, b)
     # No stream is read by a host that has no row of it.
     assert [list(loader.state()["rows"]) for loader in four] == [["0"], ["1"], ["2"], ["3"]]
-    with pytest.raises(ValueError, match="a batch of 6 rows cannot be dealt out to the 4 streams"):
+    with pytest.raises(ValueError, match="a batch of 6 rows cannot be divided among the 4 shards"):
         one[0].next(6)
-    with pytest.raises(ValueError, match=r"lacks streams \[1, 2, 3\] of 4; join"):
+    with pytest.raises(ValueError, match=r"lacks shards \[1, 2, 3\] of 4; join"):
         one[0].check(four[0].state())
     for loader in [*one, *four]:
         loader.close()
@@ -226,14 +226,13 @@ def test_a_position_does_not_depend_on_threads_and_hosts_agree_on_the_data(sourc
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_line_that_turns_out_to_be_broken_is_named_by_next(tmp_path, num_threads):
-    lines = [json.dumps({"text": f"document {number}"}) for number in range(1000)]
-    # Only parsing it shows that the key is missing, and its neighbours are in the fingerprint.
-    lines[1] = '{"body": "text"}'
-    (tmp_path / "x.jsonl").write_text("\n".join(lines))
-    source = SourceConfig("jsonl", str(tmp_path / "x.jsonl"))
+def test_names_line_that_was_changed_since_file_was_opened(tmp_path, num_threads):
+    lines = "\n".join(json.dumps({"text": f"document {number}"}) for number in range(1000))
+    (tmp_path / "x.jsonl").write_text(lines)
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "x.jsonl"))
     loader = Loader(_config((source,), num_threads=num_threads), TOKENIZER)
-    with pytest.raises(ValueError, match="x.jsonl, line 2 has no string at 'text'") as error:
+    (tmp_path / "x.jsonl").write_text(lines.replace("text", "body"))
+    with pytest.raises(ValueError, match="x.jsonl, line .* has no string at 'text'") as error:
         for _ in range(100):
             loader.next(8)
     assert "\n" not in str(error.value)

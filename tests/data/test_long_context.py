@@ -16,7 +16,7 @@ from glm5_jax.data.long_context import (
     STAGES,
     MidTrainingShares,
     TaskSourceConfig,
-    mid_training,
+    mid_training_sources,
 )
 from glm5_jax.data.mixture import (
     DataConfig,
@@ -25,8 +25,8 @@ from glm5_jax.data.mixture import (
     training_documents,
     training_rows,
 )
-from glm5_jax.data.sources import SourceConfig, held_out, open_source
-from glm5_jax.data.synthetic import TaskConfig
+from glm5_jax.data.sources import SourceConfig, is_held_out, open_source
+from glm5_jax.data.synthetic import LongContextTaskConfig
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
@@ -52,22 +52,26 @@ def folder(tmp_path_factory):
 def _sources(folder):
     files = str(folder / "r*" / "*.py")
     weave = InterleaveConfig(documents=3, chunk=16, min_similarity=0.05)
-    haystack = SourceConfig("passages", str(folder / "book.txt"))
-    needle = TaskConfig(length=128, size=50, source=haystack)
+    haystack = SourceConfig(kind="passages", path=str(folder / "book.txt"))
+    needle = LongContextTaskConfig(length=128, size=50, source=haystack)
     return {
-        "file": SourceConfig("text", files),
-        "repository": SourceConfig("repositories", files, min_characters=200),
-        "book": SourceConfig("books", str(folder / "*.txt")),
-        "interleaved": SourceConfig("text", files, interleave=weave),
+        "file": SourceConfig(kind="text", path=files),
+        "repository": SourceConfig(kind="repositories", path=files, min_characters=200),
+        "book": SourceConfig(kind="books", path=str(folder / "*.txt")),
+        "interleaved": SourceConfig(kind="text", path=files, interleave=weave),
         "needle": TaskSourceConfig(needle),
-        "mrcr": TaskSourceConfig(TaskConfig("mrcr", 128, "tokens", size=40, reply_tokens=4)),
+        "mrcr": TaskSourceConfig(
+            LongContextTaskConfig(
+                kind="mrcr", length=128, surface="tokens", size=40, reply_tokens=4
+            )
+        ),
     }
 
 
 def _config(*sources, **arguments):
     defaults = {"sequence_length": 128, "num_threads": 0, "held_out_fraction": FRACTION}
     defaults |= {"packing": "best_fit", "open_rows": 5, "shuffle_window": 0}
-    return DataConfig(sources, **defaults | arguments)
+    return DataConfig(sources=sources, **defaults | arguments)
 
 
 def _texts(config, source):
@@ -81,9 +85,9 @@ def _units(folder):
     """Every file and passage by its mark, and whether it is held out."""
     units = {}
     for kind, path in (("text", "r*/*.py"), ("passages", "book.txt")):
-        source = open_source(SourceConfig(kind, str(folder / path)))
+        source = open_source(SourceConfig(kind=kind, path=str(folder / path)))
         for text in (source[i] for i in range(len(source))):
-            units[text[: text.index(">") + 1]] = held_out(text, FRACTION)
+            units[text[: text.index(">") + 1]] = is_held_out(text, FRACTION)
     return units
 
 
@@ -102,7 +106,7 @@ def test_no_text_stands_on_both_sides_in_whatever_source_it_is(folder, name):
 
 def test_lengths_choose_documents_by_all_their_characters(folder):
     files = str(folder / "r*" / "*.py")
-    whole = open_source(SourceConfig("text", files))
+    whole = open_source(SourceConfig(kind="text", path=files))
     sizes = sorted(len(whole[i]) for i in range(len(whole)))
     middle = sizes[len(sizes) // 2]
     for arguments, count in (
@@ -110,7 +114,7 @@ def test_lengths_choose_documents_by_all_their_characters(folder):
         ({"max_characters": middle}, sum(size < middle for size in sizes)),
         ({"min_characters": middle, "max_characters": middle + 1}, sizes.count(middle)),
     ):
-        source = SourceConfig("text", files, **arguments)
+        source = SourceConfig(kind="text", path=files, **arguments)
         config = _config(source, held_out_fraction=0.0)
         assert len(list(training_documents(config, source, TOKENIZER))) == count > 0
     # Of a long repository all parts count, those that are held out too.
@@ -166,7 +170,7 @@ def test_streams_take_disjoint_items_that_make_up_two_epochs(folder, name):
     items = open_training_sources(config, TOKENIZER)
     count, seen, epoch = len(items[source.name]), collections.Counter(), collections.Counter()
     for stream in range(2):
-        rows = training_rows(config, items, TOKENIZER, stream=stream, num_streams=2)
+        rows = training_rows(config, items, TOKENIZER, shard=stream, num_shards=2)
         documents = itertools.chain.from_iterable(map(_segments, rows))
         mine = list(itertools.islice(documents, count))
         seen.update(mine)
@@ -279,7 +283,7 @@ def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
     source = _sources(folder)["needle"]
     for changes in ({"packing": "concat"}, {"sequence_length": 127}):
         with pytest.raises(
-            ValueError, match="cut what source 'needle:text:128' asks, up to 128 tok"
+            ValueError, match="split samples of source 'needle:text:128', which have up to 128 tok"
         ):
             _config(source, **changes)
     with pytest.raises(ValueError, match="two sources have one name"):
@@ -287,7 +291,9 @@ def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
     with pytest.raises(ValueError, match="weight of source 'needle:text:128' is 0"):
         dataclasses.replace(source, weight=0)
     (folder / "one.md").write_text("a single text")
-    tasks = dataclasses.replace(source.tasks, source=SourceConfig("text", str(folder / "one.md")))
+    tasks = dataclasses.replace(
+        source.tasks, source=SourceConfig(kind="text", path=str(folder / "one.md"))
+    )
     config = _config(dataclasses.replace(source, tasks=tasks), held_out_fraction=1 - 1e-12)
     with pytest.raises(ValueError, match="one.md' has no training document: 1 doc"):
         open_training_sources(config, TOKENIZER)
@@ -296,9 +302,9 @@ def test_tasks_that_would_be_cut_or_have_no_text_are_refused(folder):
 @pytest.mark.parametrize("length", STAGES)
 def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
     shares = STAGES[length]
-    short = (SourceConfig("shakespeare", weight=3.0), SourceConfig("stdlib"))
-    long = (SourceConfig("shakespeare_book"), SourceConfig("stdlib_packages"))
-    sources = mid_training(short, long, shares, length)
+    short = (SourceConfig(kind="shakespeare", weight=3.0), SourceConfig(kind="stdlib"))
+    long = (SourceConfig(kind="shakespeare_book"), SourceConfig(kind="stdlib_packages"))
+    sources = mid_training_sources(short, long, shares, length)
     assert sum(source.weight for source in sources) == pytest.approx(1)
     by_use = collections.Counter()
     for source in sources:
@@ -320,13 +326,16 @@ def test_later_stages_read_more_long_documents_and_recall_comes_last(length):
     later = [STAGES[other] for other in order[order.index(length) :]]
     assert all(other.long >= shares.long for other in later)
     assert (shares.recall > 0) == (length == 202_752) and shares.recall < 0.1
-    DataConfig(sources, sequence_length=length, packing="best_fit")
+    DataConfig(sources=sources, sequence_length=length, packing="best_fit")
 
 
 def test_a_stage_without_interleaving_has_no_source_of_it_and_its_config_may_be_given():
-    short, tasks = (SourceConfig("stdlib"),), TaskConfig("multi_key", 256, "tokens")
+    short, tasks = (
+        (SourceConfig(kind="stdlib"),),
+        LongContextTaskConfig(kind="multi_key", length=256, surface="tokens"),
+    )
     shares = MidTrainingShares(long=0.5, interleaved=0.0, recall=0.2)
-    sources = mid_training(short, short, shares, 256, characters_per_token=3, recall=tasks)
+    sources = mid_training_sources(short, short, shares, 256, characters_per_token=3, recall=tasks)
     assert [source.name for source in sources] == [
         "stdlib[0:384]",
         "stdlib[384:None]",
@@ -334,7 +343,7 @@ def test_a_stage_without_interleaving_has_no_source_of_it_and_its_config_may_be_
     ]
     assert [source.weight for source in sources] == pytest.approx([0.3, 0.5, 0.2])
     weave = InterleaveConfig(chunk=5)
-    sources = mid_training(short, short, STAGES[32_768], 256, interleave=weave)
+    sources = mid_training_sources(short, short, STAGES[32_768], 256, interleave=weave)
     assert sources[-1].interleave == weave
     for shares in ((0.9, 0.1), (-0.1, 0.1), (0.5, 0.1, 0.5), (float("nan"), 0.1)):
         with pytest.raises(ValueError, match="the shares are long "):

@@ -25,13 +25,13 @@ TOKENIZER = Tokenizer.default()
 def _source(folder, name, documents, weight=1.0):
     file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return SourceConfig("jsonl", str(file), weight=weight)
+    return SourceConfig(kind="jsonl", path=str(file), weight=weight)
 
 
 def _config(*sources, **arguments):
     defaults = {"sequence_length": 16, "num_threads": 0, "held_out_fraction": 0.0}
     defaults["shuffle_window"] = 0  # so that a document's rows follow each other
-    return DataConfig(sources, **defaults | arguments)
+    return DataConfig(sources=sources, **defaults | arguments)
 
 
 def _rows(config, count, **streams):
@@ -64,11 +64,11 @@ def test_the_seed_alone_decides_the_order(tmp_path):
 def test_streams_take_disjoint_documents_that_make_up_the_epoch(tmp_path):
     texts = [f"document {number}" for number in range(42)]
     config = _config(_source(tmp_path, "a", texts))
-    shards = [_documents(_rows(config, 60, stream=i, num_streams=3)) for i in range(3)]
+    shards = [_documents(_rows(config, 60, shard=i, num_shards=3)) for i in range(3)]
     assert sorted(itertools.chain(*(shard[:14] for shard in shards))) == sorted(texts)
     assert sorted(itertools.chain(*(shard[14:28] for shard in shards))) == sorted(texts)
-    with pytest.raises(ValueError, match="stream is 3, there are 3"):
-        _rows(config, 1, stream=3, num_streams=3)
+    with pytest.raises(ValueError, match="shard is 3, there are 3"):
+        _rows(config, 1, shard=3, num_shards=3)
 
 
 def test_weights_are_shares_of_rows_however_long_the_documents(tmp_path):
@@ -143,11 +143,11 @@ def test_the_shipped_sources_have_both_splits():
     "changes, message",
     [
         ({"sources": ()}, "sources is empty"),
-        ({"sources": (SourceConfig("stdlib"),) * 2}, "two sources have one name"),
+        ({"sources": (SourceConfig(kind="stdlib"),) * 2}, "two sources have one name"),
         ({"sequence_length": 1}, "sequence_length is 1"),
         ({"packing": "tight"}, "packing is 'tight'"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction is 1.0; it must be in \[0, 1\)"),
-        ({"streams": -1}, "streams is -1; it must be at least 0"),
+        ({"num_shards": -1}, "num_shards is -1; it must be at least 0"),
         ({"num_threads": -1}, "num_threads is -1; it must be at least 0"),
         ({"open_rows": 0}, "open_rows is 0; it must be at least 1"),
     ],

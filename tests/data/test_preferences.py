@@ -34,8 +34,8 @@ def test_pairs(tmp_path):
     thought = said("Hello!", reasoning_content="polite")
     path = written(tmp_path, PAIR, "", {**PAIR, "chosen": thought, "source": "ours"})
     assert read_preferences(path) == [
-        Preference((HI,), said("Hello!"), said("What?")),
-        Preference((HI,), thought, said("What?")),
+        Preference(messages=(HI,), chosen=said("Hello!"), rejected=said("What?")),
+        Preference(messages=(HI,), chosen=thought, rejected=said("What?")),
     ]
 
 
@@ -57,8 +57,8 @@ def test_anchors_and_prompts(tmp_path):
     assert anchor == Anchor((HI,), said("Good day."))
     line = {"id": "a", "messages": [HI], "rubric": "general"}
     assert read_prompts(written(tmp_path, line, {**line, "id": "b", "guidance": "Be brief."})) == [
-        Prompt("a", (HI,), "general"),
-        Prompt("b", (HI,), "general", "Be brief."),
+        Prompt(id="a", messages=(HI,), rubric="general"),
+        Prompt(id="b", messages=(HI,), rubric="general", guidance="Be brief."),
     ]
     with pytest.raises(ValueError, match="two prompts have the id 'a'; rename one"):
         read_prompts(written(tmp_path, line, line))
@@ -79,9 +79,9 @@ def test_anchors_and_prompts(tmp_path):
             {**PAIR, "messages": [HI, said("Yes")]},
             "the last message is of role 'assistant'; end with",
         ),
-        ({**PAIR, "chosen": None}, "chosen is None; give a text, or a message"),
+        ({**PAIR, "chosen": None}, "chosen is None; give a text, or an assistant's message"),
         ({**PAIR, "chosen": HI}, "chosen is .*'role': 'user'"),
-        ({**PAIR, "rejected": " "}, "message 1, an assistant's, says nothing"),
+        ({**PAIR, "rejected": " "}, "message 1, an assistant's, is empty"),
         ({"messages": [HI], "chosen": "a"}, "rejected is None"),
         ({**PAIR, "rejected": "Hello!"}, "chosen and rejected are the same reply; drop the line"),
         ({**PAIR, "tools": [1]}, "tool"),

@@ -7,8 +7,8 @@ import pytest
 
 from glm5_jax.data import synthetic
 from glm5_jax.data.sources import SHAKESPEARE
-from glm5_jax.data.surfaces import TokenSurface
-from glm5_jax.data.synthetic import KINDS, LongContextTasks, TaskConfig
+from glm5_jax.data.synthetic import KINDS, LongContextTaskConfig, LongContextTasks
+from glm5_jax.data.task_renderers import TokenRenderer
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.oracles import long_context as oracle
 
@@ -19,7 +19,9 @@ LENGTH = {"tokens": 128, "text": 700}
 
 
 def config(kind, surface="tokens", **changes):
-    return TaskConfig(kind=kind, surface=surface, **({"length": LENGTH[surface]} | changes))
+    return LongContextTaskConfig(
+        kind=kind, surface=surface, **({"length": LENGTH[surface]} | changes)
+    )
 
 
 def tasks(kind, surface="tokens", *, stream="train", **changes):
@@ -27,7 +29,7 @@ def tasks(kind, surface="tokens", *, stream="train", **changes):
 
 
 def markers_of(drawn) -> dict[str, int]:
-    return TokenSurface(TOKENIZER, drawn.config).markers
+    return TokenRenderer(TOKENIZER, drawn.config).markers
 
 
 @pytest.mark.parametrize("kind,haystack", FORMS)
@@ -144,7 +146,7 @@ def test_roles_of_ids_are_the_same_for_all_seeds_and_never_special():
 
 
 def test_more_keys_leave_every_role_as_it_is():
-    few, many = (TokenSurface(TOKENIZER, config("needle", num_keys=n)) for n in (32, 500))
+    few, many = (TokenRenderer(TOKENIZER, config("needle", num_keys=n)) for n in (32, 500))
     assert (few.markers, few.forms, few.topics) == (many.markers, many.forms, many.topics)
 
     def drawn(surface):
@@ -228,13 +230,13 @@ def test_long_texts_are_exact_too(kind):
 )
 def test_bad_values_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        TaskConfig(**changes)
+        LongContextTaskConfig(**changes)
 
 
 @pytest.mark.parametrize(
     "kind,changes,message",
     [
-        ("needle", dict(length=5), "length 5 is too short for kind 'needle' on tokens: it takes 6"),
+        ("needle", dict(length=5), "length 5 is too short for kind 'needle' on tokens: it needs 6"),
         ("needle", dict(surface="text", length=50), "length 50 is too short for kind 'needle' on te"),
         ("frequent", dict(length=8), "length 8 is too short for kind 'frequent'"),
         ("needle", dict(num_noise=2000), "num_noise 2000 with 18 markers exceed the tokenizer's 20"),
@@ -249,9 +251,9 @@ def test_what_does_not_fit_is_refused_before_any_work(kind, changes, message):
 
 def test_a_task_fits_exactly_at_the_length_that_the_message_names():
     for kind in KINDS:
-        with pytest.raises(ValueError, match="it takes") as error:
+        with pytest.raises(ValueError, match="it needs") as error:
             tasks(kind, length=2)
-        least = int(str(error.value).split("it takes ")[1].split()[0])
+        least = int(str(error.value).split("it needs ")[1].split()[0])
         drawn = tasks(kind, length=least)
         assert all(len(drawn.task(i).token_ids) == least for i in range(30))
         with pytest.raises(ValueError, match="too short"):
@@ -271,4 +273,4 @@ def test_any_sequence_of_texts_is_a_haystack():
 
 def test_every_kind_is_in_the_docstring():
     assert all(f"\n  {kind} " in synthetic.__doc__ for kind in KINDS)
-    assert dataclasses.asdict(TaskConfig())["num_hops"] == 4
+    assert dataclasses.asdict(LongContextTaskConfig())["num_hops"] == 4

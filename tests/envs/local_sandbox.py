@@ -36,11 +36,11 @@ class LocalSandbox:
     async def __aexit__(self, kind, error, trace):
         return None
 
-    async def exec(self, argv, *, seconds, stdin=b""):
+    async def exec(self, argv, *, timeout_s, stdin=b""):
         self._runs.append((argv, stdin))
-        return await asyncio.to_thread(self._run, argv, seconds, stdin)
+        return await asyncio.to_thread(self._run, argv, timeout_s, stdin)
 
-    def _run(self, argv, seconds, stdin):
+    def _run(self, argv, timeout_s, stdin):
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out:
             given.write(stdin)
             given.seek(0)
@@ -55,7 +55,7 @@ class LocalSandbox:
                 start_new_session=True,
                 **as_other,
             )
-            end = time.monotonic() + seconds
+            end = time.monotonic() + timeout_s
             while not _has_ended(process.pid) and time.monotonic() < end:
                 time.sleep(0.005)
             timed_out = not _has_ended(process.pid)

@@ -25,7 +25,7 @@ MANY = "i=0; while [ $i -lt 60 ]; do sleep 30 & i=$((i+1)); done; echo all"
 
 async def main(probe: str, host: str) -> dict:
     told = {}
-    config = SandboxConfig(memory_bytes=200 << 20, processes=40, disk_bytes=20 << 20)
+    config = SandboxConfig(memory_bytes=200 << 20, max_processes=40, disk_bytes=20 << 20)
     async with Sandbox(config) as box:
         told["limits"] = box.limits
         for user in ("agent", "root"):
@@ -36,7 +36,7 @@ async def main(probe: str, host: str) -> dict:
         told["disk"] = (
             await box.exec("head -c 30000000 /dev/zero > x; echo $?; rm x")
         ).stdout.decode()
-        late = await box.exec("setsid sleep 2001 & sleep 2001", seconds=0.5)
+        late = await box.exec("setsid sleep 2001 & sleep 2001", timeout_s=0.5)
         told["late"] = late.timed_out, (await box.exec("pgrep -fc 'sleep 200[1]'")).stdout.decode()
         await box.put("/app/a/x", b"1")
         await box.exec("ln -s x a/link; mkdir -m 0 a/closed")
@@ -61,7 +61,7 @@ async def main(probe: str, host: str) -> dict:
         told["processes"] = (await box.exec(MANY)).stdout.decode()
     async with Sandbox(config) as box:
         start = time.monotonic()
-        late = await box.exec(["python3", "-I", "-c", STOPPER], seconds=1.0)
+        late = await box.exec(["python3", "-I", "-c", STOPPER], timeout_s=1.0)
         told["stopper"] = late.timed_out, time.monotonic() - start
     async with Sandbox() as box:
         told["more processes"] = (await box.exec(MANY)).stdout.decode()

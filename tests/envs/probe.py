@@ -120,6 +120,10 @@ def open_raw_socket():
     socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP).close()
 
 
+def open_netlink_of_another_part():
+    socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 16).close()
+
+
 def open_packet_socket():
     socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()
 

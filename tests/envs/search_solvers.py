@@ -4,7 +4,7 @@ import itertools
 import re
 
 from glm5_jax.agents.tools import Toolbox
-from glm5_jax.envs.search.problems import Hop, asked
+from glm5_jax.envs.search.problems import Hop, fill_question
 from glm5_jax.envs.search.tools import corpus_of, search_tools
 from glm5_jax.envs.search.worlds import RELATIONS
 from glm5_jax.rl.types import Attempt
@@ -19,7 +19,7 @@ async def follow(task, call) -> str:
     answers = []
     for hop in (Hop(**hop) for hop in task.data["hops"]):
         question, title = (
-            asked(hop, answers),
+            fill_question(hop, answers),
             corpus_of(task.data["corpus"]).passages[hop.passage].title,
         )
         # Last what somebody searches for who believes to know the answer.
@@ -59,7 +59,7 @@ async def one_search(task, call) -> str:
 
 def said(passages, asked_for, name):
     """What passages say that stands in a relation to a name."""
-    forms = itertools.chain(*(r.said for r in RELATIONS if r.asked == asked_for))
+    forms = itertools.chain(*(r.templates for r in RELATIONS if r.noun == asked_for))
     for form, passage in itertools.product(forms, passages):
         pattern = re.escape(form).replace(r"\{0\}", re.escape(name)).replace(r"\{1\}", r"([\w ]+?)")
         if found := re.search(rf"(?:^|(?<=\. )){pattern}", passage.text):

@@ -28,7 +28,7 @@ from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config,
 
 TOKENIZER = Tokenizer.load("bytes")
 PRODUCT = ("calculate", {"expression": "6*7"})
-LOOP = LoopConfig(max_turns=4, seconds=5.0, context=ContextConfig(None, None))
+LOOP = LoopConfig(max_turns=4, timeout_s=5.0, context=ContextConfig(None, None))
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -87,13 +87,13 @@ def test_an_attempt_is_what_the_agent_said_and_what_it_is_worth():
     ("replies", "loop", "words"),
     [
         ([[PRODUCT]] * 4, {}, "cut off"),
-        ([[PRODUCT], {"sleep": 3, "message": {}, "finish_reason": "stop"}], {"seconds": 0.3}, "cut"),
+        ([[PRODUCT], {"sleep": 3, "message": {}, "finish_reason": "stop"}], {"timeout_s": 0.3}, "cut"),
         ([{"message": {"role": "assistant", "content": "4"}, "finish_reason": "length"}], {}, "cut"),
     ],
     ids=["turns", "seconds", "length"],
 )  # fmt: skip
 def test_a_limit_of_the_agent_is_worth_nothing(replies, loop, words):
-    limits = LoopConfig(**{"max_turns": 4, "seconds": 5.0, "context": LOOP.context} | loop)
+    limits = LoopConfig(**{"max_turns": 4, "timeout_s": 5.0, "context": LOOP.context} | loop)
     with serving(replies, loop=limits) as (ask, *_):
         reward = ask()["reward"]
     assert reward["value"] == 0.0 and words in reward["error"]
@@ -119,7 +119,11 @@ async def unsure_verifier(task, attempt):
         (["42"], {"verifier": broken_verifier}, "SandboxError: no cgroup is left"),
         (["42"], {"verifier": unsure_verifier}, "nobody can judge that"),
         (["42"], {"verifier": None}, "TypeError"),
-        ([{"message": "none", "finish_reason": "stop"}], {}, "ServerError: the answer is no chat"),
+        (
+            [{"message": "none", "finish_reason": "stop"}],
+            {},
+            "ServerError: the reply is not a chat",
+        ),
     ],
     ids=["gateway", "tool", "sandbox", "verifier", "bug", "garbage"],
 )
@@ -149,7 +153,7 @@ def test_a_rollout_that_does_not_end_is_no_reward():
             await asyncio.sleep(0.2)
             raise
 
-    loop = LoopConfig(seconds=0.2, context=LOOP.context)
+    loop = LoopConfig(timeout_s=0.2, context=LOOP.context)
     with serving(["42"], verifier=stubborn, loop=loop, seconds=0.3) as (ask, *_):
         began = time.monotonic()
         reward = ask()["reward"]
@@ -247,9 +251,9 @@ def test_a_service_without_its_hub_says_so():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: made(loop=LoopConfig(seconds=10.0)), "an agent has 10 s and a rollout with"),
+        (lambda: made(loop=LoopConfig(timeout_s=10.0)), "an agent has 10 s and a rollout with"),
         (
-            lambda: made(loop=LoopConfig(20, 9, seconds=1.0)),
+            lambda: made(loop=LoopConfig(max_turns=20, max_tokens=9, timeout_s=1.0)),
             "task 'product-0' has .* max_tokens is 9",
         ),
         (lambda: made(count=0), "sums has 0 tasks"),

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from glm5_jax.envs.sandbox import cgroups, remains
+from glm5_jax.envs.sandbox import cgroups, orphans
 from glm5_jax.envs.sandbox.cgroups import Groups
 
 FILES = {
@@ -166,7 +166,7 @@ def test_without_processors_to_share_out_the_rest_is_limited(tree):
 def test_where_what_matters_cannot_be_limited_nothing_is_left(tree, controllers):
     made, _ = tree("a/b", controllers=controllers)
     groups = Groups(**LIMITS)
-    assert groups.limits == {} and groups.command() is None and groups.joined_by(None) == []
+    assert groups.limits == {} and groups.command() is None and groups.procs_files(None) == []
     assert groups_below(made.top) == [] and groups.memory_kills() == 0
 
 
@@ -192,7 +192,7 @@ def test_commands_have_groups_of_their_own_within(tree):
     one, two = groups.command(), groups.command()
     assert one.parent == two.parent == folder and one != two
     # One hierarchy: who joins the command is in the sandbox.
-    assert groups.joined_by(one) == [str(one / "cgroup.procs")]
+    assert groups.procs_files(one) == [str(one / "cgroup.procs")]
     for command in (one, two):
         made.fill(command, "")
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\noom_group_kill 0\n")
@@ -248,7 +248,7 @@ def test_groups_of_the_dead_are_swept_and_others_are_left(tree):
     made.fill(own.parent, "cpu memory pids")
     with subprocess.Popen(["true"]) as gone:
         gone.wait()
-    mine = remains.mark()
+    mine = orphans.name_prefix()
     dead = made.make(own.parent, mine.replace(f"-{os.getpid()}-", f"-{gone.pid}-") + "0")
     alive = made.make(own.parent, f"{mine}of another thread")
     (made.make(dead, "command-0") / "cgroup.procs").write_text("")

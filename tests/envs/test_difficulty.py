@@ -23,11 +23,11 @@ STUDENT, TEACHER = ({name: Verdicts(p[i], 8) for name, p in PASSES.items()} for 
 
 def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
     kept, report = keep_hard(TASKS, STUDENT, TEACHER)
-    assert [task.id for task in kept] == list(report.kept) == ["rarely", "edge"]
+    assert [task.id for task in kept] == list(report.retained) == ["rarely", "edge"]
     assert report.too_easy == ("easy", "solved", "odd")
     assert report.unsolved == ("never",)
     assert [line.split() for line in str(report).splitlines()] == [
-        ["kept", "too_easy", "unsolved"],
+        ["retained", "too_easy", "unsolved"],
         ["math", "1", "2", "0"],
         ["science", "1", "1", "1"],
     ]
@@ -36,10 +36,10 @@ def test_what_is_hard_and_can_be_solved_is_kept_and_the_rest_told():
 @pytest.mark.parametrize(
     ("config", "kept"),
     [
-        (DifficultyConfig(most_of_student=0.0), ["rarely"]),
-        (DifficultyConfig(most_of_student=0.375), ["rarely", "edge", "easy"]),
-        (DifficultyConfig(above_of_teacher=0.125), ["edge"]),
-        (DifficultyConfig(most_of_student=1.0), ["rarely", "edge", "easy", "solved"]),
+        (DifficultyConfig(max_student_pass_rate=0.0), ["rarely"]),
+        (DifficultyConfig(max_student_pass_rate=0.375), ["rarely", "edge", "easy"]),
+        (DifficultyConfig(min_teacher_pass_rate=0.125), ["edge"]),
+        (DifficultyConfig(max_student_pass_rate=1.0), ["rarely", "edge", "easy", "solved"]),
     ],
 )
 def test_thresholds_are_those_of_the_config(config, kept):
@@ -99,9 +99,9 @@ def test_unknown_tasks_are_named():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("most_of_student", 1.5),
-        ("most_of_student", -0.1),
-        ("above_of_teacher", 1.0),
+        ("max_student_pass_rate", 1.5),
+        ("max_student_pass_rate", -0.1),
+        ("min_teacher_pass_rate", 1.0),
         ("min_tries", 0),
     ],
 )

@@ -4,7 +4,13 @@ import time
 
 import pytest
 
-from glm5_jax.envs.final_answer import MOST_CHARACTERS, boxed, choice, final_answer, program
+from glm5_jax.envs.final_answer import (
+    MAX_CHARACTERS,
+    boxed_contents,
+    chosen_letter,
+    final_answer,
+    program,
+)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,7 @@ def test_a_number_loses_its_currency_commas_and_unit_and_nothing_else(written, n
 
 
 def test_an_answer_has_an_end():
-    assert final_answer("\\boxed{" + "1+" * MOST_CHARACTERS + "1}") == ""
+    assert final_answer("\\boxed{" + "1+" * MAX_CHARACTERS + "1}") == ""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_an_answer_has_an_end():
     ],
 )  # fmt: skip
 def test_one_letter_is_claimed(reply):
-    assert choice(reply, 4) == "B"
+    assert chosen_letter(reply, 4) == "B"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +95,11 @@ def test_one_letter_is_claimed(reply):
     ],
 )  # fmt: skip
 def test_no_letter_is_claimed_or_several(reply):
-    assert choice(reply, 4) == ""
+    assert chosen_letter(reply, 4) == ""
 
 
 def test_letters_go_as_far_as_the_choices():
-    assert [choice("J", n) for n in (9, 10)] == ["", "J"]
+    assert [chosen_letter("J", n) for n in (9, 10)] == ["", "J"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,10 @@ def test_the_last_block_of_python_is_the_program(reply, code):
 
 
 def test_boxes_are_the_outermost():
-    assert boxed("\\boxed{a\\boxed{b}} } \\fbox{\\}c} \\boxed{{d}") == ["a\\boxed{b}", "\\}c"]
+    assert boxed_contents("\\boxed{a\\boxed{b}} } \\fbox{\\}c} \\boxed{{d}") == [
+        "a\\boxed{b}",
+        "\\}c",
+    ]
 
 
 PIECES = (
@@ -122,7 +131,7 @@ PIECES = (
 
 
 @pytest.mark.parametrize("size", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("read", [final_answer, choice, program])
+@pytest.mark.parametrize("read", [final_answer, chosen_letter, program])
 def test_reads_every_reply_in_linear_time(read, size):
     start = time.process_time()
     for piece in PIECES:

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 
-from glm5_jax.envs.instruction_tasks import WORDS, DemandConfig, tasks
+from glm5_jax.envs.instruction_tasks import WORDS, ConstraintTaskConfig, tasks
 from glm5_jax.envs.instructions import Instructions, instructions, tasks as shipped
 from glm5_jax.rl.types import Attempt
 
-CONFIG = DemandConfig(size=400, most=3, held_out_fraction=0.2)
+CONFIG = ConstraintTaskConfig(size=400, max_constraints=3, held_out_fraction=0.2)
 
 
 def willing(task):
@@ -28,7 +28,7 @@ def test_all_demands_of_a_task_can_be_kept_together():
     for task in tasks(CONFIG):
         demands = instructions(task.data)
         kinds |= {demand.kind for demand in demands}
-        assert all(demand.kept(willing(task)) for demand in demands), task.messages
+        assert all(demand.is_followed(willing(task)) for demand in demands), task.messages
         assert 1 <= len(demands) <= 3 and task.thinking is False
     assert len(kinds) == 4
 
@@ -65,26 +65,26 @@ def test_each_demand_can_be_broken(demand, reply):
     found = [task for task in tasks(CONFIG) if demand in task.messages[-1]["content"]]
     assert found
     for task in found:
-        assert not all(one.kept(reply) for one in instructions(task.data))
+        assert not all(one.is_followed(reply) for one in instructions(task.data))
 
 
 def test_the_sides_are_apart_and_tasks_depend_on_config_and_number_alone():
     sides = [list(tasks(CONFIG, evaluation=side)) for side in (False, True)]
     said = [{task.messages[0]["content"] + task.id for task in side} for side in sides]
     assert all(sides) and not said[0] & said[1]
-    longer = DemandConfig(size=800, most=3, held_out_fraction=0.2)
+    longer = ConstraintTaskConfig(size=800, max_constraints=3, held_out_fraction=0.2)
     assert list(tasks(longer))[: len(sides[0])] == sides[0]
-    other = DemandConfig(size=400, most=3, seed=1, held_out_fraction=0.2)
+    other = ConstraintTaskConfig(size=400, max_constraints=3, seed=1, held_out_fraction=0.2)
     assert [t.data for t in tasks(other)] != [t.data for t in sides[0]]
 
 
 def test_long_speeches_are_left_out():
-    short = list(tasks(DemandConfig(size=400, characters=60)))
-    whole = {task.id: task for task in tasks(DemandConfig(size=400))}
+    short = list(tasks(ConstraintTaskConfig(size=400, max_characters=60)))
+    whole = {task.id: task for task in tasks(ConstraintTaskConfig(size=400))}
     assert 0 < len(short) < len(whole) and all(whole[task.id] == task for task in short)
 
 
 @pytest.mark.parametrize("most", [0, 4])
 def test_numbers_out_of_range_are_refused(most):
-    with pytest.raises(ValueError, match=f"most is {most}; it must be from 1 to 3"):
-        DemandConfig(most=most)
+    with pytest.raises(ValueError, match=f"max_constraints is {most}; it must be from 1 to 3"):
+        ConstraintTaskConfig(max_constraints=most)

@@ -10,17 +10,17 @@ from hypothesis import given, settings, strategies as st
 from glm5_jax.envs.instruction_kinds import (
     KINDS,
     RELATIONS,
-    capital_words,
+    count_capital_words,
+    count_sentences,
     has_bullets,
     has_words,
     is_json,
-    sentences,
 )
 from glm5_jax.envs.instructions import (
     SHIPPED,
     Accuracy,
-    Instruction,
     Instructions,
+    VerifiableInstruction,
     accuracy,
     instructions,
     readings,
@@ -177,10 +177,10 @@ VECTORS = [
     ("kind", "arguments", "keeps", "breaks"), VECTORS, ids=lambda v: str(v)[:40]
 )
 def test_replies_that_keep_it_and_near_misses(kind, arguments, keeps, breaks):
-    one = Instruction(kind, arguments)
-    assert [reply for reply in keeps if not one.kept(reply)] == []
-    assert [reply for reply in breaks if one.kept(reply)] == []
-    assert not one.kept("") and not one.kept(" \n")
+    one = VerifiableInstruction(kind, arguments)
+    assert [reply for reply in keeps if not one.is_followed(reply)] == []
+    assert [reply for reply in breaks if one.is_followed(reply)] == []
+    assert not one.is_followed("") and not one.is_followed(" \n")
 
 
 def test_every_kind_has_vectors():
@@ -203,11 +203,11 @@ def test_every_kind_has_vectors():
     ],
 )
 def test_sentences(text, count):
-    assert sentences(text) == count
+    assert count_sentences(text) == count
 
 
 def test_words_in_capitals():
-    assert capital_words("THE Usa's NASA's. A--B C—D x_Y 42 I'M AT&T") == 9
+    assert count_capital_words("THE Usa's NASA's. A--B C—D x_Y 42 I'M AT&T") == 9
 
 
 @given(st.lists(st.text("ab-* \n", max_size=6), max_size=8))
@@ -246,7 +246,7 @@ def test_all_json_is_json_but_cut_off(value):
 @given(st.text())
 def test_no_text_breaks_a_checker(text):
     for kind, arguments, *_ in VECTORS:
-        assert Instruction(kind, arguments).kept(text) in (True, False)
+        assert VerifiableInstruction(kind, arguments).is_followed(text) in (True, False)
 
 
 @pytest.mark.parametrize("size", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -272,7 +272,7 @@ def test_checks_long_replies_in_linear_time(size):
     for unit in units:
         reply, started = unit * (size // len(unit)), time.process_time()
         for kind, arguments, *_ in VECTORS:
-            Instruction(kind, arguments).kept(reply)
+            VerifiableInstruction(kind, arguments).is_followed(reply)
         assert time.process_time() - started < size / 10_000, unit
 
 
@@ -309,18 +309,18 @@ def test_checks_long_replies_in_linear_time(size):
         (
             "length_constraints:nth_paragraph_first_word",
             {"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "a"},
-            "nth_paragraph .* is 3; there are to be only 2 paragraphs",
+            "nth_paragraph .* is 3; it may be at most num_paragraphs, 2",
         ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_refused(kind, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Instruction(kind, arguments)
+        VerifiableInstruction(kind, arguments)
 
 
 def test_arguments_of_none_are_left_out():
-    one = Instruction("startend:quotation", {"num_words": None, "relation": None})
-    assert one.kept('"yes"') and one.arguments == {}
+    one = VerifiableInstruction("startend:quotation", {"num_words": None, "relation": None})
+    assert one.is_followed('"yes"') and one.arguments == {}
 
 
 ROW = {
@@ -335,7 +335,7 @@ def test_a_row_is_a_task():
     made = task(ROW)
     assert (made.id, made.kind) == ("ifeval-7", "instructions")
     assert made.messages == ({"role": "user", "content": ROW["prompt"]},)
-    assert instructions(made.data) == tuple(map(Instruction, ROW["instruction_id_list"]))
+    assert instructions(made.data) == tuple(map(VerifiableInstruction, ROW["instruction_id_list"]))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_row_is_a_task():
     [
         ({"prompt": None}, "the row has no prompt"),
         ({"kwargs": [{}]}, "2 entries of instruction_id_list and 1 of kwargs"),
-        ({"kwargs": None}, "kwargs is None; give a list"),
+        ({"kwargs": None}, "kwargs is None; pass a list"),
         ({"instruction_id_list": [], "kwargs": []}, r"instruction_id_list is \[\]"),
         ({"instruction_id_list": ["a", "b"]}, "instruction is 'a'"),
     ],
@@ -408,7 +408,7 @@ def test_a_prompt_s_own_arguments_can_be_kept():
         for one in instructions(prompt.data):
             if one.kind in made:
                 reply = made[one.kind](one.arguments)
-                assert one.kept(reply), (one, reply[:200])
+                assert one.is_followed(reply), (one, reply[:200])
                 tried += 1
     assert tried > 200
 
@@ -417,12 +417,12 @@ def test_loose_reads_without_first_and_last_line_and_stars():
     assert readings("a*\nb\n\n*c") == [
         "a*\nb\n\n*c", "b\n\n*c", "a*\nb", "b", "a\nb\n\nc", "b\n\nc", "a\nb", "b",
     ]  # fmt: skip
-    quoted = Instruction("startend:quotation")
+    quoted = VerifiableInstruction("startend:quotation")
     for reply in ('Sure:\n"a b"', '"a b"\nAnything else?', 'Sure:\n"a b"\nBye', '**"a b"**'):
-        assert quoted.kept(reply, loose=True) and not quoted.kept(reply)
-    assert not quoted.kept('Sure: "a b"', loose=True)
+        assert quoted.is_followed(reply, loose=True) and not quoted.is_followed(reply)
+    assert not quoted.is_followed('Sure: "a b"', loose=True)
     # Each line alone would keep both; what is empty after a cut keeps nothing.
-    assert not Instruction("punctuation:no_comma").kept(",", loose=True)
+    assert not VerifiableInstruction("punctuation:no_comma").is_followed(",", loose=True)
 
 
 def judged(verifier, task, reply, **attempt):

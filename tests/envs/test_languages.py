@@ -2,7 +2,15 @@
 
 import pytest
 
-from glm5_jax.envs.languages import NAMES, evidence, may_be, script, scripts, scripts_of, words_of
+from glm5_jax.envs.languages import (
+    NAMES,
+    count_scripts,
+    may_be,
+    score_languages,
+    script,
+    scripts_of_language,
+    words_of,
+)
 
 # Two of each, written for this test: everyday prose, without names that give it away.
 TEXTS = {
@@ -47,7 +55,7 @@ def test_every_language_has_texts():
 @pytest.mark.parametrize("code", NAMES)
 def test_a_text_is_in_its_language_and_in_no_other(code):
     for text in TEXTS[code]:
-        assert [other for other in NAMES if may_be(text, other)] == [code], evidence(text)
+        assert [other for other in NAMES if may_be(text, other)] == [code], score_languages(text)
 
 
 @pytest.mark.parametrize("code", NAMES)
@@ -72,9 +80,11 @@ def test_characters_are_denser_than_letters():
 
 def test_what_says_nothing_is_any_language():
     for text in ("", "3 + 4 = 7", "!!!", "😀"):
-        assert evidence(text) == {} and may_be(text, "en") and may_be(text, "hi")
+        assert score_languages(text) == {} and may_be(text, "en") and may_be(text, "hi")
     assert may_be("Xyz", "en") and may_be("Xyz", "fi") and not may_be("Xyz", "ru")
-    assert evidence("გამარჯობა") == {} and not may_be("გამარჯობა", "en")  # of no language here
+    assert score_languages("გამარჯობა") == {} and not may_be(
+        "გამარჯობა", "en"
+    )  # of no language here
 
 
 def test_a_language_that_is_not_known_is_refused():
@@ -88,9 +98,11 @@ def test_scripts_of_letters():
     )
     assert [script(c) for c in "1 .\n😀\u0301\ufe0f"] == [None] * 7
     assert script("Ａ") == script("𝐀") == "LATIN"  # full width, mathematical
-    assert scripts("Да, ok!") == {"CYRILLIC": 2, "LATIN": 2}
-    assert scripts_of("ja") == {"CJK", "HIRAGANA", "KATAKANA"} and scripts_of("ur") == {"ARABIC"}
-    assert all(scripts_of(code) for code in NAMES)
+    assert count_scripts("Да, ok!") == {"CYRILLIC": 2, "LATIN": 2}
+    assert scripts_of_language("ja") == {"CJK", "HIRAGANA", "KATAKANA"} and scripts_of_language(
+        "ur"
+    ) == {"ARABIC"}
+    assert all(scripts_of_language(code) for code in NAMES)
 
 
 def test_words_keep_their_signs():

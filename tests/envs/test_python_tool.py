@@ -15,11 +15,19 @@ from glm5_jax.text.tool_calls import ToolCall
 TASK = Task("t", "tir", ({"role": "user", "content": "?"},), tools=(PYTHON,))
 
 
-def giving(*result, **options):
-    """A tool whose programs all end so."""
+def giving(code, stdout, stderr, timed_out=False, truncated=False, out_of_memory=False, **options):
+    """Returns a tool whose programs all end with this result."""
+    result = ExecResult(
+        code=code,
+        stdout=stdout,
+        stderr=stderr,
+        timed_out=timed_out,
+        truncated=truncated,
+        out_of_memory=out_of_memory,
+    )
 
     async def run(code, config):
-        return ExecResult(*result)
+        return result
 
     return Python(run=run, **options)
 
@@ -46,7 +54,7 @@ def test_what_a_program_did_is_told(result, told):
 
 
 def test_of_much_the_beginning_and_the_end():
-    told = answer(giving(1, b"0123456789" * 9, b"x" * 90, most_characters=7))
+    told = answer(giving(1, b"0123456789" * 9, b"x" * 90, max_characters=7))
     assert told == "0123\n[...]\n789\nError: xxxx\n[...]\nxxx"
 
 
@@ -80,7 +88,7 @@ def test_a_program_that_breaks_its_sandbox_is_told_so(error):
         if code and failures:
             failures -= 1
             raise error
-        return ExecResult(0, b"ran", b"")
+        return ExecResult(code=0, stdout=b"ran", stderr=b"")
 
     assert answer(Python(run=run)) == "Error: the program broke its sandbox"
     failures = 1
@@ -97,7 +105,7 @@ def test_so_many_at_once_in_every_turn():
         most.append(running)
         await asyncio.sleep(0.001)
         running -= 1
-        return ExecResult(0, b"", b"")
+        return ExecResult(code=0, stdout=b"", stderr=b"")
 
     tool = Python(run=run, at_once=3)
 
@@ -123,10 +131,12 @@ class TestInASandbox:
         assert answer(tool, "import sys; sys.exit(4)") == "Error: exit code 4"
 
     def test_one_that_has_no_end(self):
-        told = answer(Python(SandboxConfig(seconds=1.0)), "print(1, flush=True)\nwhile True: pass")
+        told = answer(
+            Python(SandboxConfig(timeout_s=1.0)), "print(1, flush=True)\nwhile True: pass"
+        )
         assert told == "1\nError: no end within 1 s"
 
     @settings(max_examples=8, deadline=None)
     @given(st.text(max_size=40))
     def test_whatever_is_written(self, code):
-        assert isinstance(answer(Python(SandboxConfig(seconds=3.0)), code), str)
+        assert isinstance(answer(Python(SandboxConfig(timeout_s=3.0)), code), str)

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from glm5_jax.core.process import Worker
+from glm5_jax.core.process import PipeWorker
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs import reasoning_tasks
 from glm5_jax.envs.final_answer import LETTERS
 from glm5_jax.envs.reasoning import (
     KINDS,
+    AnswerVerdict,
     CodeVerifier,
     MathVerifier,
     ScienceVerifier,
     SearchVerifier,
     TirVerifier,
-    Verdict,
     VerifierConfig,
     verifier_for,
 )
@@ -33,7 +33,7 @@ from tests.envs.test_reasoning_code import ALWAYS, shipped
 from tests.envs.test_reasoning_tasks import made, question, right_answer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CONFIG = VerifierConfig(seconds=200, math_seconds=60)
+CONFIG = VerifierConfig(timeout_s=200, math_timeout_s=60)
 CALCULATE = {"type": "function", "function": {"name": "calculate", "parameters": {}}}
 NEVER_ENDS = "\\boxed{10^{10^{10}}}"
 ROOT_OF_TWO = "\\sqrt{2}"  # what must be computed to be compared
@@ -179,7 +179,7 @@ def test_no_answer_is_wrong(formulas, reply):
 
 
 def test_an_answer_that_never_ends_is_wrong_and_the_next_one_is_judged():
-    with MathVerifier(VerifierConfig(seconds=200, math_seconds=1)) as verifier:
+    with MathVerifier(VerifierConfig(timeout_s=200, math_timeout_s=1)) as verifier:
         assert judged(verifier, task(answer="5"), said("5")).value == 1.0
         start = time.monotonic()
         reward = judged(verifier, task(answer=ROOT_OF_TWO), said(NEVER_ENDS))
@@ -215,7 +215,7 @@ def test_compares_answers_side_by_side():
         attempts = [Attempt((said(str(n)),)) for n in range(20)]
         return await asyncio.gather(*(verifier(task(answer="7"), a) for a in attempts))
 
-    with MathVerifier(VerifierConfig(seconds=200, math_seconds=60, math_workers=2)) as verifier:
+    with MathVerifier(VerifierConfig(timeout_s=200, math_timeout_s=60, math_workers=2)) as verifier:
         assert [reward.value for reward in asyncio.run(both())] == [
             float(n == 7) for n in range(20)
         ]
@@ -225,7 +225,7 @@ def test_compares_answers_side_by_side():
 class Slow(MathVerifier):
     def _compare(self, answer, truth):
         time.sleep(0.1)
-        return Verdict(True)
+        return AnswerVerdict(True)
 
 
 def test_who_waits_for_others_loses_no_time():
@@ -236,7 +236,7 @@ def test_who_waits_for_others_loses_no_time():
             *(verifier(task(answer="5"), Attempt((said("5"),))) for _ in range(6))
         )
 
-    config = VerifierConfig(seconds=0.5, math_seconds=0.3, code_seconds=0.1)
+    config = VerifierConfig(timeout_s=0.5, math_timeout_s=0.3, code_timeout_s=0.1)
     with Slow(config) as verifier:
         assert {reward.value for reward in asyncio.run(all_of_them())} == {1.0}
 
@@ -252,7 +252,7 @@ os.execv(sys.executable, [sys.executable, "-m", "glm5_jax.envs.math_answers"])
 @pytest.mark.slow
 def test_the_child_ends_by_itself_if_nobody_waits():
     """Also if it is started by one that hears no alarm."""
-    with Worker([sys.executable, "-c", DEAF], cwd=ROOT) as worker:
+    with PipeWorker([sys.executable, "-c", DEAF], cwd=ROOT) as worker:
         assert worker.call("ready", 120)
         for answer in ("yes", "1", "\\frac{"):
             worker.call(
@@ -388,7 +388,7 @@ def test_results_that_belong_to_no_call_are_not_the_policys_fault(with_tools, me
 def worked(kind):
     """Who made the problem has the solution."""
     for one, line in zip(
-        made(kind, 3), chat_tasks.lines(chat_tasks.ChatTaskConfig(kind), "interleaved")
+        made(kind, 3), chat_tasks.make_lines(chat_tasks.ChatTaskConfig(kind=kind), "interleaved")
     ):
         yield one, [json.loads(line)["messages"][1]]
 
@@ -501,8 +501,8 @@ def test_verifiers_are_found_by_the_kind_of_task():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seconds", 0), ("math_seconds", -1), ("code_seconds", float("nan")), ("math_workers", 0), ("seconds", 30),
-     ("code_at_once", 0)],
+    [("timeout_s", 0), ("math_timeout_s", -1), ("code_timeout_s", float("nan")), ("math_workers", 0), ("timeout_s", 30),
+     ("code_concurrency", 0)],
 )  # fmt: skip
 def test_limits_out_of_range_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field} is {value}"):

@@ -16,8 +16,8 @@ from tests.envs.local_sandbox import LocalSandbox, Ran
 from tests.envs.terminal.folders import slow_but
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-CONFIG = VerifierConfig(seconds=60, code_seconds=20)
-QUICK = VerifierConfig(seconds=60, code_seconds=1)  # for what takes all there is
+CONFIG = VerifierConfig(timeout_s=60, code_timeout_s=20)
+QUICK = VerifierConfig(timeout_s=60, code_timeout_s=1)  # for what takes all there is
 ADD = {"tests": "assert add(1, 2) == 3\nassert add(70, 7) == 77", "names": ["add"]}
 DOUBLE = {"cases": [{"input": "2\n", "output": "4"}, {"input": "21\n", "output": "42\n"}]}
 HONEST = "def add(a, b):\n    return a + b\n"
@@ -37,8 +37,10 @@ def is_wrong(reward, why=""):
 
 def shipped(kind, count=None):
     """(a task, its reference solution) of those that are shipped."""
-    made = tasks(TaskConfig(kind, held_out_fraction=0))
-    for task, problem in list(zip(made, chat_tasks.shipped(f"{kind}.jsonl"), strict=True))[:count]:
+    made = tasks(TaskConfig(kind=kind, held_out_fraction=0))
+    for task, problem in list(zip(made, chat_tasks.load_asset(f"{kind}.jsonl"), strict=True))[
+        :count
+    ]:
         yield task, problem.get("prompt", "") + problem["code"]
 
 
@@ -270,7 +272,7 @@ def test_what_is_expected_never_comes_to_where_the_program_runs():
 
 
 class Broken(LocalSandbox):
-    async def exec(self, argv, *, seconds, stdin=b""):
+    async def exec(self, argv, *, timeout_s, stdin=b""):
         raise RuntimeError("the sandbox is gone")
 
 
@@ -284,11 +286,11 @@ class Fragile(LocalSandbox):
 
     left = 0
 
-    async def exec(self, argv, *, seconds, stdin=b""):
+    async def exec(self, argv, *, timeout_s, stdin=b""):
         if "poison" in f"{argv} {stdin}" and Fragile.left:
             Fragile.left -= 1
             raise RuntimeError("the sandbox is lost")
-        return await super().exec(argv, seconds=seconds, stdin=stdin)
+        return await super().exec(argv, timeout_s=timeout_s, stdin=stdin)
 
 
 @pytest.mark.parametrize(
@@ -323,13 +325,13 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
             nonlocal inside
             inside -= 1
 
-        async def exec(self, argv, *, seconds, stdin=b""):
+        async def exec(self, argv, *, timeout_s, stdin=b""):
             return Ran(0, stdin, b"")
 
     data = {"cases": [{"input": "1", "output": "1"}]}
     attempt = Attempt(({"role": "assistant", "content": "x"},))
     task = Task("t", "code", ({"role": "user", "content": "?"},), data)
-    config = VerifierConfig(seconds=0.6, code_seconds=0.1, code_at_once=2)
+    config = VerifierConfig(timeout_s=0.6, code_timeout_s=0.1, code_concurrency=2)
     verifier = CodeVerifier(config, sandbox=Counting)
 
     async def batch():
@@ -361,7 +363,7 @@ def test_so_many_programs_at_once_and_none_on_the_clock_of_others():
     ],
 )
 def test_what_is_not_the_programs_fault_is_no_reward(data, sandbox, why):
-    config = VerifierConfig(seconds=2.1 if sandbox is Hangs else 30, code_seconds=1)
+    config = VerifierConfig(timeout_s=2.1 if sandbox is Hangs else 30, code_timeout_s=1)
     reward = judged(data, HONEST, config, sandbox)
     assert reward.value is None and why in reward.error
 
@@ -390,7 +392,7 @@ def test_an_assert_that_is_never_reached_holds_nothing():
 
 
 def test_calls_that_never_settle_are_wrong(monkeypatch):
-    monkeypatch.setattr(reasoning, "MOST_ROUNDS", 2)
+    monkeypatch.setattr(reasoning, "MAX_ROUNDS", 2)
     data = {
         "tests": "n = 0\nwhile n < 99:\n    n = next_of(n)\nassert n == 99",
         "names": ["next_of"],
@@ -418,10 +420,10 @@ def test_values_come_back_as_they_were(value):
 
 
 @pytest.mark.parametrize(
-    "value", [object(), [len], iter([1]), [0] * code_child.MOST_VALUES, circle()]
+    "value", [object(), [len], iter([1]), [0] * code_child.MAX_VALUES, circle()]
 )
 def test_what_is_none_or_too_large_does_not_go(value):
-    with pytest.raises(code_child.Unplain):
+    with pytest.raises(code_child.Unserializable):
         code_child.encode(value)
 
 

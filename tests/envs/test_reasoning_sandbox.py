@@ -9,8 +9,8 @@ from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, i
 
 sandbox = pytest.importorskip("glm5_jax.envs.sandbox")
 pytestmark = pytest.mark.usefixtures("isolation", "nothing_left")
-CONFIG = VerifierConfig(seconds=60, code_seconds=20)
-QUICK = VerifierConfig(seconds=60, code_seconds=2)
+CONFIG = VerifierConfig(timeout_s=60, code_timeout_s=20)
+QUICK = VerifierConfig(timeout_s=60, code_timeout_s=2)
 
 
 def in_sandbox(data, code, config=CONFIG):
@@ -52,6 +52,9 @@ def test_the_sandbox_has_the_limits_of_the_config(monkeypatch):
         return LocalSandbox()
 
     monkeypatch.setattr(sandbox, "Sandbox", made)
-    assert in_sandbox(DOUBLE, "", VerifierConfig(code_seconds=7, code_memory=2**28)).value == 0.0
+    assert (
+        in_sandbox(DOUBLE, "", VerifierConfig(code_timeout_s=7, code_memory_bytes=2**28)).value
+        == 0.0
+    )
     config = configs[0]
-    assert (config.seconds, config.memory_bytes, config.disk_bytes) == (7, 2**28, 2**27)
+    assert (config.timeout_s, config.memory_bytes, config.disk_bytes) == (7, 2**28, 2**27)

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from glm5_jax.data import chat_tasks
-from glm5_jax.data.chat_data import asked
-from glm5_jax.data.conversation import parse
-from glm5_jax.data.sources import held_out
+from glm5_jax.data.chat_data import first_user_text
+from glm5_jax.data.conversation import parse_line
+from glm5_jax.data.sources import is_held_out
 from glm5_jax.envs.reasoning import KINDS as VERIFIERS, ScienceVerifier
 from glm5_jax.envs.reasoning_tasks import BOXED, ELEMENTS, KINDS, SYMBOLS, TaskConfig, tasks
 from glm5_jax.rl.types import Attempt
@@ -17,7 +17,7 @@ from glm5_jax.rl.types import Attempt
 
 def made(kind, size=400, **options):
     """All tasks, of both sides."""
-    return list(tasks(TaskConfig(kind, size, held_out_fraction=0, **options)))
+    return list(tasks(TaskConfig(kind=kind, size=size, held_out_fraction=0, **options)))
 
 
 def question(task):
@@ -32,13 +32,13 @@ def test_a_task_depends_on_its_number_alone(kind):
     assert some == more[:20]
     ids = [task.id for task in more]
     assert len(set(ids)) == 40 and ids[7].endswith("-7")
-    assert {task.kind for task in more} == {TaskConfig(kind).domain} <= set(VERIFIERS)
+    assert {task.kind for task in more} == {TaskConfig(kind=kind).domain} <= set(VERIFIERS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_stands_on_one_side(kind):
     size = 80 if kind == "worlds" else 400
-    config = TaskConfig(kind, size, held_out_fraction=0.25)
+    config = TaskConfig(kind=kind, size=size, held_out_fraction=0.25)
     train, evaluation = list(tasks(config)), list(tasks(config, evaluation=True))
 
     def numbers(some):
@@ -57,7 +57,7 @@ def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
     for evaluation in (False, True):
         stems.append(set())
         for seed in (0, 1):
-            for task in tasks(TaskConfig(kind, seed=seed, **options), evaluation=evaluation):
+            for task in tasks(TaskConfig(kind=kind, seed=seed, **options), evaluation=evaluation):
                 stem = question(task).splitlines()[0]
                 stems[-1].add("".join(sorted(stem)) if kind == "addition" else stem)
     assert min(map(len, stems)) > 10 and not stems[0] & stems[1]
@@ -65,21 +65,23 @@ def test_nor_do_other_seeds_and_orders_ask_the_same_on_the_other_side(kind):
 
 @pytest.mark.parametrize("kind", ["gsm8k", "chain", "mbpp"])
 def test_the_split_is_that_of_supervised_fine_tuning(kind):
-    config = TaskConfig(kind, 200, instruction=BOXED)
-    chats = chat_tasks.lines(chat_tasks.ChatTaskConfig(kind, 200), "interleaved")
-    sides = [held_out(asked(parse(line)), config.held_out_fraction) for line in chats]
+    config = TaskConfig(kind=kind, size=200, instruction=BOXED)
+    chats = chat_tasks.make_lines(chat_tasks.ChatTaskConfig(kind=kind, size=200), "interleaved")
+    sides = [
+        is_held_out(first_user_text(parse_line(line)), config.held_out_fraction) for line in chats
+    ]
     for evaluation in (False, True):
         numbers = {int(task.id.rsplit("-", 1)[1]) for task in tasks(config, evaluation=evaluation)}
         assert numbers == {i for i, side in enumerate(sides) if side == evaluation}
 
 
 def test_no_held_out_product_is_learnt_in_supervised_fine_tuning():
-    sides, chats = {False: set(), True: set()}, chat_tasks.ChatTaskConfig("tools", 4000)
-    for line in chat_tasks.lines(chats, "interleaved"):
-        if "*" in (text := asked(parse(line))):
-            sides[held_out(text, TaskConfig().held_out_fraction)].add(text)
+    sides, chats = {False: set(), True: set()}, chat_tasks.ChatTaskConfig(kind="tools", size=4000)
+    for line in chat_tasks.make_lines(chats, "interleaved"):
+        if "*" in (text := first_user_text(parse_line(line))):
+            sides[is_held_out(text, TaskConfig().held_out_fraction)].add(text)
     for evaluation, learnt in sides.items():
-        config = TaskConfig("products", 4000, digits=2)
+        config = TaskConfig(kind="products", size=4000, digits=2)
         own = {question(task) for task in tasks(config, evaluation=evaluation)}
         assert len(own & learnt) > 10 and not own & sides[not evaluation]
 

@@ -13,7 +13,13 @@ import time
 
 import pytest
 
-from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError, box, run_python
+from glm5_jax.envs.sandbox import (
+    Sandbox,
+    SandboxConfig,
+    SandboxError,
+    run_python,
+    sandbox as sandbox_module,
+)
 from glm5_jax.envs.sandbox.cgroups import Groups
 from tests.envs.leftovers import (
     all_that_sandboxes_make,
@@ -72,7 +78,7 @@ FULL_DISK = """
             file.write(bytes(2**20))
 """
 POISONS = [FORK_BOMB, MEMORY_HOG, MUCH_OUTPUT, DAEMONS, FULL_DISK]
-CONFIG = SandboxConfig(seconds=4, memory_bytes=2**28, disk_bytes=2**27, processes=100)
+CONFIG = SandboxConfig(timeout_s=4, memory_bytes=2**28, disk_bytes=2**27, max_processes=100)
 
 
 async def poisoned(poison: str, stop_first: bool):
@@ -143,7 +149,7 @@ def test_what_an_earlier_test_forgot_is_not_this_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stage", slow_but(["start", "exec"], ["start", "exec", "put", "get_folder", "snapshot"])
+    "stage", slow_but(["start", "exec"], ["start", "exec", "put", "save", "snapshot"])
 )
 def test_a_cancelled_sandbox_leaves_nothing(stage):
     """At moments from the first system call to the last; nothing_left looks afterwards."""
@@ -156,9 +162,10 @@ def test_a_cancelled_sandbox_leaves_nothing(stage):
                 await box.exec("setsid sleep 1008 & sleep 1008")
             elif stage == "put":
                 await box.put("/app/x", bytes(30_000_000))
-            elif stage == "get_folder":
-                await box.exec("head -c 30000000 /dev/zero > x")
-                await box.get_folder("/app", 10**8)
+            elif stage == "save":
+                await box.exec("head -c 30000000 /dev/urandom > x")
+                with tempfile.TemporaryFile() as file:
+                    await box.save("/app", file, 10**8)
             elif stage == "snapshot":
                 await box.exec("head -c 30000000 /dev/zero > x")
                 (await box.snapshot()).remove()
@@ -244,7 +251,7 @@ OWNER = """
             await box.snapshot()
             await box.exec("setsid sleep 1013 >/dev/null 2>&1 &")
             print("running", flush=True)
-            await box.exec("sleep 1013", seconds=1000)
+            await box.exec("sleep 1013", timeout_s=1000)
 
     asyncio.run(main())
 """
@@ -279,10 +286,10 @@ def test_the_sandboxes_of_a_killed_process_end_and_what_is_left_is_swept_by_the_
 
 SLOW_START = """
     import asyncio
-    from glm5_jax.envs.sandbox import Sandbox, box
+    from glm5_jax.envs.sandbox import Sandbox, sandbox as sandbox_module
 
-    launch = box.launch_task
-    box.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
+    launch = sandbox_module.launch_task
+    sandbox_module.launch_task = lambda *given: launch(*given) | {"command": ["/bin/sleep", "1014"]}
     asyncio.run(Sandbox().start())
 """
 
@@ -313,8 +320,10 @@ def sleepers_of(pid: int) -> list[pathlib.Path]:
 
 def test_a_sandbox_whose_caller_is_gone_does_not_start(monkeypatch):
     """Nobody would end it."""
-    launch = box.launch_task
-    monkeypatch.setattr(box, "launch_task", lambda *given: launch(*given) | {"caller": 1})
+    launch = sandbox_module.launch_task
+    monkeypatch.setattr(
+        sandbox_module, "launch_task", lambda *given: launch(*given) | {"caller": 1}
+    )
     with pytest.raises(SandboxError, match="its caller is gone"):
         run(Sandbox().start())
 
@@ -327,7 +336,7 @@ def test_what_cannot_be_removed_is_told_and_takes_no_result_away(monkeypatch, ca
 
     monkeypatch.setattr(Groups, "remove", removed)
     assert run(run_python("print(1)")).stdout == b"1\n"
-    assert "could not be removed wholly: /a/group is left" in caplog.text
+    assert "could not be removed completely: /a/group is left" in caplog.text
 
 
 def test_no_temporary_folder_is_made_for_a_sandbox(tmp_path):

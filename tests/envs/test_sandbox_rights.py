@@ -1,5 +1,6 @@
 """Programs that root starts under a policy keep its rights by the file that they are, and links can be stopped."""
 
+import dataclasses
 import os
 import tempfile
 
@@ -14,10 +15,13 @@ POLICY = RightsPolicy(
     data=("cat", "chmod", "cp", "id", "mkdir", "mv"),
     launchers=("env", "timeout"),
     shells=("sh", "bash", "dash"),
-    standins={"perl": "/standin/perl"},
+    shims={"perl": "/standin/perl"},
     folders=("/own",),
+    sealed=("/log/reward",),
+    watched=("/secret",),
 )
 AGENT, ROOT = "1000", "0"
+SPAWN = "os.execv('/bin/sh', ['sh', '-c', 'cat /secret/key; /app/reads'])"
 # What root's shell starts -> the user that it runs as.
 STARTED = {
     "id -u": ROOT,
@@ -51,6 +55,11 @@ STARTED = {
     "bash -c 'id -u'": ROOT,
     "BASH_COMPAT=5.0 bash -c 'sh <<E\nid -u\nE'": ROOT,
     "/usr/bin/perl x": "standin 0 x",
+    "HOME=/app bash -lc 'id -u'": AGENT,
+    "HOME=/own bash -lc 'id -u'": ROOT,
+    "cp --preserve=timestamps /app/prog /own/script; /own/script": AGENT,
+    "cd /app/link 2>/dev/null; cat key || id -u": AGENT,
+    "{ /app/prog; } > /log/reward; cat /log/reward; echo nothing": "nothing",
 }
 
 
@@ -60,6 +69,10 @@ async def prepared(box):
     await box.put("/elsewhere/other", b"#!/bin/sh\nid -u\n", user="root", mode=0o755)
     await box.put("/own/plain", b"id -u\n", user="root", mode=0o755)
     await box.put("/own/script", b"#!/bin/sh\nid -u\n", user="root", mode=0o755)
+    await box.put("/secret/key", b"answer\n", user="root")
+    await box.put("/log/reward", b"", user="root")
+    await box.exec("chmod 700 /secret", user="root")
+    await box.exec("ln -s /secret link")
     await box.put(
         "/standin/perl", b'#!/bin/sh\necho standin $(id -u) "$@"\n', user="root", mode=0o755
     )
@@ -68,7 +81,7 @@ async def prepared(box):
 def test_decides_rights_by_file():
     async def work():
         found = {}
-        async with Sandbox(SandboxConfig(seconds=10)) as box:
+        async with Sandbox(SandboxConfig(timeout_s=10)) as box:
             await prepared(box)
             for command in STARTED:
                 script = ["/bin/bash", "-c", f"{command}\nexit 7"]
@@ -80,9 +93,72 @@ def test_decides_rights_by_file():
     assert {command: said for command, said in found.items() if said[0] != [STARTED[command]]} == {}
 
 
+def test_refuses_watched_files_through_links():
+    """A link that is gone before anybody looks has been followed all the same."""
+    commands = {
+        "cat /secret/key; cd /secret; cat key; cat < ./key; cat /dev/stdin < key": "",
+        "cat /app/link/key": "a link at /app/link/key led to files of root's",
+        "cd /app; cat < link/key; rm link": "a link at /app/link/key led to files of root's",
+    }
+
+    async def work():
+        async with Sandbox(SandboxConfig(timeout_s=10)) as box:
+            await prepared(box)
+            return {
+                command: await box.exec(command, user="root", cwd="/", policy=POLICY)
+                for command in commands
+            }
+
+    found = run(work())
+    assert {command: done.alert for command, done in found.items()} == commands
+    assert [done.stdout for done in found.values()] == [b"answer\n" * 4, b"", b""]
+
+
+def test_notices_full_disk_under_supervision():
+    async def work():
+        async with Sandbox(SandboxConfig(timeout_s=10, disk_bytes=1 << 20)) as box:
+            fill = "cat /dev/zero > /fill 2> /dev/null; rm /fill; id -u"
+            return await box.exec(fill, user="root", policy=POLICY)
+
+    assert run(work()).alert == "the disk was full"
+
+
+def test_hides_processes_of_other_users():
+    async def work():
+        async with Sandbox() as box:
+            await box.hide_processes()
+            await box.exec("sleep 5 > /dev/null 2>&1 &", user="root")
+            look = "grep -asc ^sleep /proc/[0-9]*/cmdline | grep -c :1"
+            return [(await box.exec(look, user=user)).stdout for user in ("agent", "root")]
+
+    assert run(work()) == [b"0\n", b"2\n"]  # with the sandbox's first process
+
+
+def test_takes_rights_that_ordinary_process_hands_on():
+    """A reader of all files, as interpreters of tests are, starts a program of the agent's."""
+    keep = "import ctypes, os, struct\nc = ctypes.CDLL(None)\nc.prctl(8, 1, 0, 0, 0)\nos.setresuid(1000, 1000, 1000)\n"
+    keep += "c.capset(struct.pack('Ii', 0x20080522, 0), struct.pack('6I', 4, 4, 4, 0, 0, 0))\nc.prctl(47, 2, 2, 0, 0)\n"
+    policy = dataclasses.replace(
+        POLICY, shims={"python": "/own/python"}, helper=("-I", "-c", keep + SPAWN)
+    )
+
+    async def work():
+        async with Sandbox(SandboxConfig(timeout_s=10)) as box:
+            await prepared(box)
+            await box.exec("chmod 700 /secret", user="root")
+            await box.put(
+                "/app/reads", b"#!/bin/sh\ncat /secret/key 2>&1 | head -c 40\n", mode=0o755
+            )
+            command = ["/usr/bin/python3", "-I", "-c", keep + SPAWN]
+            return await box.exec(["/usr/bin/env", *command], user="root", cwd="/", policy=policy)
+
+    done = run(work())
+    assert done.stdout.split(b"\n")[:2] == [b"answer", b"cat: /secret/key: Permission denied"], done
+
+
 def test_reports_how_supervised_command_ended():
     async def work():
-        async with Sandbox(SandboxConfig(seconds=2)) as box:
+        async with Sandbox(SandboxConfig(timeout_s=2)) as box:
             await prepared(box)
             commands = (
                 "exit 7",
@@ -91,7 +167,7 @@ def test_reports_how_supervised_command_ended():
                 "/bin/sleep 20",
             )
             return [
-                await box.exec(command, user="root", policy=POLICY, seconds=1.0)
+                await box.exec(command, user="root", policy=POLICY, timeout_s=1.0)
                 for command in commands
             ]
 
@@ -139,7 +215,7 @@ def test_saves_sparse_folder_without_its_zeros():
             with tempfile.TemporaryFile() as file:
                 await box.save("/app", file, 1 << 28)
                 with pytest.raises(
-                    SandboxFileError, match="/app: more than the 1000 bytes asked for"
+                    SandboxFileError, match="/app: more than the maximum of 1000 bytes"
                 ):
                     await box.save("/app", file, 1000)
                 file.seek(0)

@@ -7,7 +7,14 @@ import pytest
 
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.envs.search.passages import Corpus, Passage, says
-from glm5_jax.envs.search.problems import Hop, Problem, asked, check, names_of, read_problems
+from glm5_jax.envs.search.problems import (
+    Hop,
+    Problem,
+    check,
+    fill_question,
+    names_of,
+    read_problems,
+)
 from glm5_jax.envs.search.tools import MUSIQUE, corpus_of
 
 CORPUS = Corpus(
@@ -40,24 +47,24 @@ def changed(hop=None, **changes):
 @pytest.mark.parametrize(
     ("problem", "why"),
     [
-        (changed(question="Did the founder of the place of Songs of Quo come from Brun?"), "'Brun' stands in the question"),
-        (changed(question="Did the founder of the place of Songs of Quo come from a Brun Town?"), "'Brun' stands"),
-        (changed(question="Where did the founder of Velm of Songs of Quo come from?"), "'Velm' stands in the question"),
-        (changed(question="Where did the founder of the place of the book come from?"), "names nothing"),
+        (changed(question="Did the founder of the place of Songs of Quo come from Brun?"), "'Brun' occurs in the question"),
+        (changed(question="Did the founder of the place of Songs of Quo come from a Brun Town?"), "'Brun' occurs"),
+        (changed(question="Where did the founder of Velm of Songs of Quo come from?"), "'Velm' occurs in the question"),
+        (changed(question="Where did the founder of the place of the book come from?"), "no name to search for"),
         # Passage 2 alone says Osk's name and where he came from.
-        (changed(question="Where did the mason Osk come from?"), "passage 2 alone says"),
+        (changed(question="Where did the mason Osk come from?"), "passage 2 has the names"),
         (changed(hops=HOPS[:1]), "has 1 hops; 2 to 4"),
         (changed(hops=HOPS + HOPS), "has 6 hops"),
-        (changed(0, passage=9), "hop 1 is in passage 9, of which there is none"),
+        (changed(0, passage=9), "hop 1 is in passage 9, which does not exist"),
         (changed(0, passage=-1), "hop 1 is in passage -1"),
-        (changed(0, passage=2), "passage 2 does not say 'Velm'"),
+        (changed(0, passage=2), "passage 2 does not contain 'Velm'"),
         (changed(2, answer="Orn"), "which does not answer it"),
         (changed(1, question="Who founded Velm?"), "no later hop asks about hop 1"),
         (changed(1, question="Who founded #2?"), "hop 2 asks about a hop that is not before it"),
         (changed(1, question="Who founded #0 and #1?"), "hop 2 asks about"),
         (changed(0, passage=0, answer="Velm"), "two of its hops have one passage"),
-        (changed(answers=()), "are not some that have words"),
-        (changed(answers=("Brun", "the")), "are not some that have words"),
+        (changed(answers=()), "each must have a word"),
+        (changed(answers=("Brun", "the")), "each must have a word"),
     ],
 )  # fmt: skip
 def test_a_question_that_does_not_take_its_hops_is_refused(problem, why):
@@ -71,7 +78,7 @@ def test_one_passage_may_say_the_answer_and_some_names_but_not_all():
         question="Where did the founder of the place of Songs of Quo on the Orn come from?"
     )
     check(two, Corpus([*CORPUS.passages, Passage("Orn", "It flows through Brun.")]))
-    with pytest.raises(ValueError, match="passage 4 alone"):
+    with pytest.raises(ValueError, match="passage 4 has the names"):
         check(
             two, Corpus([*CORPUS.passages, Passage("Orn", "Through Brun, as in the Songs of Quo.")])
         )
@@ -101,14 +108,14 @@ class TestShipped:
         for problem in self.problems():
             for answer in (*problem.answers, problem.hops[0].answer):
                 leaked = f"{problem.question} It is {answer}, or is it not?"
-                with pytest.raises(ValueError, match="stands in the question"):
+                with pytest.raises(ValueError, match="occurs in the question"):
                     check(dataclasses.replace(problem, question=leaked), corpus_of(MUSIQUE))
 
     def test_with_a_passage_that_says_all_of_it_all_are_refused(self):
         for problem in self.problems()[:5]:
             [*passages] = corpus_of(MUSIQUE).passages
             passages.append(Passage("All", f"{problem.question} {problem.answers[-1]}"))
-            with pytest.raises(ValueError, match="passage 1890 alone"):
+            with pytest.raises(ValueError, match="passage 1890 has the names"):
                 check(problem, Corpus(passages))
 
     def test_without_one_of_its_passages_each_is_refused(self):
@@ -116,7 +123,7 @@ class TestShipped:
             for hop in problem.hops:
                 passages = list(corpus_of(MUSIQUE).passages)
                 passages[hop.passage] = Passage("Gone", "")
-                with pytest.raises(ValueError, match="does not say"):
+                with pytest.raises(ValueError, match="does not contain"):
                     check(problem, Corpus(passages))
 
 
@@ -131,7 +138,7 @@ def test_own_questions_are_read(tmp_path):
     assert read_problems(written(tmp_path, line, line), CORPUS) == [GOOD, GOOD]
     passages = written(tmp_path, *(p._asdict() for p in CORPUS.passages))
     assert Corpus.read(passages).passages == CORPUS.passages
-    assert asked(HOPS[2], ["Velm", "Tarin Osk"]) == "Where did Tarin Osk come from?"
+    assert fill_question(HOPS[2], ["Velm", "Tarin Osk"]) == "Where did Tarin Osk come from?"
 
 
 @pytest.mark.parametrize(

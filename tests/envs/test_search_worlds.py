@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from glm5_jax.agents.context import ContextConfig, TokenCounter
-from glm5_jax.agents.loop import Agent, LoopConfig
+from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
 from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
 from glm5_jax.envs.search import worlds
-from glm5_jax.envs.search.answers import exact, f1, normalized
+from glm5_jax.envs.search.answers import exact, f1, normalize
 from glm5_jax.envs.search.passages import says
 from glm5_jax.envs.search.problems import check
 from glm5_jax.rl.types import Attempt
@@ -26,7 +26,7 @@ VERIFY = verifier_for("search")
 
 
 def made(kind, size, **options):
-    return list(tasks(TaskConfig(kind, size, held_out_fraction=0, **options)))
+    return list(tasks(TaskConfig(kind=kind, size=size, held_out_fraction=0, **options)))
 
 
 def scores(some, solver, verify=VERIFY):
@@ -78,10 +78,12 @@ def test_each_hop_is_needed(hops):
             corpus.passages[problem.hops[0].passage].title,
             *(hop.answer for hop in problem.hops),
         ]
-        for at, text in enumerate(corpus.said):
+        for at, text in enumerate(corpus.plain_texts):
             here = [i for i, name in enumerate(ways) if says(text, name)]
             assert len(here) < 2 or here[1] - here[0] == 1 and len(here) == 2, (problem, at)
-        assert [says(corpus.said[h.passage], h.answer) for h in problem.hops] == [True] * hops
+        assert [says(corpus.plain_texts[h.passage], h.answer) for h in problem.hops] == [
+            True
+        ] * hops
 
 
 def test_a_world_is_told_by_its_name_and_no_other_is_like_it():
@@ -122,7 +124,7 @@ def test_through_the_loop_over_discarded_contexts():
     answer = asyncio.run(follow(task, call))
     client = Scripted([[want] for want in wants] + [answer])
     config = LoopConfig(context=ContextConfig(2, counter.prompt(task) + 400))
-    trace = asyncio.run(Agent(client, BOX, counter, config)(task))
+    trace = asyncio.run(ChatAgent(client=client, tools=BOX, counter=counter, config=config)(task))
     assert trace.restarts and trace.ended == "answer" and not trace.failures
     said = [m["content"] for m in trace.messages if m["role"] == "tool"]
     assert len(said) == len(wants) > 8 and not any(text.startswith("Error") for text in said)
@@ -179,7 +181,15 @@ def test_what_is_no_answer():
 
 
 def test_squad_s_vectors():
-    assert normalized("The  Cat, (a) cat's An-them!") == "cat cats anthem"
+    assert normalize("The  Cat, (a) cat's An-them!") == "cat cats anthem"
     assert exact("a cat", ["Cat!"]) and not exact("", ["Cat"])
     assert f1("cat cat dog", ["cat", "cat cat cat cow"]) == pytest.approx(4 / 7)
     assert f1("x", ["y"]) == 0 and f1("", ["y"]) == 0
+
+
+@pytest.mark.parametrize("claim", ["", " ", "an", ".", "the a"])
+def test_gives_nothing_to_answer_without_words(claim):
+    """Of "The The" and "!!!" SQuAD leaves nothing, as it does of no answer at all."""
+    known = ["The The", "!!!"]
+    assert not exact(claim, known) and f1(claim, known) == 0
+    assert exact(" the the", known) and f1("!!!", known) == 1

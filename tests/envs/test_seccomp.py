@@ -11,9 +11,9 @@ X86, ARM, I386 = 0xC000003E, 0xC00000B7, 0x40000003
 ALLOW = 0x7FFF0000
 
 
-def outcome(program: bytes, machine: int, number: int, first: int = 0) -> int:
-    """What a filter returns for a call with that first argument."""
-    data = struct.pack("=IIQ6Q", number, machine, 0, first, *[0] * 5)
+def outcome(program: bytes, machine: int, number: int, first: int = 0, third: int = 0) -> int:
+    """What a filter returns for a call with that first and third argument."""
+    data = struct.pack("=IIQ6Q", number, machine, 0, first, 0, third, *[0] * 3)
     lines = list(struct.iter_unpack("=HBBI", program))
     at = held = 0
     while True:
@@ -69,8 +69,36 @@ def fails(number: int) -> int:
     ],
 )
 def test_what_the_filter_says(machine, kind, number, first, expected):
-    assert outcome(seccomp.program(machine), kind, number, first) == expected
+    assert outcome(seccomp.build_filter(machine), kind, number, first) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "protocol", "expected"),
+    [
+        (1, 0, ALLOW),
+        (1, 7, ALLOW),  # the kernel's to refuse
+        (2, 6, ALLOW),  # TCP
+        (2, 1, ALLOW),  # ICMP
+        (10, 17, ALLOW),  # UDP
+        (10, 58, ALLOW),
+        (2, 132, fails(errno.EPROTONOSUPPORT)),  # SCTP
+        (2, 33, fails(errno.EPROTONOSUPPORT)),  # DCCP
+        (10, 132, fails(errno.EPROTONOSUPPORT)),
+        (2, 255, fails(errno.EPROTONOSUPPORT)),  # raw
+        (16, 0, ALLOW),  # ROUTE
+        (16, 4, fails(errno.EPROTONOSUPPORT)),  # SOCK_DIAG
+        (16, 6, fails(errno.EPROTONOSUPPORT)),  # XFRM
+        (16, 9, fails(errno.EPROTONOSUPPORT)),  # AUDIT
+        (16, 12, fails(errno.EPROTONOSUPPORT)),  # NETFILTER
+        (16, 15, fails(errno.EPROTONOSUPPORT)),  # KOBJECT_UEVENT
+        (16, 16, fails(errno.EPROTONOSUPPORT)),  # GENERIC
+        (16, 1 << 32 | 16, fails(errno.EPROTONOSUPPORT)),
+    ],
+)
+def test_allows_few_protocols_of_sockets(family, protocol, expected):
+    for machine, kind, number in (("x86_64", X86, 41), ("x86_64", X86, 53), ("aarch64", ARM, 198)):
+        assert outcome(seccomp.build_filter(machine), kind, number, family, protocol) == expected
 
 
 def test_an_unknown_machine_has_no_filter():
-    assert seccomp.program("riscv64") == b""
+    assert seccomp.build_filter("riscv64") == b""

@@ -54,7 +54,7 @@ def test_what_is_accepted_has_the_shares_whatever_is_dropped(late):
 
 
 def test_a_kind_that_is_never_accepted_leaves_the_others_their_turn():
-    mixed = mixture({"math": 1.0, "code": 1.0, "tir": 2.0}, most_drawn=1.5)
+    mixed = mixture({"math": 1.0, "code": 1.0, "tir": 2.0}, max_overdraw=1.5)
     drawn = Counter(task.kind for task in run(mixed, 400, {"math": 1.0, "code": 0.0, "tir": 1.0}))
     assert drawn["code"] == pytest.approx(400 * 1.5 / 4, abs=2)
     assert mixed.shares() == {
@@ -126,8 +126,8 @@ def test_a_state_of_other_tasks_is_refused():
         ({"a": some("a")}, {"a": 0.0}, {}, "the weight of 'a' is 0.0"),
         ({"a": some("a")}, {"a": float("nan")}, {}, "the weight of 'a' is nan"),
         ({"a": []}, {"a": 1.0}, {}, "there is no task of 'a'"),
-        ({"a": some("a"), "b": some("a")}, {"a": 1.0, "b": 1.0}, {}, "two tasks have one id"),
-        ({"a": some("a")}, {"a": 1.0}, {"most_drawn": 0.5}, "most_drawn is 0.5"),
+        ({"a": some("a"), "b": some("a")}, {"a": 1.0, "b": 1.0}, {}, "two tasks have the same id"),
+        ({"a": some("a")}, {"a": 1.0}, {"max_overdraw": 0.5}, "max_overdraw is 0.5"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(tasks, weights, options, why):

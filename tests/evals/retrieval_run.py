@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments.ablations import retriever
 from glm5_jax.data.sources import SHAKESPEARE
-from glm5_jax.data.synthetic import LongContextTasks, TaskConfig
+from glm5_jax.data.synthetic import LongContextTaskConfig, LongContextTasks
 from glm5_jax.evals.ruler import RulerConfig, ruler, table
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.optimizer import OptimizerConfig
@@ -33,7 +33,7 @@ ROWS = 64
 SAMPLES = 300
 SOLVED = 0.1  # nats per answer token
 MODEL = dataclasses.replace(retriever.model(), eos_token_id=(), pad_token_id=None)
-TASK = TaskConfig(surface="tokens", num_keys=32, num_values=32, num_noise=32)
+TASK = LongContextTaskConfig(surface="tokens", num_keys=32, num_values=32, num_noise=32)
 
 
 @functools.cache
@@ -50,10 +50,10 @@ def batch(tasks, number: int) -> dict[str, np.ndarray]:
     return rows | {"segment_ids": np.ones(shape, np.int32), "positions": positions}
 
 
-def train(task: TaskConfig, stages: list[tuple[int, int]], peak: float = 5e-3):
+def train(task: LongContextTaskConfig, stages: list[tuple[int, int]], peak: float = 5e-3):
     """(params, last loss, CPU seconds) after stages of (length, steps)."""
     total = sum(steps for _, steps in stages)
-    schedule = ScheduleConfig("constant", peak=peak, warmup_steps=20, total_steps=total)
+    schedule = ScheduleConfig(kind="constant", peak=peak, warmup_steps=20, total_steps=total)
     optimizer = OptimizerConfig(ns_dtype="float32")
     step = make_step(
         MODEL, StepConfig(mtp_steps=0, remat="none"), optimizer, make_schedule(schedule)
@@ -83,7 +83,9 @@ def train(task: TaskConfig, stages: list[tuple[int, int]], peak: float = 5e-3):
 def main(fields: dict, stages: list[tuple[int, int]], lengths: list[int]) -> None:
     task = dataclasses.replace(TASK, **fields)
     params, loss, seconds = train(task, stages)
-    config = RulerConfig((task.kind,), tuple(lengths), SAMPLES, batch_size=50, task=task)
+    config = RulerConfig(
+        kinds=(task.kind,), lengths=tuple(lengths), samples=SAMPLES, batch_size=50, task=task
+    )
     scores = ruler(params, MODEL, tokenizer(), config)
     print(table(scores))
     solved = {name.split("/")[1]: float(found.exact.mean()) for name, found in scores.items()}

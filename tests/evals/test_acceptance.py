@@ -9,14 +9,14 @@ import pytest
 
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.mixture import DataConfig, document_ids
-from glm5_jax.data.sources import SourceConfig, held_out
+from glm5_jax.data.sources import SourceConfig, is_held_out
 from glm5_jax.evals import acceptance
 from glm5_jax.evals.acceptance import AcceptanceConfig, accepted_length, held_out_prompts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
-CONFIG = AcceptanceConfig(num_draft=2, num_prompts=3, new_tokens=9)
+CONFIG = AcceptanceConfig(num_speculative_tokens=2, num_prompts=3, new_tokens=9)
 CFG = one_layer(vocab_size=32)
 PROMPTS = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
 
@@ -28,8 +28,8 @@ def test_what_is_counted():
     np.testing.assert_array_equal(found.steps, [4, 3, 3])  # 8 5 4 3 to go; 8 7 4; 8 6 3
     np.testing.assert_array_equal(found.tokens, [7, 7, 8])
     assert found.length == 22 / 10
-    assert found.kept == (7 / 10, 5 / 10)
-    assert found.length == pytest.approx(1 + sum(found.kept))
+    assert found.accept_rates == (7 / 10, 5 / 10)
+    assert found.length == pytest.approx(1 + sum(found.accept_rates))
     assert 7 / 4 <= found.low < found.length < found.high <= 8 / 3
 
 
@@ -52,7 +52,7 @@ def test_texts_that_end_at_once_are_refused():
 def foreseeing():
     """A trunk and an MTP layer that both say what follows a token from that token alone."""
     draw = np.random.default_rng(0)
-    shapes = flatten(glm5.abstract(CFG))
+    shapes = flatten(glm5.abstract_params(CFG))
     params = unflatten(
         {
             path: np.ones(x.shape, np.float32)
@@ -75,7 +75,7 @@ def test_perfect_drafts_are_all_kept(temperature):
     config = dataclasses.replace(CONFIG, temperature=temperature)
     found = accepted_length(foreseeing(), CFG, PROMPTS, config)
     assert found.length == found.low == found.high == 3.0
-    assert found.kept == (1.0, 1.0)
+    assert found.accept_rates == (1.0, 1.0)
     assert found.steps.sum() == 3 * 2
 
 
@@ -84,13 +84,13 @@ def test_drafts_of_the_opposite_are_none():
     params["mtp"]["eh_proj"] *= -1
     found = accepted_length(params, CFG, PROMPTS, CONFIG)
     assert found.length == found.low == found.high == 1.0
-    assert found.kept == (0.0, 0.0)
+    assert found.accept_rates == (0.0, 0.0)
 
 
 def test_without_mtp_it_is_one():
     cfg = dataclasses.replace(CFG, num_nextn_predict_layers=0)
     found = accepted_length({}, cfg, PROMPTS, CONFIG)
-    assert (found.length, found.low, found.high, found.kept) == (1.0, 1.0, 1.0, ())
+    assert (found.length, found.low, found.high, found.accept_rates) == (1.0, 1.0, 1.0, ())
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def corpus(tmp_path):
     texts = [" ".join(f"w{i} {n}" for n in range(300)) for i in range(20)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_text(text)
-    source = SourceConfig("text", str(tmp_path / "*.txt"))
+    source = SourceConfig(kind="text", path=str(tmp_path / "*.txt"))
     return DataConfig(sources=(source,), held_out_fraction=0.5), source, texts
 
 
@@ -109,7 +109,7 @@ def test_prompts_are_pieces_of_held_out_documents(corpus):
     prompts = held_out_prompts(data, source, tokenizer, config)
     np.testing.assert_array_equal(prompts, held_out_prompts(data, source, tokenizer, config))
     assert prompts.shape == (6, 40)
-    documents = [document_ids(text, tokenizer) for text in texts if held_out(text, 0.5)]
+    documents = [document_ids(text, tokenizer) for text in texts if is_held_out(text, 0.5)]
     homes = [
         i
         for prompt in prompts.tolist()
@@ -126,7 +126,7 @@ def test_prompts_are_pieces_of_held_out_documents(corpus):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        (dict(num_draft=0), "num_draft is 0; it must be positive"),
+        (dict(num_speculative_tokens=0), "num_speculative_tokens is 0; it must be positive"),
         (dict(num_prompts=0), "num_prompts is 0; it must be positive"),
         (dict(new_tokens=5), "new_tokens is 5: .* use at least 6"),
     ],

@@ -12,7 +12,7 @@ from glm5_jax import presets
 from glm5_jax.evals import attention_mass
 from glm5_jax.evals.attention_mass import MassConfig
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from pallas_kernels import blocks
 from tests.model import golden as goldens
 from tests.oracles import attention, glm5 as oracle, indexer
@@ -54,11 +54,12 @@ def measured(kind):
     config = MassConfig(TOP_K, LEVELS, EDGES)
     with jax.enable_x64(True):
         return attention_mass.attention_mass(
-            params, cfg, golden.tokens, config, plan=Plan(query_block=11)
+            params, cfg, golden.tokens, config, execution=ExecutionConfig(query_block=11)
         )
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dense", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
 def test_it_is_the_oracles_attention_and_index(kind):
     found = measured(kind)
     layers, visible = expected(kind)
@@ -200,7 +201,7 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
     cfg = dataclasses.replace(
         presets.tiny(), num_hidden_layers=1, attention="dense", max_position_embeddings=t
     )
-    params = jax.eval_shape(lambda p: glm5.unstack(p, cfg), glm5.abstract(cfg))
+    params = jax.eval_shape(lambda p: glm5.unstack(p, cfg), glm5.abstract_params(cfg))
     name, w = "dense_layers", params["dense_layers"][0]
     x = jax.ShapeDtypeStruct((1, t, cfg.hidden_size), jnp.float32)
     config = MassConfig((40,))
@@ -208,7 +209,7 @@ def test_no_array_holds_a_number_for_every_head_query_and_key(monkeypatch):
     def layer(w, x):
         none = glm5.Selection(None, None)
         return attention_mass.measure_layer(
-            w, x, None, none, name, cfg, config, Plan(query_block=64)
+            w, x, None, none, name, cfg, config, ExecutionConfig(query_block=64)
         )
 
     made = largest(jax.make_jaxpr(layer)(w, x).jaxpr)

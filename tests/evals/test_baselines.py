@@ -11,8 +11,8 @@ import pytest
 from glm5_jax.data.packing import blank_row
 from glm5_jax.evals import base
 from glm5_jax.evals.base import (
-    Counts,
     KneserNeyBigram,
+    NgramCounts,
     Unigram,
     baseline_bits_per_byte,
     bits_per_byte,
@@ -43,7 +43,7 @@ def test_only_predicted_tokens_count_their_bytes():
 def test_kneser_ney_by_hand():
     """Bigrams 01 twice, 10 twice, 02 once: D = 1 / (1 + 2 * 2). Each of 0, 1, 2 follows one token,
     so n1 = 3, n2 = 0: the continuation discount is 1 and p_cont is uniform over the 4 ids."""
-    model = KneserNeyBigram.fit(Counts.of(SMALL, 4))
+    model = KneserNeyBigram.fit(NgramCounts.of(SMALL, 4))
     assert model.discount == pytest.approx(0.2)
     rest = 0.2 * 2 / 3 * 0.25
     expected = {
@@ -62,7 +62,7 @@ def test_kneser_ney_by_hand():
 
 def test_unigram_by_hand():
     """Counts 3, 2, 1, 0: D = 1 / (1 + 2 * 1), three types over four ids."""
-    model = Unigram.fit(Counts.of(SMALL, 4))
+    model = Unigram.fit(NgramCounts.of(SMALL, 4))
     discount = 1 / 3
     spread = discount * 3 / 4
     expected = [(3 - discount + spread) / 6, (2 - discount + spread) / 6]
@@ -81,18 +81,18 @@ def test_counts_are_those_of_the_first_tokens(monkeypatch, chunk, max_tokens):
         left -= len(ids)
         tokens.update(ids)
         pairs.update(itertools.pairwise(ids))
-    counts = Counts.of(iter(_documents()), 13, max_tokens)
+    counts = NgramCounts.of(iter(_documents()), 13, max_tokens)
     assert counts.tokens.tolist() == [tokens[w] for w in range(13)]
     assert [divmod(pair, 13) for pair in counts.pairs.tolist()] == sorted(pairs)
     assert counts.pair_counts.tolist() == [pairs[pair] for pair in sorted(pairs)]
-    assert counts.cut == (max_tokens < 128)
+    assert counts.is_truncated == (max_tokens < 128)
 
 
 def test_no_more_text_is_read_than_is_counted(monkeypatch):
     monkeypatch.setattr(base, "CHUNK", 2**8)
     documents = itertools.repeat([0, 1, 2])
-    counts = Counts.of(documents, 4, 3001)
-    assert counts.tokens.tolist() == [1001, 1000, 1000, 0] and counts.cut
+    counts = NgramCounts.of(documents, 4, 3001)
+    assert counts.tokens.tolist() == [1001, 1000, 1000, 0] and counts.is_truncated
 
 
 def test_what_counting_holds_does_not_grow_with_the_text(monkeypatch):
@@ -100,7 +100,7 @@ def test_what_counting_holds_does_not_grow_with_the_text(monkeypatch):
     document = list(range(1000))
     tracemalloc.start()
     try:
-        Counts.of(itertools.repeat(document, 500), 1000)
+        NgramCounts.of(itertools.repeat(document, 500), 1000)
         assert tracemalloc.get_traced_memory()[1] < 2e6  # the ids alone are 4e6 bytes
     finally:
         tracemalloc.stop()
@@ -108,7 +108,7 @@ def test_what_counting_holds_does_not_grow_with_the_text(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Unigram, KneserNeyBigram])
 def test_probabilities_sum_to_one_after_every_token(kind):
-    model = kind.fit(Counts.of(_documents(), 13))
+    model = kind.fit(NgramCounts.of(_documents(), 13))
     tokens = np.arange(13)
     for previous in range(13):
         p = np.exp(model.log_prob(np.full(13, previous), tokens))
@@ -145,27 +145,27 @@ def _oracle(documents, vocab_size):
 
 def test_kneser_ney_equals_its_definition():
     documents = _documents()
-    model, oracle = KneserNeyBigram.fit(Counts.of(documents, 13)), _oracle(documents, 13)
+    model, oracle = KneserNeyBigram.fit(NgramCounts.of(documents, 13)), _oracle(documents, 13)
     previous, tokens = (grid.ravel() for grid in np.meshgrid(np.arange(13), np.arange(13)))
     expected = [oracle(u, w) for u, w in zip(previous, tokens, strict=True)]
     np.testing.assert_allclose(np.exp(model.log_prob(previous, tokens)), expected, rtol=1e-12)
 
 
 def test_without_singletons_unseen_tokens_keep_some_mass():
-    model = Unigram.fit(Counts.of([[0, 0, 1, 1]], 4))
+    model = Unigram.fit(NgramCounts.of([[0, 0, 1, 1]], 4))
     p = np.exp(model.log_prob(np.zeros(4, int), np.arange(4)))
     np.testing.assert_allclose(p, [1.75 / 4, 1.75 / 4, 0.25 / 4, 0.25 / 4])
 
 
 def test_nothing_to_count_is_refused():
-    with pytest.raises(ValueError, match="no token to count"):
-        Unigram.fit(Counts.of([], 4))
-    with pytest.raises(ValueError, match="no token to count"):
-        KneserNeyBigram.fit(Counts.of([[1], [2]], 4))
+    with pytest.raises(ValueError, match="no tokens to count"):
+        Unigram.fit(NgramCounts.of([], 4))
+    with pytest.raises(ValueError, match="no tokens to count"):
+        KneserNeyBigram.fit(NgramCounts.of([[1], [2]], 4))
 
 
 def test_a_baseline_is_scored_on_the_predicted_tokens_alone():
-    model = KneserNeyBigram.fit(Counts.of(SMALL, 4))
+    model = KneserNeyBigram.fit(NgramCounts.of(SMALL, 4))
     batch = {
         "token_ids": np.array([[0, 1, 0, 2], [3, 3, 0, 0]]),
         "loss_mask": np.array([[0, 1, 0, 1], [0, 0, 0, 0.0]], np.float32),
@@ -184,7 +184,7 @@ def test_the_bigram_beats_the_unigram_on_text_with_order():
     batch = {"token_ids": documents[0][None], "loss_mask": np.ones((1, 120), np.float32)}
     batch["loss_mask"][:, 0] = 0
     unigram, bigram = (
-        baseline_bits_per_byte(kind.fit(Counts.of(documents, 8)), [batch], np.ones(8, int))
+        baseline_bits_per_byte(kind.fit(NgramCounts.of(documents, 8)), [batch], np.ones(8, int))
         for kind in (Unigram, KneserNeyBigram)
     )
     assert unigram == pytest.approx(2.0, abs=0.05) and bigram < 0.1

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.core.tree import flatten, unflatten
-from glm5_jax.evals.chats import Request, ask
+from glm5_jax.evals.chats import ChatRequest, generate_answers
 from glm5_jax.model import glm5
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
@@ -31,7 +31,7 @@ LONGEST = "a longer question than the others"
 def params(follows=FOLLOWS):
     """Layers that add nothing, and a head that knows which token follows which."""
     rng = np.random.default_rng(0)
-    flat = flatten(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), glm5.abstract(CFG)))
+    flat = flatten(jax.tree.map(lambda x: np.zeros(x.shape, np.float32), glm5.abstract_params(CFG)))
     vocabulary = rng.standard_normal((CFG.vocab_size, CFG.hidden_size)).astype(np.float32)
     head = np.zeros((CFG.vocab_size, CFG.hidden_size), np.float32)
     for before, after in follows.items():
@@ -41,11 +41,13 @@ def params(follows=FOLLOWS):
 
 
 def request(text, **options):
-    return Request(({"role": "user", "content": text},), **options)
+    return ChatRequest(messages=({"role": "user", "content": text},), **options)
 
 
 def asked(requests, follows=FOLLOWS):
-    return ask(params(follows), CFG, TOKENIZER, [request(LONGEST), *requests], 8, batch_size=2)
+    return generate_answers(
+        params(follows), CFG, TOKENIZER, [request(LONGEST), *requests], 8, batch_size=2
+    )
 
 
 def test_replies_come_apart_and_in_order():
@@ -80,7 +82,7 @@ def test_what_the_model_said_goes_into_the_next_prompt():
     first = request("q", clear_thinking=False)
     _, answer = asked([first])
     messages = (*first.messages, answer.reply.message, {"role": "user", "content": "more"})
-    prompt = Request(messages, clear_thinking=False).prompt(TOKENIZER)
+    prompt = ChatRequest(messages=messages, clear_thinking=False).prompt(TOKENIZER)
     told = answer.prompt + answer.ids
     assert prompt[: len(told)] == told
 
@@ -116,6 +118,6 @@ def test_whatever_a_model_says_stays_in_the_chat(written, content, names):
 
 def test_too_long_a_prompt_is_named():
     with pytest.raises(ValueError, match="and 1024 new ones exceed the model's 1024 positions"):
-        ask({}, CFG, TOKENIZER, [request("q")], 1024)
+        generate_answers({}, CFG, TOKENIZER, [request("q")], 1024)
     with pytest.raises(ValueError, match="0 rows"):
-        ask({}, CFG, TOKENIZER, [], 8)
+        generate_answers({}, CFG, TOKENIZER, [], 8)

@@ -9,7 +9,7 @@ import pytest
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.evals.base import Counts, Unigram, baseline_bits_per_byte, predicted_bytes
+from glm5_jax.evals.base import NgramCounts, Unigram, baseline_bits_per_byte, predicted_bytes
 from glm5_jax.evals.perplexity import HeldOut
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig
@@ -25,7 +25,7 @@ def setting(tmp_path_factory):
     for name, words in (("a", "to be or not to be"), ("b", "def main(): return 0")):
         for i in range(40):
             (folder / f"{name}{i}.txt").write_text(" ".join([words] * (3 + i % 5)) + f" {i}")
-    sources = tuple(SourceConfig("text", str(folder / f"{name}*.txt")) for name in "ab")
+    sources = tuple(SourceConfig(kind="text", path=str(folder / f"{name}*.txt")) for name in "ab")
     data = DataConfig(sources=sources, sequence_length=32, held_out_fraction=0.3, num_threads=0)
     config = ExperimentConfig(data=data, train=TrainConfig(eval_batches=2))
 
@@ -33,12 +33,18 @@ def setting(tmp_path_factory):
         weight = batch["loss_mask"]
         return -(log_probs[batch["token_ids"]] * weight).sum(), weight.sum()
 
-    return Setting(config, Tokenizer.default(), 3, lambda batch: batch, evaluate)
+    return Setting(
+        config=config,
+        tokenizer=Tokenizer.default(),
+        batch_rows=3,
+        place=lambda batch: batch,
+        evaluate=evaluate,
+    )
 
 
 def fitted(setting, source):
     documents = training_documents(setting.config.data, source, setting.tokenizer)
-    return Unigram.fit(Counts.of(documents, VOCAB))
+    return Unigram.fit(NgramCounts.of(documents, VOCAB))
 
 
 def test_a_model_that_is_a_unigram_scores_as_the_unigram_does(setting):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
-from glm5_jax.data.sources import SourceConfig, held_out, open_source
+from glm5_jax.data.sources import SourceConfig, is_held_out, open_source
 from glm5_jax.evals.position import Bucket, long_documents, loss_by_position, table
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
@@ -53,9 +53,9 @@ def test_edges_may_be_chosen():
 def test_documents_are_held_out_and_long_enough(tmp_path):
     texts = [f"document {i} " * (3 + i % 7) for i in range(200)] + [""]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-    source = SourceConfig("jsonl", str(tmp_path / "a.jsonl"))
+    source = SourceConfig(kind="jsonl", path=str(tmp_path / "a.jsonl"))
     found = long_documents(source, TOKENIZER, 20, 4, held_out_fraction=0.2)
-    wanted = [t for t in texts if t and held_out(t, 0.2) and len(TOKENIZER.encode(t)) >= 19][:4]
+    wanted = [t for t in texts if t and is_held_out(t, 0.2) and len(TOKENIZER.encode(t)) >= 19][:4]
     assert found.shape == (4, 20)
     for row, text in zip(found, wanted, strict=True):
         assert row.tolist() == [*TOKENIZER.encode(text), TOKENIZER.eos_id][:20]
@@ -67,16 +67,21 @@ def test_of_a_book_only_the_passages_are_read_that_training_leaves_out(tmp_path)
     """The split goes by passage, so a hash of the whole book would read what was trained on."""
     passages = [f"<{i}> " + "x" * 4000 for i in range(40)]
     (tmp_path / "book.txt").write_text("\n\n".join(passages))
-    source = SourceConfig("books", str(tmp_path / "book.txt"))
+    source = SourceConfig(kind="books", path=str(tmp_path / "book.txt"))
     (row,) = long_documents(source, TOKENIZER, 3000, 1, held_out_fraction=0.2)
     text = TOKENIZER.decode(row.tolist())
-    stored = open_source(SourceConfig("passages", source.path))
-    kept = [x[: x.index(">") + 1] for x in (stored[i] for i in range(40)) if held_out(x, 0.2)]
+    stored = open_source(SourceConfig(kind="passages", path=source.path))
+    kept = [x[: x.index(">") + 1] for x in (stored[i] for i in range(40)) if is_held_out(x, 0.2)]
     assert len(kept) > 3 and re.findall(r"<\d+>", text) == kept[: text.count("<")]
 
 
 def test_the_table_has_a_line_per_bucket():
-    lines = table([Bucket(1, 2, 2.0, 0.5), Bucket(2, 9, 1.0, float("nan"))]).splitlines()
+    lines = table(
+        [
+            Bucket(start=1, end=2, loss=2.0, margin=0.5),
+            Bucket(start=2, end=9, loss=1.0, margin=float("nan")),
+        ]
+    ).splitlines()
     assert lines[1].split() == ["1", "..", "1", "2.000", "+-", "0.500", "7.39"]
     assert lines[2].split() == ["2", "..", "8", "1.000", "2.72"]
 

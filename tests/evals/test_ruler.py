@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
-from glm5_jax.data.synthetic import Task, TaskConfig
+from glm5_jax.data.synthetic import LongContextTask, LongContextTaskConfig
 from glm5_jax.evals import ruler as module
 from glm5_jax.evals.ruler import Ruler, RulerConfig, Score, compare, metrics, ruler, score, table
 from glm5_jax.model import glm5
@@ -23,7 +23,11 @@ from tests.model.small import one_layer
 TOKENIZER = Tokenizer.default()
 CFG = one_layer(num_nextn_predict_layers=0, max_position_embeddings=128)
 CONFIG = RulerConfig(
-    ("needle", "multi_value"), (40, 64), samples=5, batch_size=4, task=TaskConfig(surface="tokens")
+    kinds=("needle", "multi_value"),
+    lengths=(40, 64),
+    samples=5,
+    batch_size=4,
+    task=LongContextTaskConfig(surface="tokens"),
 )
 
 
@@ -41,8 +45,11 @@ def decoded():
 
 def tasks_of(prompts, answers, cuts=(2, 3)):
     return [
-        Task(
-            p.astype(np.int32), tuple(np.split(a.astype(np.int32), cuts)), "multi_value", (0.5, 0.1)
+        LongContextTask(
+            prompt=p.astype(np.int32),
+            answers=tuple(np.split(a.astype(np.int32), cuts)),
+            kind="multi_value",
+            depths=(0.5, 0.1),
         )
         for p, a in zip(prompts, answers)
     ]
@@ -74,7 +81,12 @@ def test_answers_of_unequal_number_and_length_share_a_batch():
     prompts, answers = decoded()
     two = tasks_of(prompts[:3], answers[:3])
     one = [
-        Task(np.concatenate([p, a[:5]]).astype(np.int32), (a[5:].astype(np.int32),), "needle", ())
+        LongContextTask(
+            prompt=np.concatenate([p, a[:5]]).astype(np.int32),
+            answers=(a[5:].astype(np.int32),),
+            kind="needle",
+            depths=(),
+        )
         for p, a in zip(prompts[3:], answers[3:])
     ]
     found = score(params(), CFG, two + one, 6, tail=8)
@@ -86,7 +98,9 @@ def test_answers_of_unequal_number_and_length_share_a_batch():
 def test_logits_of_the_prompt_are_never_made():
     """Of the compiled program: nothing in it has t x v elements; the answers' logits are there."""
     tokens = np.zeros((2, 96), np.int32)
-    run = module.right_answers.lower(params(), tokens, CFG, 3, None, module.Plan()).compile()
+    run = module.correct_tokens.lower(
+        params(), tokens, CFG, 3, None, module.ExecutionConfig()
+    ).compile()
     shapes = re.findall(r"\bf\d+\[([\d,]+)\]", run.as_text())
     sizes = {math.prod(map(int, shape.split(","))) for shape in shapes}
     assert 2 * 3 * CFG.vocab_size in sizes or 6 * CFG.vocab_size in sizes
@@ -109,13 +123,13 @@ def test_every_kind_and_length_is_scored_the_same_each_time():
 
 
 def test_runs_one_program_for_all_kinds_of_a_length(monkeypatch):
-    plain, asked = module.right_answers, []
+    plain, asked = module.correct_tokens, []
 
     def record(params, tokens, *static):
         asked.append((tokens.shape, tokens.dtype, *static))
         return plain(params, tokens, *static)
 
-    monkeypatch.setattr(module, "right_answers", record)
+    monkeypatch.setattr(module, "correct_tokens", record)
     ruler(params(), CFG, TOKENIZER, CONFIG)
     assert len(asked) == 8 and len(set(asked)) == 2
 
@@ -123,7 +137,7 @@ def test_runs_one_program_for_all_kinds_of_a_length(monkeypatch):
 def made(exact, share=None, samples="x"):
     exact = np.array(exact, bool)
     share = np.array(exact if share is None else share, np.float64)
-    return Score(exact, share, np.zeros(len(exact)), samples)
+    return Score(exact=exact, share=share, depth=np.zeros(len(exact)), samples=samples)
 
 
 def test_two_models_are_compared_on_their_common_samples():
@@ -162,7 +176,9 @@ def test_the_table_and_the_metrics_say_what_was_found():
 def setting():
     """Of a run on eight devices, over which a batch of four is split, and each sequence once more."""
     config = ExperimentConfig(model=CFG, mesh=MeshConfig(data=2, fsdp=2, context=2))
-    return Setting(config, TOKENIZER, 4, lambda batch: batch, None)
+    return Setting(
+        config=config, tokenizer=TOKENIZER, batch_rows=4, place=lambda batch: batch, evaluate=None
+    )
 
 
 class Other:
@@ -177,7 +193,7 @@ class Other:
 
 
 def test_it_is_an_evaluator_beside_another_and_a_mesh_changes_nothing():
-    both, alone = Ruler(CONFIG, setting(), beside=Other), Ruler(CONFIG, setting())
+    both, alone = Ruler(CONFIG, setting(), other=Other), Ruler(CONFIG, setting())
     mesh = make_mesh(data=2, fsdp=2, context=2)
     placed = jax.device_put(params(), glm5.param_shardings(CFG, mesh))
     assert both(placed) == {"held_out/loss": 1.5} | metrics(scores())
@@ -211,7 +227,7 @@ def test_lengths_beyond_the_model_are_refused_before_any_work():
 
 
 def test_long_evaluations_show_how_far_they_are(monkeypatch, capsys):
-    monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(module, "QUIET_S", 0.0)
     ruler(params(), CFG, TOKENIZER, CONFIG)
     assert "sample 20/20  multi_value at 64" in capsys.readouterr().err
     ruler(params(), CFG, TOKENIZER, CONFIG, progress=False)

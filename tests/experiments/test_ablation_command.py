@@ -42,7 +42,12 @@ def run(arguments, find=None):
 
     def found(runs, config, command):
         seen.append((runs.workdir, config.name, command))
-        return Finding("A title", command, ("met",), (Table("t", ("a",), (("b",),)),))
+        return Finding(
+            title="A title",
+            command=command,
+            verdicts=("met",),
+            tables=(Table(title="t", columns=("a",), rows=(("b",),)),),
+        )
 
     return ablate("muon_split", arguments, muon_split.get_config, find or found), seen
 
@@ -90,11 +95,13 @@ def test_a_stop_says_why(kind, tmp_path, capsys):
 def test_mtp_drafts_with_every_trained_arm(tmp_path, monkeypatch):
     """Its runs measure, and keep the weights that they measured."""
     seen = {}
-    monkeypatch.setattr(command, "Runs", lambda workdir, evaluator, **options: seen.update(options))
-    finding = Finding("A title", "command", (), ())
+    monkeypatch.setattr(
+        command, "AblationRuns", lambda workdir, evaluator, **options: seen.update(options)
+    )
+    finding = Finding(title="A title", command="command", verdicts=(), tables=())
     monkeypatch.setattr(mtp, "run", lambda runs, config, command: finding)
     assert mtp.main(["tiny", str(tmp_path)]) == 0
-    assert seen == {"measure": mtp.drafted, "keep": True}
+    assert seen == {"measure": mtp.measure_drafts, "keep": True}
 
 
 def test_names_variants_of_every_ablation():

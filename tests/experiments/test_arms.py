@@ -9,16 +9,16 @@ import pytest
 
 from experiments.ablations.arms import (
     RATIO,
+    AblationRuns,
     Arm,
-    Runs,
     SharedSteps,
     Tuned,
     grid,
     losses_by_rate,
     outcome,
-    steady,
     steps_to,
     tune,
+    tune_without_divergence,
 )
 from glm5_jax import presets
 from glm5_jax.core.console import ProgressBar
@@ -65,13 +65,20 @@ def config(**changes) -> ExperimentConfig:
     base = ExperimentConfig(
         name="toy",
         model=model,
-        data=DataConfig((SourceConfig("shakespeare"),), 16, shuffle_window=64, num_threads=0),
+        data=DataConfig(
+            sources=(SourceConfig(kind="shakespeare"),),
+            sequence_length=16,
+            shuffle_window=64,
+            num_threads=0,
+        ),
         batch=BatchRampConfig(start=128, end=128, ramp_tokens=0, multiple=128),
         optimizer=OptimizerConfig(ns_dtype="float32", matrices="adamw"),
-        schedule=ScheduleConfig("linear", peak=1e-2, end=1e-3, warmup_steps=2, total_steps=STEPS),
+        schedule=ScheduleConfig(
+            kind="linear", peak=1e-2, end=1e-3, warmup_steps=2, total_steps=STEPS
+        ),
         step=StepConfig(remat="none"),
         train=TrainConfig(
-            eval_interval=2, sample_interval=0, save_interval=2, max_skipped_in_a_row=2
+            eval_interval=2, sample_interval=0, save_interval=2, max_consecutive_skipped=2
         ),
     )
     return dataclasses.replace(base, **changes)
@@ -94,7 +101,7 @@ def without_pages():
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    runs = Runs(tmp_path_factory.mktemp("arms"), Bias)
+    runs = AblationRuns(tmp_path_factory.mktemp("arms"), Bias)
     return runs, runs(TRIALS)
 
 
@@ -109,7 +116,7 @@ def pretended(monkeypatch):
             log.write({"step": STEPS, "loss/ce": 2.0 + len(ran)})
 
     monkeypatch.setattr(Pretraining, "run", run)
-    monkeypatch.setattr(Pretraining, "finished", property(lambda training: True))
+    monkeypatch.setattr(Pretraining, "is_finished", property(lambda training: True))
     return ran
 
 
@@ -155,23 +162,23 @@ def test_a_trial_trains_as_it_would_alone(done, tmp_path):
 
 
 def test_trains_trial_without_whole_row_and_no_other(pretended, tmp_path):
-    rows = Runs(tmp_path)(TRIALS)
+    rows = AblationRuns(tmp_path)(TRIALS)
     assert pretended == [0, 0, 1] and [row["loss"] for row in rows] == [3.0, 4.0, 5.0]
-    again = Runs(tmp_path)
+    again = AblationRuns(tmp_path)
     assert again(TRIALS) == again.rows() == rows and len(pretended) == 3
     renamed = dataclasses.replace(TRIALS[0], arm="another name")
     assert again([renamed]) == [rows[0] | {"arm": "another name"}]
     results = tmp_path / "results.jsonl"
     results.write_text(results.read_text()[:-10])
-    assert Runs(tmp_path).rows() == rows[:2]
-    assert [row["loss"] for row in Runs(tmp_path)(TRIALS)] == [3.0, 4.0, 6.0]
+    assert AblationRuns(tmp_path).rows() == rows[:2]
+    assert [row["loss"] for row in AblationRuns(tmp_path)(TRIALS)] == [3.0, 4.0, 6.0]
     assert pretended == [0, 0, 1, 1]
 
 
 @pytest.mark.slow
 def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_path, monkeypatch):
     whole, _ = done
-    runs = Runs(tmp_path, Bias)
+    runs = AblationRuns(tmp_path, Bias)
     plain = ProgressBar.update
 
     def kill(bar, done, text):
@@ -183,7 +190,7 @@ def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_p
         patch.setattr(ProgressBar, "update", kill)
         runs(TRIALS[:1])
     assert runs.rows() == []
-    fresh = Runs(tmp_path, Bias)
+    fresh = AblationRuns(tmp_path, Bias)
     [row] = fresh(TRIALS[:1])
     assert fresh.done == STEPS - 2  # the checkpoint was at step 2
     assert curve(read(fresh.folders(TRIALS[0])[0])) == curve(read(whole.folders(TRIALS[0])[0]))
@@ -194,7 +201,9 @@ def test_a_killed_trial_goes_on_from_its_checkpoint_to_the_same_bits(done, tmp_p
 def test_stages_follow_each_other_and_a_shared_beginning_is_trained_once(tmp_path):
     first = config(train=dataclasses.replace(config().train, save_interval=0))
     second = dataclasses.replace(first, name="second")
-    runs = Runs(tmp_path, Bias, keep=True, measure=lambda trial, folder: {"folder": folder.name})
+    runs = AblationRuns(
+        tmp_path, Bias, keep=True, measure=lambda trial, folder: {"folder": folder.name}
+    )
     [short] = runs([Arm("short", (first,)).trial()])
     trial = Arm("long", (first, second)).trial()
     [row] = runs([trial])
@@ -209,7 +218,7 @@ def test_stages_follow_each_other_and_a_shared_beginning_is_trained_once(tmp_pat
 
 @pytest.mark.slow
 def test_a_training_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
-    runs = Runs(tmp_path)
+    runs = AblationRuns(tmp_path)
     rows = runs([ARM.trial(rate=1e30, seed=0), ARM.trial(rate=1e-2, seed=0)])
     assert rows[0]["loss"] is None
     assert rows[1]["loss"] == pytest.approx(rows[1]["train_loss"])
@@ -225,7 +234,7 @@ def test_a_training_that_stopped_for_another_reason_is_no_result(tmp_path, monke
         raise TrainingStopped("the disk is full")
 
     monkeypatch.setattr(Pretraining, "run", stopped)
-    runs = Runs(tmp_path)
+    runs = AblationRuns(tmp_path)
     with pytest.raises(TrainingStopped, match="the disk is full"):
         runs(TRIALS[:1])
     assert runs.rows() == []
@@ -326,16 +335,16 @@ def test_a_rate_at_which_another_seed_diverges_gives_way_to_the_next_best():
         ]
 
     tuned, limit = Tuned(ARM, 0.04, {0.01: 3.0, 0.02: 2.5, 0.04: 2.0}), 0.01
-    found, rows = steady(runs, tuned, (0, 1))
+    found, rows = tune_without_divergence(runs, tuned, (0, 1))
     assert (found.rate, [row["rate"] for row in rows]) == (0.01, [0.01, 0.01])
     assert found.losses == {0.01: 3.0, 0.02: math.inf, 0.04: math.inf}
     limit = 0.04
-    assert steady(runs, tuned, (0, 1))[0] == tuned
+    assert tune_without_divergence(runs, tuned, (0, 1))[0] == tuned
     limit = 0.0
     with pytest.raises(
         ValueError, match="no rate of .* at which none of the seeds .0, 1. diverged"
     ):
-        steady(runs, tuned, (0, 1))
+        tune_without_divergence(runs, tuned, (0, 1))
 
 
 def test_steps_to_a_level():
@@ -350,4 +359,4 @@ def test_what_cannot_be_run_is_named(tmp_path):
         Arm("empty", ())
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file; give a folder"):
-        Runs(tmp_path / "file")
+        AblationRuns(tmp_path / "file")

@@ -8,13 +8,28 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import asynchronous
-from experiments.benchmarks.asynchronous import LEARNS, WAITS, Arm, arms, at_once, measure
-from experiments.benchmarks.ideal_system import Run, Turn, Update, Workload, ideal, joined, used
+from experiments.benchmarks.asynchronous import (
+    LEARNS,
+    WAITS,
+    WorkloadArm,
+    arms,
+    concurrency,
+    measure,
+)
+from experiments.benchmarks.discrete_event_model import (
+    SystemRun,
+    Update,
+    Workload,
+    WorkloadTurn,
+    ideal,
+    mean_concurrency,
+    merge_spans,
+)
 from glm5_jax.rl.sessions import seed_of
 
 # A reply takes a second.
 ONE = Workload(
-    "one",
+    name="one",
     group=1,
     batch_groups=1,
     max_staleness=0,
@@ -23,8 +38,8 @@ ONE = Workload(
     speed=4.0,
     engines=1,
     slots=9,
-    learn=1.0,
-    push=0.5,
+    update_s=1.0,
+    push_s=0.5,
 )
 
 
@@ -32,7 +47,7 @@ def pushed(workload, attempts, updates):
     """When each update was done, and the run; attempts: seconds of environments by (order, tries, place), 0 of others."""
 
     def met(*own):
-        return [Turn(seconds, 4) for seconds in attempts.get(own, (0,))]
+        return [WorkloadTurn(seconds, 4) for seconds in attempts.get(own, (0,))]
 
     run = ideal(workload, updates, attempts=met)
     return [own.pushed for own in run.updates], run
@@ -44,7 +59,7 @@ def pushed(workload, attempts, updates):
 def test_who_waits_takes_the_sum_of_all_that_an_update_takes():
     times, run = pushed(ONE, {(0, 0, 0): (2,), (1, 0, 0): (3,)}, 3)
     assert times == [4.5, 10.0, 12.5]
-    assert run.updates[1] == Update(asked=4.5, came=8.5, learnt=9.5, pushed=10.0)
+    assert run.updates[1] == Update(requested=4.5, received=8.5, updated=9.5, pushed=10.0)
     assert run.replies == [(2, 3), (7.5, 8.5), (10, 11)]
     assert run.answers == [(0, 2), (4.5, 7.5), (10, 10)]
     assert run.ages == [[0], [0], [0]] and run.met == [[2], [3], [0]]
@@ -84,7 +99,7 @@ def test_a_rollout_that_may_be_a_step_old_is_sampled_while_the_trainer_learns():
 
 
 def test_batches_wait_for_who_would_be_too_old_for_the_next():
-    work = dataclasses.replace(ONE, max_staleness=1, push=0.0)
+    work = dataclasses.replace(ONE, max_staleness=1, push_s=0.0)
     # Its first token comes at once, its last after 10.5 s.
     slow = {(1, 0, 0): (0, 8.5)}
     times, run = pushed(work, slow, 4)
@@ -93,7 +108,7 @@ def test_batches_wait_for_who_would_be_too_old_for_the_next():
 
 
 def test_without_pacing_who_is_too_old_is_dropped_and_begins_anew():
-    work = dataclasses.replace(ONE, max_staleness=1, push=0.0, pacing=False)
+    work = dataclasses.replace(ONE, max_staleness=1, push_s=0.0, pacing=False)
     times, run = pushed(work, {(1, 0, 0): (0, 8.5)}, 7)
     # Dropped at 10.5; its next try is there at 11.5, while the trainer learns.
     assert times == [2, 4, 6, 8, 10, 12, 13]
@@ -102,7 +117,7 @@ def test_without_pacing_who_is_too_old_is_dropped_and_begins_anew():
 
 
 def test_of_a_group_that_is_partly_too_old_the_rest_is_learnt_from():
-    work = dataclasses.replace(ONE, group=3, max_staleness=1, push=0.0, pacing=False)
+    work = dataclasses.replace(ONE, group=3, max_staleness=1, push_s=0.0, pacing=False)
     # Two members have their first tokens late, by weights that are new enough.
     late = {(1, 0, 0): (0, 8.5), (1, 0, 1): (9.5,), (1, 0, 2): (9.5,)}
     _, run = pushed(work, late, 6)
@@ -115,7 +130,13 @@ def test_of_a_group_that_is_partly_too_old_the_rest_is_learnt_from():
 )
 @pytest.mark.parametrize("sigma", [0.0, 1.0])
 def test_no_more_is_saved_than_the_steps_that_may_lie_between_and_one(max_staleness, sigma):
-    work = Workload("slow", max_staleness=max_staleness, sigma=sigma, seconds=3.0, limit=60.0)
+    work = Workload(
+        name="slow",
+        max_staleness=max_staleness,
+        sigma=sigma,
+        median_answer_s=3.0,
+        max_answer_s=60.0,
+    )
     learns, waits = ideal(work, 80), ideal(work.synchronous(), 80)
     speed_up = learns.rate(max_staleness + 1) / waits.rate(1)
     # Which batches the window has makes some per cent.
@@ -131,7 +152,7 @@ def test_the_workloads_have_the_bounds_that_they_are_to_have():
         learns, waits = ideal(own, 100), ideal(own.synchronous(), 100)
         first = own.max_staleness + 1
         assert learns.rate(first) / waits.rate(1) >= asynchronous.BOUNDS[own.name]
-        assert learns.rate(first) * (own.learn + own.push) > 0.97
+        assert learns.rate(first) * (own.update_s + own.push_s) > 0.97
 
 
 # -- what is made of runs -------------------------------------------------------------------------------------
@@ -139,23 +160,25 @@ def test_the_workloads_have_the_bounds_that_they_are_to_have():
 
 def test_the_first_updates_do_not_count():
     updates = [Update(0, 4, 5, 6), Update(6, 6.5, 7, 8), Update(8, 8.25, 9, 9.5)]
-    run = Run(updates, [(5, 7), (7, 12)], [], [], [])
+    run = SystemRun(updates=updates, replies=[(5, 7), (7, 12)], answers=[], ages=[], met=[])
     assert run.window(1) == (6, 9.5)
     assert run.rate(1) == 2 / 3.5 and run.rate(2) == 1 / 1.5
     assert run.waiting(1) == 0.75 / 3.5
-    assert used(run.replies, run.window(1)) == (1 + 2.5) / 3.5
+    assert mean_concurrency(run.replies, run.window(1)) == (1 + 2.5) / 3.5
     with pytest.raises(ValueError, match="more than 3"):
         run.rate(3)
 
 
 def test_times_that_overlap_count_once():
-    assert joined([(4, 5), (0, 2), (1, 3), (5, 6)]) == [(0, 3), (4, 6)]
-    assert at_once([(4, 5), (0, 2), (1, 3)], np.array([0.5, 1.5, 3.5, 4.5])) == [1, 2, 0, 1]
+    assert merge_spans([(4, 5), (0, 2), (1, 3), (5, 6)]) == [(0, 3), (4, 6)]
+    assert concurrency([(4, 5), (0, 2), (1, 3)], np.array([0.5, 1.5, 3.5, 4.5])) == [1, 2, 0, 1]
 
 
 def test_the_trainer_is_idle_when_it_neither_learns_nor_pushes():
     updates = [Update(4 * i, 4 * i + 2, 4 * i + 3, 4 * i + 4) for i in range(4)]
-    arm = Arm(ONE, [run := Run(updates, [], [], [], [])])
+    arm = WorkloadArm(
+        ONE, [run := SystemRun(updates=updates, replies=[], answers=[], ages=[], met=[])]
+    )
     assert arm.idle(run) == 1 - 1.5 / 4
 
 
@@ -169,7 +192,9 @@ def made(rate_of_waiting, rate_of_learning):
             span = 1 / rate
             updates = [Update(i * span, i * span, i * span, (i + 1) * span) for i in range(20)]
             replies = [(0.0, 1.0)]
-            run = Run(updates, replies, replies, [[0]] * 20, [[1.0]] * 20)
+            run = SystemRun(
+                updates=updates, replies=replies, answers=replies, ages=[[0]] * 20, met=[[1.0]] * 20
+            )
             arm.runs.append(run)
             arm.ideals.append(ideal(arm.workload, 20))
     return found
@@ -177,7 +202,7 @@ def made(rate_of_waiting, rate_of_learning):
 
 def test_a_target_that_is_missed_is_said_to_be():
     work = asynchronous.SHORT
-    busy = 1 / (work.learn + work.push)
+    busy = 1 / (work.update_s + work.push_s)
     fast = dict.fromkeys(("short tails", "long tails"), 0.96 * busy)
     waits = ideal(work.synchronous(), 20).rate(1)
     said = asynchronous.verdict(made(waits, fast)).split("long tails")
@@ -201,37 +226,41 @@ def test_options_that_cannot_be_are_refused(flag, capsys):
 )
 def test_workloads_that_cannot_be_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Workload("wrong", **wrong)
+        Workload(name="wrong", **wrong)
 
 
 def test_rollouts_are_drawn_as_the_workload_says():
-    work = Workload("drawn", turns=4, seconds=0.5, sigma=1.0, limit=3.0, tokens=(5, 9))
+    work = Workload(
+        name="drawn", turns=4, median_answer_s=0.5, sigma=1.0, max_answer_s=3.0, tokens=(5, 9)
+    )
     turns = list(itertools.chain.from_iterable(map(work.rollout, range(2000))))
     seconds, tokens = np.array(turns).T
     assert np.median(seconds) == pytest.approx(0.5, rel=0.05)
     assert np.std(np.log(seconds[seconds < 3])) == pytest.approx(0.95, abs=0.1)
     assert seconds.max() == 3.0 and set(tokens) == {5, 6, 7, 8, 9}
     assert work.rollout(7) == work.rollout(7) != work.rollout(8)
-    assert work.scaled(0.1).rollout(7)[0].seconds == pytest.approx(work.rollout(7)[0].seconds / 10)
+    assert work.scaled(0.1).rollout(7)[0].answer_s == pytest.approx(
+        work.rollout(7)[0].answer_s / 10
+    )
     assert work.scaled(0.1).speed == 10 * work.speed
 
 
 # -- the real system ------------------------------------------------------------------------------------------
 
 TINY = Workload(
-    "tiny",
+    name="tiny",
     group=2,
     batch_groups=2,
     max_staleness=1,
     turns=2,
-    seconds=0.05,
+    median_answer_s=0.05,
     sigma=0.5,
     engines=2,
     slots=1,
     tokens=(4, 8),
     speed=80.0,
-    learn=0.2,
-    push=0.05,
+    update_s=0.2,
+    push_s=0.05,
 )
 SEED, UPDATES = 3, 5
 
@@ -243,12 +272,14 @@ def test_a_run_of_the_real_system_is_what_it_says(name, tmp_path):
     run = measure(work, UPDATES, SEED, tmp_path / "run")
     assert len(run.updates) == UPDATES
     for own, after in zip(run.updates, [*run.updates[1:], None]):
-        assert own.asked <= own.came
-        assert own.learnt - own.came >= work.learn and own.pushed - own.learnt >= work.push
-        assert after is None or own.pushed <= after.asked
+        assert own.requested <= own.received
+        assert (
+            own.updated - own.received >= work.update_s and own.pushed - own.updated >= work.push_s
+        )
+        assert after is None or own.pushed <= after.requested
     # Whoever runs, a rollout in its place meets the same.
     met = {(order, place): drawn(work, order, place) for order in range(40) for place in range(2)}
-    known = {sum(turn.seconds for turn in turns): own for own, turns in met.items()}
+    known = {sum(turn.answer_s for turn in turns): own for own, turns in met.items()}
     learnt = [[known[seconds] for seconds in own] for own in run.met]
     if name == WAITS:
         assert learnt == [
@@ -257,21 +288,23 @@ def test_a_run_of_the_real_system_is_what_it_says(name, tmp_path):
         ]
         assert run.met == ideal(work, UPDATES, SEED).met
         assert all(
-            not (b > own.came and a < own.pushed) for a, b in run.replies for own in run.updates
+            not (b > own.received and a < own.pushed) for a, b in run.replies for own in run.updates
         )
     else:
-        assert any(b > own.came and a < own.pushed for a, b in run.replies for own in run.updates)
+        assert any(
+            b > own.received and a < own.pushed for a, b in run.replies for own in run.updates
+        )
         assert len({*itertools.chain(*learnt)}) == UPDATES * 4
     ages = list(itertools.chain(*run.ages))
     assert len(ages) == UPDATES * 4 and max(ages) == work.max_staleness
     assert run.dropped == run.padded == 0
     # Every turn of what was learnt from was answered and replied to, and took its time.
     assert len(run.answers) >= len(run.replies) >= UPDATES * 4 * work.turns
-    shortest = min(turn.seconds for turns in met.values() for turn in turns)
+    shortest = min(turn.answer_s for turns in met.values() for turn in turns)
     assert min(b - a for a, b in run.answers) >= 0.99 * shortest
     assert min(b - a for a, b in run.replies) >= 0.99 * work.tokens[0] / work.speed
     begins = [a for a, _ in run.replies]
-    assert max(at_once(run.replies, np.array(begins) + 1e-4)) <= work.engines * work.slots
+    assert max(concurrency(run.replies, np.array(begins) + 1e-4)) <= work.engines * work.slots
     programs = {"hub", "gateway", "engine-0", "engine-1", "search", "terminal", "trainer"}
     assert run.cores.keys() == programs and 0 < sum(run.cores.values()) < 7
 

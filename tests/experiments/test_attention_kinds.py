@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.ablations import attention_kinds, retriever
-from experiments.ablations.arms import Arm, Runs
+from experiments.ablations.arms import AblationRuns, Arm
 from experiments.ablations.attention_kinds import (
     ARMS,
     DENSE,
@@ -19,11 +19,11 @@ from experiments.ablations.attention_kinds import (
     SEARCHED,
     SEEDS,
     SIMPLE,
-    Study,
+    AttentionKindsStudy,
 )
 from glm5_jax.checkpoint import store
 from glm5_jax.checkpoint.models import check_arithmetic
-from glm5_jax.core.tree import flatten, found
+from glm5_jax.core.tree import flatten, matches_any
 from glm5_jax.data.synthetic import LongContextTasks
 from glm5_jax.evals.ruler import STREAM, RulerConfig, Score
 from glm5_jax.model import glm5
@@ -89,14 +89,14 @@ def test_every_stage_fits_what_the_one_before_it_leaves(variant, workdir):
     _, made = arms(variant, workdir)
     for arm in made.values():
         for first, stage in itertools.pairwise(arm.stages):
-            check_arithmetic(first.name, first.model, stage.model, stage.unshared)
-            before, after = (flatten(glm5.abstract(own.model)) for own in (first, stage))
+            check_arithmetic(first.name, first.model, stage.model, stage.may_differ)
+            before, after = (flatten(glm5.abstract_params(own.model)) for own in (first, stage))
             alone = before.keys() ^ after.keys()
-            assert all(found(stage.unshared, path) for path in alone)
+            assert all(matches_any(stage.may_differ, path) for path in alone)
             if first.model.layer_kinds != stage.model.layer_kinds:
                 alone.add("model.layer_attention")
-            patterns = [p for p in stage.unshared if p != "rope_theta"]  # mid-training's own
-            assert all(any(found([p], path) for path in alone) for p in patterns)
+            patterns = [p for p in stage.may_differ if p != "rope_theta"]  # mid-training's own
+            assert all(any(matches_any([p], path) for path in alone) for p in patterns)
             assert all(before[p].shape == after[p].shape for p in before.keys() & after.keys())
 
 
@@ -107,12 +107,12 @@ def test_dsa_warms_its_indexers_up_alone_and_then_trains_everything(workdir):
     assert warmed.model.index_topk == sparse.model.index_topk == study.index_topk == 16
     groups = {}
     for stage in (warmed, sparse):
-        of = flatten(groups_of(stage.optimizer, glm5.letters(stage.model)))
+        of = flatten(groups_of(stage.optimizer, glm5.axis_letters(stage.model)))
         groups[stage.name] = {path: group for path, group in of.items() if group != "frozen"}
         assert stage.step.index_weight == 1
     warmed, sparse = groups.values()
     assert warmed and all("indexer/" in path for path in warmed)
-    assert set(sparse) == set(flatten(glm5.abstract(made[DSA].stages[-1].model)))
+    assert set(sparse) == set(flatten(glm5.abstract_params(made[DSA].stages[-1].model)))
 
 
 def test_continual_training_has_other_items_than_the_dense_model(workdir):
@@ -158,33 +158,37 @@ MODEL = retriever.model(2, hidden_size=16, intermediate_size=16, sliding_window=
 @pytest.fixture(scope="module")
 def toy():
     """A study of two layers."""
-    judged = RulerConfig(("multi_key",), (12, 18), 20, task=retriever.TASK)
+    judged = RulerConfig(kinds=("multi_key",), lengths=(12, 18), samples=20, task=retriever.TASK)
 
     def stages(workdir):
         dense = retriever.stage("toy dense", workdir, 18, 2, MODEL)
         return dense, dataclasses.replace(dense, name="toy")
 
     searched = dataclasses.replace(judged, lengths=(18,), seed=9)
-    return Study("toy", stages, 4, 1, judged, searched)
+    return AttentionKindsStudy(
+        name="toy", stages=stages, index_topk=4, warmup_steps=1, judged=judged, searched=searched
+    )
 
 
 def measure(study, workdir, monkeypatch, arm, seed, old, new):
     """The measured row of a trial whose dense model is `old`, and which ends as `new`."""
     asked = []
 
-    def load(folder, abstract, unshared=()):
+    def load(folder, abstract, may_differ=()):
         asked.append(folder)
         held = flatten(new if folder == last else old)
         alone = held.keys() ^ flatten(abstract).keys()
-        assert all(found(unshared, path) for path in alone)
+        assert all(matches_any(may_differ, path) for path in alone)
         return new if folder == last else old
 
     trial = arm.trial(seed=seed)
-    *_, before, last = Runs(workdir).folders(trial) if len(arm.stages) > 1 else (None, workdir)
+    *_, before, last = (
+        AblationRuns(workdir).folders(trial) if len(arm.stages) > 1 else (None, workdir)
+    )
     last.mkdir(parents=True, exist_ok=True)
     Tokenizer.load(retriever.tokenizer(workdir)).save(last / "tokenizer")
     monkeypatch.setattr(store, "load_params", load)
-    row = attention_kinds.measured(study, trial, last)
+    row = attention_kinds.measure(study, trial, last)
     assert asked == [last] + ([before] if len(arm.stages) > 1 else [])
     return row
 
@@ -201,7 +205,7 @@ def test_before_is_the_converted_model_and_after_the_trained_one(workdir, toy, m
         seen.append((params, model, *rest))
         return {"12": 0.25, "18": 0.5}
 
-    monkeypatch.setattr(attention_kinds, "solved", spied)
+    monkeypatch.setattr(attention_kinds, "solve_rates", spied)
     for name in (SEARCHED, GDN):
         model = made[name].stages[-1].model
         new = glm5.init_params(model, jax.random.key(1))
@@ -225,22 +229,25 @@ def test_the_dense_model_is_searched_for_the_best_pattern(workdir, toy, monkeypa
         jax.tree.map(np.testing.assert_array_equal, params, old)
         return {"18": {"FS": 0.25, "SF": 0.75}[attention_kinds.letters(model.layer_kinds)]}
 
-    monkeypatch.setattr(attention_kinds, "solved", spied)
+    monkeypatch.setattr(attention_kinds, "solve_rates", spied)
     row = measure(toy, workdir, monkeypatch, dense, 1, None, old)
     assert row == {"pattern": "SF", "scores": {"FS": 0.25, "SF": 0.75}}
 
 
 def test_solved_is_the_mean_over_the_kinds_of_exact_matches(monkeypatch):
-    config = RulerConfig(("needle", "multi_key"), (18, 36), 4)
+    config = RulerConfig(kinds=("needle", "multi_key"), lengths=(18, 36), samples=4)
     exact = {"needle/18": 4, "multi_key/18": 1, "needle/36": 2, "multi_key/36": 0}
 
     def fake(params, model, tokenizer, asked, progress):
         assert (params, model, tokenizer, asked) == (1, 2, 3, config)
         share = np.ones(4)  # some answers are right in every sample
-        return {k: Score(np.arange(4) < n, share, share, "") for k, n in exact.items()}
+        return {
+            k: Score(exact=np.arange(4) < n, share=share, depth=share, samples="")
+            for k, n in exact.items()
+        }
 
     monkeypatch.setattr(attention_kinds, "ruler", fake)
-    assert attention_kinds.solved(1, 2, 3, config) == {"18": 0.625, "36": 0.25}
+    assert attention_kinds.solve_rates(1, 2, 3, config) == {"18": 0.625, "36": 0.25}
 
 
 def test_every_seed_trains_the_pattern_that_it_found(toy, workdir, monkeypatch):
@@ -262,13 +269,13 @@ def test_every_seed_trains_the_pattern_that_it_found(toy, workdir, monkeypatch):
         shares = {"12": 0.5, "18": 0.5}
         return {"seed": trial.seed, "loss": 1.0, "before": shares, "after": shares}
 
-    monkeypatch.setattr(attention_kinds, "Runs", Fake)
-    found = attention_kinds.run(Fake(workdir, keep=True), toy, "command")
+    monkeypatch.setattr(attention_kinds, "AblationRuns", Fake)
+    result = attention_kinds.run(Fake(workdir, keep=True), toy, "command")
     searched = {t.seed: t.stages[-1].model.layer_kinds for t in trained if t.arm == SEARCHED}
     assert searched == {0: ("full", "window"), 1: ("window", "full"), 2: ("window", "full")}
     same = {t.digests[-1] for t in trained if t.seed == 0 and t.arm in (SEARCHED, INTERLEAVED)}
     assert len(same) == 1  # one training for both
-    assert len(trained) == len(SEEDS) * (1 + len(ARMS)) and found.command == "command"
+    assert len(trained) == len(SEEDS) * (1 + len(ARMS)) and result.command == "command"
 
 
 def rows(**changes):
@@ -310,17 +317,17 @@ ONE = (1.0, 1.0, 1.0)
     ],
 )  # fmt: skip
 def test_verdicts_follow_the_rows(changes, index, verdict, toy):
-    found = attention_kinds.finding(toy, "command", BASES, rows(**changes))
-    assert len(found.verdicts) == 7
+    result = attention_kinds.finding(toy, "command", BASES, rows(**changes))
+    assert len(result.verdicts) == 7
     when = "before" if index < 2 else "after"
-    assert found.verdicts[index].startswith(f"18 tokens, {when} training: ")
-    assert found.verdicts[index].endswith(verdict)
+    assert result.verdicts[index].startswith(f"18 tokens, {when} training: ")
+    assert result.verdicts[index].endswith(verdict)
 
 
 def test_tables_show_every_arm_before_and_after(toy):
     changed = rows(apart=((0.25, 0.5, 0.75), ONE), full=(ONE, (0.5, 0.75, 1.0)))
-    found = attention_kinds.finding(toy, "command", BASES, changed)
-    solved, differences, patterns = found.tables
+    result = attention_kinds.finding(toy, "command", BASES, changed)
+    solved, differences, patterns = result.tables
     assert [row[:2] for row in solved.rows] == [(n, w) for n in ARMS for w in ("before", "after")]
     assert solved.columns[2:] == ("12 tokens", "18 tokens")
     cells = {row[:2]: row[2:] for row in solved.rows}
@@ -338,21 +345,21 @@ def test_tables_show_every_arm_before_and_after(toy):
         ("SF", "50.0 (chosen)", "50.0 (chosen)", "50.0"),
         ("FS (interleaved)", "25.0", "25.0", "25.0 (chosen)"),
     )
-    assert len(found.plots) == 2
+    assert len(result.plots) == 2
 
 
 def test_patterns_that_a_beam_did_not_meet_are_left_out_of_its_column(toy):
     bases = [dict(BASES[0], scores={"SF": 0.5}), dict(BASES[1])]
-    found = attention_kinds.finding(toy, "command", bases, {n: r[:2] for n, r in rows().items()})
-    assert found.tables[2].rows[1] == ("FS (interleaved)", "-", "25.0")
+    result = attention_kinds.finding(toy, "command", bases, {n: r[:2] for n, r in rows().items()})
+    assert result.tables[2].rows[1] == ("FS (interleaved)", "-", "25.0")
 
 
 def test_an_arm_that_diverged_is_left_out_and_named(toy):
     changed = rows()
     changed[SEARCHED][1] = {"seed": 1, "loss": None}
-    found = attention_kinds.finding(toy, "command", BASES, changed)
-    assert found.verdicts[-1] == "windows, searched: a training diverged; left out"
-    assert len(found.verdicts) == 6 and SEARCHED not in {row[0] for row in found.tables[0].rows}
+    result = attention_kinds.finding(toy, "command", BASES, changed)
+    assert result.verdicts[-1] == "windows, searched: a training diverged; left out"
+    assert len(result.verdicts) == 6 and SEARCHED not in {row[0] for row in result.tables[0].rows}
     changed[FULL][0] = {"seed": 0, "loss": None}
     with pytest.raises(ValueError, match="full attention diverged"):
         attention_kinds.finding(toy, "command", BASES, changed)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments.ablations import attention_mass as ablation, retriever
-from experiments.ablations.attention_mass import RETRIEVER, TEXT, counts, reached
+from experiments.ablations.attention_mass import RETRIEVER, TEXT, counts, first_length
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
 from glm5_jax.checkpoint.models import check_arithmetic
@@ -29,12 +29,12 @@ def test_prefill_counts_are_those_of_the_formulas(t):
     seen, chosen = (t + 1) / 2, (2048 * 2049 / 2 + (t - 2048) * 2048) / t
     found = counts(GLM5, t)
     sparse = DENSE * chosen + INDEX * seen + PROJECTIONS
-    assert found["prefill, attention alone"] == pytest.approx((DENSE * seen, sparse), rel=1e-6)
+    assert found["prefill, attention only"] == pytest.approx((DENSE * seen, sparse), rel=1e-6)
     folds = 2 * 512 * 64 * (192 + 256)
-    assert found["the same as the kernels do it"] == pytest.approx(
+    assert found["prefill, attention in the kernels"] == pytest.approx(
         (folds + DENSE * seen, folds + LATENT * chosen + INDEX * seen + PROJECTIONS), rel=1e-6
     )
-    whole, alone = found["prefill, whole layer"], found["prefill, attention alone"]
+    whole, alone = found["prefill, whole layer"], found["prefill, attention only"]
     rest = np.subtract(whole, alone)
     # MLA's projections, the router, eight experts and the shared one (3 x 37.7M numbers / 3).
     assert rest == pytest.approx([2 * (165.02e6 + 1.57e6 + 9 * 37.75e6)] * 2, rel=1e-3)
@@ -43,7 +43,7 @@ def test_prefill_counts_are_those_of_the_formulas(t):
 def test_decoding_counts_are_those_of_the_formulas():
     t = 131_072
     found = counts(GLM5, t)
-    dense, sparse = found["decode, attention alone"]
+    dense, sparse = found["decode, attention only"]
     assert dense == 2 * 64 * (576 + 576) * t
     assert sparse == pytest.approx(LATENT * 2048 + INDEX * t + PROJECTIONS)
     whole = found["decode, whole layer"]
@@ -57,17 +57,17 @@ def test_decoding_counts_are_those_of_the_formulas():
 
 def test_few_keys_are_not_taken_twice():
     """Up to index_topk keys a selection is all of them."""
-    dense, sparse = counts(GLM5, 1024)["prefill, attention alone"]
+    dense, sparse = counts(GLM5, 1024)["prefill, attention only"]
     assert sparse == pytest.approx(dense + INDEX * 512.5 + PROJECTIONS, rel=1e-6)
 
 
 def test_the_length_at_which_a_ratio_is_reached():
-    what = "prefill, attention alone"
-    at = reached(GLM5, what, 2.0)
+    what = "prefill, attention only"
+    at = first_length(GLM5, what, 2.0)
     for t, more in ((at - 1, False), (at, True)):
         dense, sparse = counts(GLM5, t)[what]
         assert (dense >= 2 * sparse) == more
-    assert reached(GLM5, what, 9.0) is None  # never more than 65,536 / 8,192
+    assert first_length(GLM5, what, 9.0) is None  # never more than 65,536 / 8,192
 
 
 @pytest.mark.parametrize("variant", ["tiny", "small"])
@@ -76,10 +76,10 @@ def test_only_indexers_learn_in_the_last_stage(variant, tmp_path):
     arms = ablation.arms(setup, tmp_path)
     for arm in arms.values():
         for before, after in itertools.pairwise(arm.stages):
-            check_arithmetic(before.name, before.model, after.model, after.unshared)
+            check_arithmetic(before.name, before.model, after.model, after.may_differ)
         assert all(stage.model.attention == "dense" for stage in arm.stages)
         last = arm.stages[-1]
-        assert last.optimizer.frozen and last.step.index_weight and last.unshared == ("indexer",)
+        assert last.optimizer.frozen and last.step.index_weight and last.may_differ == ("indexer",)
         assert last.model.index_topk is not None
     text = arms[TEXT].stages[-1]
     assert setup.length <= text.data.sequence_length
@@ -94,7 +94,7 @@ def test_the_retriever_is_measured_on_its_tasks(tmp_path, monkeypatch):
     params = glm5.init_params(trial.stages[-1].model, jax.random.key(0))
     monkeypatch.setattr(store, "load_params", lambda folder, abstract: params)
     monkeypatch.setattr(retriever, "ROWS", 2)
-    row = ablation.measured(ablation.get_config(), trial, tmp_path / "run")
+    row = ablation.measure(ablation.get_config(), trial, tmp_path / "run")
     assert [(m["layer"], m["end"]) for m in row["mass"]] == [
         (layer, end) for layer in (0, 1) for end in (33, 65, 129)
     ]
@@ -112,11 +112,22 @@ def test_the_text_model_is_measured_on_held_out_documents(tmp_path, monkeypatch)
 
     def note(params, cfg, rows, config, **_):
         seen.append((rows.shape, config))
-        return [Mass(0, 1, 2, (0.5,), (0.75,), (0.25,), (1.0,), (0.0,))]
+        return [
+            Mass(
+                layer=0,
+                start=1,
+                end=2,
+                selected=(0.5,),
+                best=(0.75,),
+                recent=(0.25,),
+                keys=(1.0,),
+                redundant=(0.0,),
+            )
+        ]
 
     monkeypatch.setattr(store, "load_params", lambda folder, abstract: None)
     monkeypatch.setattr(ablation, "attention_mass", note)
-    row = ablation.measured(setup, trial, tmp_path)
+    row = ablation.measure(setup, trial, tmp_path)
     assert seen == [((3, 1024), setup.mass)]
     assert row["mass"][0]["best"] == (0.75,)
 
@@ -126,9 +137,21 @@ def made_up(config, layers, seeds=3, redundant=(0.95, 0.5)):
     ks = len(config.top_k)
 
     def mass(layer, bucket, seed):
-        shares = [np.full(ks, x + 0.01 * seed).tolist() for x in (0.6 + layer / 10, 0.8, 0.3)]
+        selected, best, recent = (
+            tuple(np.full(ks, x + 0.01 * seed).tolist()) for x in (0.6 + layer / 10, 0.8, 0.3)
+        )
+        start, end = bucket
         return dataclasses.asdict(
-            Mass(layer, *bucket, *map(tuple, shares), (7.0 + layer, 50.0), redundant)
+            Mass(
+                layer=layer,
+                start=start,
+                end=end,
+                selected=selected,
+                best=best,
+                recent=recent,
+                keys=(7.0 + layer, 50.0),
+                redundant=redundant,
+            )
         )
 
     return [

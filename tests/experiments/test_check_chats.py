@@ -41,9 +41,11 @@ def run(capsys, tmp_path):
 def test_good_data_is_counted(run):
     code, out = run([GOOD, "", OTHER, MISTAKEN])
     assert code == 0
-    assert out[0].startswith("line 4: message 1 is not learnt: message 1 calls 'f' with arguments")
+    assert out[0].startswith(
+        "line 4: message 1 is not trained on: message 1 calls 'f' with arguments"
+    )
     assert out[-1].startswith("3 lines, 0 of them left out; 3 samples of ")
-    assert out[-1].endswith("1 mistakes that are not learnt")
+    assert out[-1].endswith("1 mistakes that are not trained on")
 
 
 def test_every_wrong_line_is_told(run):
@@ -51,10 +53,10 @@ def test_every_wrong_line_is_told(run):
     assert code == 1
     assert out[0].startswith("line 1: the line is not JSON")
     assert "line 3: no message is an assistant's" in out[1]
-    assert out[2].startswith("line 4: the same conversation stands in") and "line 2;" in out[2]
+    assert out[2].startswith("line 4: the same conversation is in") and "line 2;" in out[2]
     assert out[3] == (
-        "line 5: no token of it is learnt, as all its replies are left out: message 1, weight 0; remove it, or "
-        "correct a reply"
+        "line 5: it has no token to train on, because all its replies are masked: message 1, weight 0; remove it, "
+        "or correct a reply"
     )
     assert out[-1].startswith("5 lines, 4 of them left out; 1 samples")
 
@@ -64,10 +66,8 @@ def test_a_call_of_a_line_without_tools_is_told(run):
     result = {"role": "tool", "content": "no"}
     code, out = run([chat(call, result, says("D")), chat(call, result, call)])
     assert code == 1
-    assert out[0] == "line 1: message 1 is not learnt: no tool is named 'f'; there are none"
-    assert (
-        "left out: message 1, no tool is named 'f'; there are none (and 1 more); remove" in out[1]
-    )
+    assert out[0] == "line 1: message 1 is not trained on: no tool is named 'f'; there are none"
+    assert "masked: message 1, no tool is named 'f'; there are none (and 1 more); remove" in out[1]
 
 
 def test_what_is_right_is_written_as_it_was(run, tmp_path):
@@ -126,7 +126,7 @@ def test_a_right_answer_is_kept_where_the_same_reply_was_rejected_before(run):
 
 def test_messages_behind_the_last_reply_are_told(run):
     code, out = run([chat(says("A"), ASKED)])
-    assert code == 0 and out[0] == "line 1: 1 messages behind the last reply train nothing"
+    assert code == 0 and out[0] == "line 1: 1 messages after the last reply are not trained on"
 
 
 def test_lengths_are_those_of_the_layout(run):
@@ -137,14 +137,14 @@ def test_lengths_are_those_of_the_layout(run):
 
 def test_a_line_without_an_answer_is_told(run):
     code, out = run([GOOD], "--verify", "answer")
-    assert code == 1 and "it has no answer to hold its reply against" in out[0]
+    assert code == 1 and "it has no answer to compare its reply with" in out[0]
 
 
 def test_replies_in_circles_are_rejected(run):
     circle = chat(says("A", reasoning_content="and then we go round the same block again " * 5))
     assert run([circle])[0] == 0
     code, out = run([circle], "--verify", "repetition", "answer")
-    assert code == 1 and "message 1 says 'andthenwegoroundthesameblockag' 5 times" in out[0]
+    assert code == 1 and "message 1 repeats 'andthenwegoroundthesameblockag' 5 times" in out[0]
 
 
 def test_wrong_arguments_are_one_line(run, capsys, tmp_path):

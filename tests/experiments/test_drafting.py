@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.benchmarks.drafting import deepened
+from experiments.benchmarks.drafting import deepen
 from glm5_jax import presets
 from glm5_jax.model import glm5
 
@@ -13,7 +13,7 @@ from glm5_jax.model import glm5
 @pytest.mark.slow
 def test_a_deepened_model_is_the_same_function():
     model = glm5.Glm5(presets.tiny(), rngs=nnx.Rngs(0))
-    deep = deepened(model, 7)
+    deep = deepen(model, 7)
     tokens = np.arange(1, 60, dtype=np.int32)[None]
     ours, theirs = (
         jax.jit(lambda p, x, cfg=m.cfg: glm5.forward(p, x, cfg).logits)(glm5.params_of(m), tokens)

@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 
 from experiments.ablations import dsa_adaptation, dsa_stages, retriever
-from experiments.ablations.arms import Runs
+from experiments.ablations.arms import AblationRuns
 from experiments.ablations.dsa_adaptation import ANNEALED, AT_ONCE, DENSE, FULL, WARM_UP
-from experiments.ablations.dsa_stages import SEEDS, History, finding, history, parity, spike
+from experiments.ablations.dsa_stages import (
+    SEEDS,
+    History,
+    finding,
+    largest_rise,
+    read_history,
+    step_of_parity,
+)
 from experiments.dsa_warmup import TRUNK
 from glm5_jax.checkpoint import store
 from glm5_jax.data.synthetic import LongContextTasks
@@ -58,7 +65,7 @@ def test_all_arms_train_on_as_many_tokens_with_the_keys_of_their_kind(variant, w
     assert warm_up.model == full[0].model and warm_up.step == full[0].step
     assert full[0].schedule.peak == 5e-3 and full[0].schedule.end == 2e-4
     assert at_once.model == full[1].model and at_once.model.index_topk == study.keys
-    assert "indexer" in at_once.unshared
+    assert "indexer" in at_once.may_differ
     assert [stage.model.index_topk for stage in annealed] == list(study.levels)
     assert study.levels[0] == study.length and study.levels[-1] == study.keys
     assert all(stage.model.attention == "sparse" for stage in annealed)
@@ -93,7 +100,9 @@ def test_a_trained_arm_is_scored_with_the_keys_that_stay(workdir, monkeypatch):
     """Whatever it trained with; the samples are those of its seed, and what it missed is kept."""
     study = dsa_stages.get_config("tiny")
     task = dataclasses.replace(retriever.TASK, num_keys=24, num_values=4)
-    retrieval = RulerConfig(("multi_key",), (24,), 40, seed=5, batch_size=40, task=task)
+    retrieval = RulerConfig(
+        kinds=("multi_key",), lengths=(24,), samples=40, seed=5, batch_size=40, task=task
+    )
     study = dataclasses.replace(study, keys=3, length=24, retrieval=retrieval)
     small = dict(hidden_size=16, num_hidden_layers=1, first_k_dense_replace=1)
     dense = study.dense(workdir)
@@ -111,11 +120,11 @@ def test_a_trained_arm_is_scored_with_the_keys_that_stay(workdir, monkeypatch):
     rows = {}
     for name in (WARM_UP, ANNEALED, DENSE):
         trial = found[name].trial(seed=2)
-        served = study.served(trial.stages[-1])
+        served = study.evaluated_model(trial.stages[-1])
         params = glm5.init_params(served, jax.random.key(0))
         params["lm_head"]["weight"] *= known
         monkeypatch.setattr(store, "load_params", lambda *_, own=params: own)
-        rows[name] = dsa_adaptation.scored(study, trial, workdir)
+        rows[name] = dsa_adaptation.score_arm(study, trial, workdir)
         if name == WARM_UP:
             sparse = dataclasses.replace(model, attention="sparse", index_topk=3)
             config = dataclasses.replace(retrieval, seed=7)
@@ -148,7 +157,7 @@ def test_a_history_counts_the_steps_of_all_stages(tmp_path):
     sparse = [{"step": 0, exact: 0.75}]
     norms = {"grad_norm/indexer": 1.0, "grad_norm/muon": 3.0, "grad_norm/adamw": 4.0}
     sparse += [{"step": 1, "loss/ce": 0.125} | norms, {"step": 1, exact: 1.0}]
-    found = history(dense, [log(tmp_path / "warm", warm), log(tmp_path / "sparse", sparse)])
+    found = read_history(dense, [log(tmp_path / "warm", warm), log(tmp_path / "sparse", sparse)])
     assert found.scores == {0: 0.25, 2: 0.75, 3: 1.0}
     assert found.losses == {0: 0.25, 1: 0.5, 2: 0.5, 3: 0.125}
     assert found.trunk == {3: 5.0}
@@ -156,16 +165,16 @@ def test_a_history_counts_the_steps_of_all_stages(tmp_path):
 
 
 def test_a_spike_is_a_rise_over_the_lowest_value_before():
-    assert spike([3.0, 1.0, 2.0, 0.5, 1.75, 1.0]) == 1.25
-    assert spike([0.5, 3.0, 2.0, 1.0]) == 2.5  # from the dense model's own loss
-    assert spike([3.0, 2.0, 1.0]) == -1.0
+    assert largest_rise([3.0, 1.0, 2.0, 0.5, 1.75, 1.0]) == 1.25
+    assert largest_rise([0.5, 3.0, 2.0, 1.0]) == 2.5  # from the dense model's own loss
+    assert largest_rise([3.0, 2.0, 1.0]) == -1.0
 
 
 def test_parity_is_the_first_step_near_dense_at_that_step():
     dense = {0: 0.99, 40: 0.992, 80: 0.996}
-    assert parity({0: 0.99, 40: 0.97, 80: 0.991}, dense) == 80
-    assert parity({0: 0.99, 40: 0.987, 80: 0.9}, dense) == 40
-    assert parity({0: 0.99, 40: 0.5, 80: 0.9905}, dense) is None
+    assert step_of_parity({0: 0.99, 40: 0.97, 80: 0.991}, dense) == 80
+    assert step_of_parity({0: 0.99, 40: 0.987, 80: 0.9}, dense) == 40
+    assert step_of_parity({0: 0.99, 40: 0.5, 80: 0.9905}, dense) is None
 
 
 OF = 2000
@@ -279,7 +288,7 @@ def test_an_arm_that_diverged_is_named_and_left_out():
 def test_histories_are_of_the_stages_behind_the_dense_model(workdir, monkeypatch, tmp_path):
     asked = []
 
-    class Fake(Runs):
+    class Fake(AblationRuns):
         def __call__(self, trials):
             return [rows[t.arm][t.seed] for t in trials]
 
@@ -288,7 +297,7 @@ def test_histories_are_of_the_stages_behind_the_dense_model(workdir, monkeypatch
         return histories_of(SCORES)[FULL][0]
 
     rows = rows_of(dict.fromkeys(ARMS, 8))
-    monkeypatch.setattr(dsa_stages, "history", recorded)
+    monkeypatch.setattr(dsa_stages, "read_history", recorded)
     found = dsa_stages.run(Fake(tmp_path), STUDY, "command")
     assert len(asked) == len(ARMS) * len(SEEDS)
     assert all(dense.startswith("retriever_128_fewer_questions-") for dense, _ in asked)

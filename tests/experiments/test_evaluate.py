@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from glm5_jax.core.server import ListenConfig, free_port
+from glm5_jax.core.server import ListenConfig, find_free_port
 from launch import run as launch
 from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT
@@ -91,7 +91,7 @@ def test_a_policy_works_with_a_shell(capsys, tmp_path):
     tasks, out = tmp_path / "tasks", tmp_path / "out"
     shipped("hello-file", tasks)
     own(tasks, "other", test=SCORED)
-    server = ScriptedServer(hello, ListenConfig(port=free_port(), api_key="secret"))
+    server = ScriptedServer(hello, ListenConfig(port=find_free_port(), api_key="secret"))
     key = tmp_path / "key"
     key.write_text("secret\n")
     given = {
@@ -147,8 +147,11 @@ def test_a_policy_works_with_a_shell(capsys, tmp_path):
         (POLICY | {"endpoint.top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
         (POLICY | {"endpoint.tokenizer": "/none/such"}, "/none/such"),
         (POLICY | {"policy.max_turns": 0}, "policy: max_turns is 0; it must be positive"),
-        (POLICY | {"policy.bash.seconds": 900.0}, "policy.bash: seconds is 900.0 and most_seconds"),
-        ({"at_once": 0}, "at_once is 0; it must be positive"),
+        (
+            POLICY | {"policy.bash.timeout_s": 900.0},
+            "policy.bash: timeout_s is 900.0 and max_timeout_s",
+        ),
+        ({"concurrency": 0}, "concurrency is 0; it must be positive"),
         (
             {"images": "{'a': '/none'}"},
             "images: a is '/none', neither 'host' nor a root file system",
@@ -179,7 +182,7 @@ def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env
     own(tasks, "first", test=SCORED, solve="echo 1 > /app/score\n")
     own(tasks, "second", test=SCORED, solve="sleep 1021; echo 1 > /app/score\n")
     command = [sys.executable, "-m", "launch.run", EVALUATE, f"--workdir={out}"]
-    command += [f"--experiment.tasks={tasks}", "--experiment.at_once=1"]
+    command += [f"--experiment.tasks={tasks}", "--experiment.concurrency=1"]
     env = {**plain_env, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE) as process:
         while not (out / "results.json").exists():
@@ -200,7 +203,7 @@ def test_what_was_graded_before_it_was_stopped_stays(capsys, tmp_path, plain_env
     before = json.loads((out / "results.json").read_text())
     assert list(before) == ["first"] and before["first"]["reward"] == 1.0
     own(tasks, "second", test=SCORED, solve="echo 0.5 > /app/score\n")
-    code, results, _ = evaluate(capsys, tasks, out, at_once=1)
+    code, results, _ = evaluate(capsys, tasks, out, concurrency=1)
     assert code == 0 and results["first"] == before["first"] and results["second"]["reward"] == 0.5
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.expert_slices import main, one_level, two_levels
-from glm5_jax.model.dispatch import slices_of
+from glm5_jax.model.expert_dispatch import slices_of
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])

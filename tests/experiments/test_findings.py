@@ -14,7 +14,7 @@ from experiments.ablations.findings import (
     by_rate,
     curves,
     paired,
-    student,
+    student_quantile,
     tuning_table,
     verdict,
 )
@@ -28,7 +28,7 @@ def test_the_interval_is_students():
     assert (three.mean, two.mean) == (2, 2)
     assert three.half == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
     assert two.half == pytest.approx(12.706205, rel=1e-5)
-    assert student(10) == pytest.approx(2.228139, rel=1e-5)
+    assert student_quantile(10) == pytest.approx(2.228139, rel=1e-5)
     assert Spread.of([5]).half is None
 
 
@@ -41,7 +41,7 @@ def test_a_spread_tells_mean_interval_and_extremes():
 
 @pytest.mark.parametrize("values", [[], [1.0, float("nan")], [None, 1.0], [float("inf")]])
 def test_what_has_no_mean_is_refused(values):
-    with pytest.raises(ValueError, match="leave out what diverged"):
+    with pytest.raises(ValueError, match="leave out diverged trainings"):
         Spread.of(values)
 
 
@@ -55,11 +55,18 @@ def test_pairs_drop_what_the_seeds_share():
 
 def finding() -> Finding:
     table = Table(
-        f"title {NASTY}", ("arm", f"loss {NASTY}"), (("first", "1.0"), (NASTY, "2.0")), NASTY
+        title=f"title {NASTY}",
+        columns=("arm", f"loss {NASTY}"),
+        rows=(("first", "1.0"), (NASTY, "2.0")),
+        note=NASTY,
     )
     lines = {"first": [([1, 2], [3.0, 2.0]), ([1, 2], [4.0, 3.0])]}
     return Finding(
-        "An ablation", f"python {NASTY}", (f"met {NASTY}",), (table,), (Plot(curves(lines), "cap"),)
+        title="An ablation",
+        command=f"python {NASTY}",
+        verdicts=(f"met {NASTY}",),
+        tables=(table,),
+        plots=(Plot(curves(lines), "cap"),),
     )
 
 

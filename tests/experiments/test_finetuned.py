@@ -10,7 +10,7 @@ from experiments import lifecycle
 from experiments.ablations import error_masking, finetuned, sft_attention, thinking
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
-from glm5_jax.data.conversation import parse
+from glm5_jax.data.conversation import parse_line
 from glm5_jax.evals.chats import Answer
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
@@ -39,7 +39,7 @@ def test_an_arm_is_a_life_with_another_sft():
     names = [field.name for field in dataclasses.fields(life)]
     before = [getattr(life, name).name for name in names[: names.index("sft")]]
     arm = thinking.get_config("tiny")["preserved"]
-    assert [stage.name for stage in arm.stages[:-1]] == before and arm.given == len(before)
+    assert [stage.name for stage in arm.stages[:-1]] == before and arm.num_fixed == len(before)
 
 
 def test_masked_and_unmasked_differ_in_the_mask_alone():
@@ -68,7 +68,7 @@ def test_dense_and_sparse_are_fine_tuned_on_the_same_data():
 
 
 def test_held_out_questions_differ_and_too_few_are_an_error():
-    source = ChatSourceConfig(ChatTaskConfig("chain", size=1000), mode="turn_level")
+    source = ChatSourceConfig(chats=ChatTaskConfig(kind="chain", size=1000), mode="turn_level")
     chats = finetuned.held_out(source, 20)
     assert len({chat.messages[0]["content"] for chat in chats}) == 20
     with pytest.raises(ValueError, match="held-out questions, not 500; make more"):
@@ -108,7 +108,7 @@ class Scripted:
 
 
 CHATS = [
-    parse(
+    parse_line(
         {
             "messages": [
                 {"role": "user", "content": f"{i}?"},
@@ -200,14 +200,14 @@ def test_the_verdicts_on_masking():
         "unmasked": [shares(0.5), shares(0.45), shares(0.55)],
     }
     first, second = error_masking.finding(rows, "command").verdicts
-    assert "50.0% are mistakes where they were learnt, 0.3% where they were masked" in first
+    assert "50.0% are mistakes where they were trained on, 0.3% where they were masked" in first
     assert "is met beyond the spread" in first and "90.0% of the calls are right (masked)" in second
     rows["unmasked"] = [shares(0.0), shares(0.02), shares(0.0)]
     assert "not met" in error_masking.finding(rows, "command").verdicts[0]
 
 
 def test_calls_are_judged_by_the_rule_that_masks_them():
-    source = ChatSourceConfig(ChatTaskConfig("tools", size=400, mistakes=0.5))
+    source = ChatSourceConfig(chats=ChatTaskConfig(kind="tools", size=400, mistakes=0.5))
     chats = [c for c in finetuned.held_out(source, 8) if c.mistakes][:2]
     names = [c.messages[3]["tool_calls"][0] for c in chats]
 
@@ -261,4 +261,4 @@ def test_the_verdict_on_curves_that_lie_on_each_other():
 
 
 def test_running_means():
-    np.testing.assert_allclose(sft_attention.running([1, 2, 3, 4], 2), [1.5, 2.5, 3.5])
+    np.testing.assert_allclose(sft_attention.running_mean([1, 2, 3, 4], 2), [1.5, 2.5, 3.5])

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import dsa_warmup, lifecycle, midtrain
 from glm5_jax.checkpoint.models import check_arithmetic
-from glm5_jax.core.tree import flatten, found
+from glm5_jax.core.tree import flatten, matches_any
 from glm5_jax.model import glm5
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.optimizer import groups_of
@@ -20,8 +20,8 @@ MID = ("midtrain_32k", "midtrain_128k", "midtrain_200k")
 
 def everything(size):
     life = lifecycle.get_config(size)
-    found = {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
-    return {name: config for name, config in found.items() if config is not None}
+    stages = {field.name: getattr(life, field.name) for field in dataclasses.fields(life)}
+    return {name: config for name, config in stages.items() if config is not None}
 
 
 def stages(size):
@@ -44,10 +44,10 @@ def test_texts_grow_and_the_last_stages_are_sparse(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_fit_from_stage_to_stage(size):
-    shapes = [glm5.abstract(config.model) for config in everything(size).values()]
+    shapes = [glm5.abstract_params(config.model) for config in everything(size).values()]
     assert all(tree == shapes[0] for tree in shapes)
     for before, after in itertools.pairwise(everything(size).values()):
-        check_arithmetic(before.name, before.model, after.model, after.unshared)
+        check_arithmetic(before.name, before.model, after.model, after.may_differ)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -92,10 +92,10 @@ def test_only_the_first_long_stage_takes_weights_of_a_shorter_rotary_base(stage)
     said = (
         "pretrain:glm5 is of a model with rope_parameters.rope_theta 10000.0 (here 1000000.0); set "
         "--experiment.model.rope_parameters.rope_theta=10000.0, or, if that is meant to change, "
-        "--experiment.unshared=\"('rope_parameters.rope_theta',)\""
+        "--experiment.may_differ=\"('rope_parameters.rope_theta',)\""
     )
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        check_arithmetic(base.name, base.model, own.model, own.unshared)
+        check_arithmetic(base.name, base.model, own.model, own.may_differ)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -129,18 +129,18 @@ def test_the_papers_rates_tokens_and_steps():
 @pytest.mark.parametrize("size", SIZES)
 def test_the_warm_up_trains_the_indexers_alone(size):
     config = dsa_warmup.get_config(size)
-    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    groups = flatten(groups_of(config.optimizer, glm5.axis_letters(config.model)))
     assert {g for path, g in groups.items() if "indexer/" in path} == {"indexer"}
     assert {g for path, g in groups.items() if "indexer/" not in path} == {"frozen"}
     # Not by an optimiser, but router biases would move with the load.
-    assert found(config.optimizer.frozen, "moe_layers/router/bias")
+    assert matches_any(config.optimizer.frozen, "moe_layers/router/bias")
     assert config.step.index_weight > 0
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_in_the_sparse_stage_everything_learns(size):
     config = stages(size)["dsa_sparse"]
-    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    groups = flatten(groups_of(config.optimizer, glm5.axis_letters(config.model)))
     assert {path for path, g in groups.items() if g == "frozen"} == {
         path for path in groups if path.endswith("router/bias")
     }

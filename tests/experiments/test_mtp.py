@@ -28,7 +28,7 @@ def test_the_arms_differ_in_the_mtp_layer_alone(variant):
         }[name]
         same = dataclasses.replace(stage, name=base.name, model=base.model, step=base.step)
         assert same == base
-    assert all(drafting.num_draft == 4 for drafting in mtp.DRAFTING.values())
+    assert all(drafting.num_speculative_tokens == 4 for drafting in mtp.DRAFTING.values())
 
 
 def rows(shared, single):
@@ -96,7 +96,7 @@ def test_a_trained_arm_drafts_on_held_out_text(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "load_params", load)
     drafting = AcceptanceConfig(num_prompts=2, prompt_tokens=8, new_tokens=9)
     monkeypatch.setattr(mtp, "DRAFTING", {"greedy": drafting})
-    row = mtp.drafted(trial, tmp_path)
+    row = mtp.measure_drafts(trial, tmp_path)
     assert asked == [tmp_path]
     assert row["greedy"] == pytest.approx(1 + np.sum(row["greedy_kept"]))
     assert 1 <= row["greedy_interval"][0] <= row["greedy"] <= row["greedy_interval"][1] <= 5

@@ -12,7 +12,7 @@ from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
-from pallas_kernels.quantised import Int4, Int8
+from pallas_kernels.quantized_weights import Int4, Int8
 from tests.inference.test_engine import model
 
 
@@ -31,7 +31,9 @@ def test_a_quantised_model_is_smaller_and_almost_the_same(folder, tmp_path, caps
     made = models.load_model(out)
     kinds = {type(leaf) for leaf in flatten(glm5.params_of(made)).values()}
     assert {Int4, Int8} <= kinds
-    assert quantise.size_of(glm5.params_of(made)) < 0.6 * quantise.size_of(glm5.params_of(model()))
+    assert quantise.num_bytes_of(glm5.params_of(made)) < 0.6 * quantise.num_bytes_of(
+        glm5.params_of(model())
+    )
     tokens = np.random.default_rng(0).integers(0, 2000, (2, 32))
     got, want = (jax.nn.log_softmax(one(tokens)) for one in (made, model()))
     assert 0 < np.abs(got - want).mean() < 0.05

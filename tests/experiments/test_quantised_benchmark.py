@@ -32,14 +32,14 @@ def test_bytes_of_glm5_are_those_of_its_weights():
     [(1, 16, 1), (14.4e9, 16, 1), (14.5e9, 16, 2), (414e9, 128, 4), (461e9, 128, 8)],
 )
 def test_a_tenth_of_a_slice_is_left(size, chip, chips):
-    assert quantised.smallest(size, chip) == chips
+    assert quantised.num_chips(size, chip) == chips
 
 
 @pytest.mark.slow
 def test_planted_outliers_are_there_and_change_no_output():
     params, batch = cases.params(CFG), cases.batch()
     want = quantised.log_probs(params, batch, CFG)
-    planted = quantised.plant(params, CFG)
+    planted = quantised.with_outliers(params, CFG)
     np.testing.assert_allclose(quantised.log_probs(planted, batch, CFG), want, atol=2e-3)
     before = flatten(params)
     factors = {p: np.abs(w / before[p]) for p, w in flatten(planted).items()}
@@ -53,7 +53,7 @@ def test_planted_outliers_are_there_and_change_no_output():
         assert large.any((0, 1, 2)).sum() == large[0, 0, 0].sum() == count
     small = np.isclose(factors["moe_layers/experts/down"], 1 / quantised.OUTLIER, rtol=1e-3)
     assert small.all((0, 1, 3)).sum() == 4
-    only = flatten(quantised.plant(params, CFG, ("values",)))
+    only = flatten(quantised.with_outliers(params, CFG, ("values",)))
     assert {p for p, w in only.items() if np.any(w != before[p])} == {
         f"{block}/attn/{w}"
         for block in ("dense_layers", "moe_layers", "mtp/block")
@@ -66,7 +66,9 @@ def test_differences_are_those_of_the_counted_tokens():
     before = np.log([[[0.5, 0.25, 0.25], [0.4, 0.3, 0.3], [1, 1, 1], [1, 1, 1]]]).astype(np.float32)
     after = np.log([[[0.5, 0.375, 0.125], [0.2, 0.2, 0.6], [1, 1, 1], [1, 1, 1]]])
     batch = {"token_ids": np.array([[0, 2, 2, 0]]), "loss_mask": np.array([[0, 1, 1, 0]])}
-    found = quantised.Measured.of(lambda batch: after.astype(np.float32), [batch], [before])
+    found = quantised.QuantisationMetrics.of(
+        lambda batch: after.astype(np.float32), [batch], [before]
+    )
     assert found.perplexity == pytest.approx(0, abs=1e-6) and found.agreement == 0.5
     assert found.error == pytest.approx(np.log(2) / 2**0.5)
     first, second = (

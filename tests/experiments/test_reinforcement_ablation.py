@@ -48,7 +48,7 @@ def test_the_dense_arm_has_no_indexer_and_else_the_same(arms):
 
 def test_distillation_is_taught_by_the_stages_before_it(arms):
     before, learnt, taught = arms[DISTILLED].stages[-3:]
-    after = taught.after({before.name: "SFT", learnt.name: "RL"})
+    after = taught.continue_from({before.name: "SFT", learnt.name: "RL"})
     assert {(t.origin, t.checkpoint) for t in after.teachers} == {
         ("sft", "SFT"),
         ("reasoning", "RL"),

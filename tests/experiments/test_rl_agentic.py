@@ -6,14 +6,14 @@ import pytest
 import yaml
 
 from experiments import rl_agentic, rl_reasoning
-from experiments.rl_agentic import LayoutConfig, PlaceConfig
-from experiments.rl_reasoning import Share
-from glm5_jax.core.placement import ordered
+from experiments.rl_agentic import ClusterConfig, PlaceConfig
+from experiments.rl_reasoning import TaskWeight
+from glm5_jax.core.placement import topological_order
 from glm5_jax.envs.terminal import BashConfig
 from glm5_jax.envs.terminal.service import TerminalShare
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import gke, local, run, slurm
-from launch.local import LocalPlacement, Machine
+from launch.local import LocalMachine, LocalPlacement
 from tests.envs.terminal.folders import needs_root, own
 
 FILE = rl_agentic.__file__
@@ -29,7 +29,7 @@ def words_of(role):
 
 
 def test_who_needs_another_starts_behind_it():
-    found = ordered(rl_agentic.roles(tiny(), ["--experiment=x", "--workdir=y"]))
+    found = topological_order(rl_agentic.roles(tiny(), ["--experiment=x", "--workdir=y"]))
     assert [role.name for role in found] == [
         "engine",
         "gateway",
@@ -47,7 +47,7 @@ def test_who_needs_another_starts_behind_it():
     assert {"task-0", "task-1"} < set(train.needs), (
         "what is held out is asked before the first step"
     )
-    LocalPlacement(Machine("cpu", [], [0])).check(found)
+    LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=[0])).check(found)
 
 
 def test_advantages_and_losses_are_those_of_each_kind_of_rl():
@@ -77,18 +77,20 @@ def test_a_pod_has_a_port_for_each(capsys):
 
 
 def test_the_gateway_of_a_pod_chooses_among_the_ranks_of_all_engines(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_agentic, "tokenizer_of", lambda config: None)
+    monkeypatch.setattr(rl_agentic, "load_checkpoint_tokenizer", lambda config: None)
     place = PlaceConfig("gateway", engines="http://a:1,http://b:2")
-    layout = LayoutConfig(engines=2, ranks=2)
+    cluster = ClusterConfig(engines=2, ranks=2)
     found = []
     monkeypatch.setattr(rl_agentic, "Gateway", lambda tokenizer, ranks, config: found.append(ranks))
-    rl_agentic.PROGRAMS["gateway"](tiny(place=place, layout=layout), tmp_path)
+    rl_agentic.PROGRAMS["gateway"](tiny(place=place, cluster=cluster), tmp_path)
     assert found == [["http://a:1@0", "http://a:1@1", "http://b:2@0", "http://b:2@1"]]
 
 
 def test_its_flags_are_those_of_the_same_run(tmp_path):
-    terminals = TerminalShare("tasks", 0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0))
-    tasks = (Share(rl_agentic.TaskConfig("chain", size=30), 2.0), terminals)
+    terminals = TerminalShare(
+        folder="tasks", weight=0.5, images={"python:3.12": "host"}, bash=BashConfig(9.0)
+    )
+    tasks = (TaskWeight(rl_agentic.TaskConfig(kind="chain", size=30), 2.0), terminals)
     config = tiny(tasks=tasks, seed=3, max_staleness=1, place=PlaceConfig())
     words = config.programs()
     found = run.parse(["run", *words, f"--workdir={tmp_path}"])
@@ -97,23 +99,25 @@ def test_its_flags_are_those_of_the_same_run(tmp_path):
     assert not dataclasses.replace(config, place=PlaceConfig("hub")).programs()
     flags = ["run", f"--experiment={FILE}:tiny", "--experiment.tasks=({'folder': 'tasks'},)"]
     [share] = run.parse(flags).config.tasks
-    assert dataclasses.asdict(share) == dataclasses.asdict(TerminalShare("tasks"))
+    assert dataclasses.asdict(share) == dataclasses.asdict(TerminalShare(folder="tasks"))
 
 
 @needs_root
 def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_agentic, "tokenizer_of", lambda config: Tokenizer.load("bytes"))
+    monkeypatch.setattr(
+        rl_agentic, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
+    )
     for number in range(9):
         own(tmp_path, f"task-{number}", **{"instruction.md": f"Do {number}.\n"})
     place = PlaceConfig("task", hub="http://127.0.0.1:1")
-    tasks = (TerminalShare(str(tmp_path), 2.0, held_out_fraction=0.3),)
+    tasks = (TerminalShare(folder=str(tmp_path), weight=2.0, held_out_fraction=0.3),)
     with pytest.raises(ValueError, match="are held out; .* lower held_out_fraction=0.999"):
         dataclasses.replace(tasks[0], held_out_fraction=0.999).load()
     config = tiny(tasks=tasks, place=place, length=4096)
     # The image and the tests of a task may take longer than the run gives it.
     with pytest.raises(ValueError, match="task 'task-.' may take 690 s .* a rollout has 660 s"):
         rl_agentic.PROGRAMS["task"](config, tmp_path)
-    config = dataclasses.replace(config, judge_seconds=900.0)
+    config = dataclasses.replace(config, judge_timeout_s=900.0)
     plain, given = rl_agentic.TerminalService, []
 
     def record(*args, **options):
@@ -126,7 +130,7 @@ def test_terminal_tasks_are_a_service_with_the_limits_of_the_run(tmp_path, monke
     assert service.size + service.held_out == 9 and service.held_out > 0
     [limits] = (dataclasses.asdict(one.loop()) for one in given)
     # Of terminal tasks a broken call ends nothing, and commands have their own time limit.
-    other = {"tool_seconds": 60.0, "ends_on_broken_call": True}
+    other = {"tool_timeout_s": 60.0, "ends_on_broken_call": True}
     assert limits | other == dataclasses.asdict(config.loop())
 
 
@@ -138,7 +142,7 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
     missing = {
         "checkpoint=/nowhere": "checkpoint /nowhere does not exist",
         "schedule.total_steps=3": "--experiment.schedule: warmup_steps 5 must be in 0",
-        f"checkpoint={tmp_path}": f"{tmp_path} is no checkpoint; give a run's workdir",
+        f"checkpoint={tmp_path}": f"{tmp_path} is not a checkpoint; give a run's workdir",
     }
     for changes, why in {"": "give --experiment.checkpoint=PATH", **missing}.items():
         own = [f"--experiment.{changes}"] if changes else []
@@ -156,12 +160,15 @@ def test_it_is_checked_before_anything_is_started(tmp_path, capsys):
     ("changes", "why"),
     [
         ({"tasks": ()}, "tasks is empty"),
-        ({"tasks": (Share(), Share())}, "two of the tasks have one name"),
+        ({"tasks": (TaskWeight(), TaskWeight())}, "two of the tasks have one name"),
         ({"transport": "pigeons"}, "use network or storage"),
         ({"place": PlaceConfig("judge")}, "use one of train, engine, gateway, hub, task"),
         ({"agreement": rl_agentic.AgreementConfig(attempts=1)}, "so give 0"),
-        ({"agent_seconds": 0.0}, "seconds is 0.0"),
-        ({"tasks": (TerminalShare("a"), TerminalShare("b"))}, "two of the tasks have one name"),
+        ({"agent_timeout_s": 0.0}, "timeout_s is 0.0"),
+        (
+            {"tasks": (TerminalShare(folder="a"), TerminalShare(folder="b"))},
+            "two of the tasks have one name",
+        ),
     ],
 )
 def test_contradictions_are_refused(changes, why):
@@ -173,9 +180,9 @@ def test_layouts_and_variants_are_refused():
     with pytest.raises(ValueError, match="folder is empty"):
         TerminalShare()
     with pytest.raises(ValueError, match="held_out_fraction is 1.0"):
-        TerminalShare("tasks", held_out_fraction=1.0)
+        TerminalShare(folder="tasks", held_out_fraction=1.0)
     with pytest.raises(ValueError, match="engines is 0"):
-        LayoutConfig(engines=0)
+        ClusterConfig(engines=0)
     with pytest.raises(ValueError, match="unknown variant 'huge'; use one of tiny, small, glm5"):
         rl_agentic.get_config("huge")
-    assert rl_agentic.small().layout.engine_devices == 1
+    assert rl_agentic.small().cluster.engine_devices == 1

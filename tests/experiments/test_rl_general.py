@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from experiments import distill, rl_general, rl_reasoning
-from experiments.rl_general import Share
+from experiments.rl_general import GeneralTaskWeight
 from glm5_jax.checkpoint.store import Store
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.server import ListenConfig, free_port
+from glm5_jax.core.server import ListenConfig, find_free_port
 from glm5_jax.data import chat_tasks
-from glm5_jax.data.conversation import records
+from glm5_jax.data.conversation import make_records
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.envs import instructions
 from glm5_jax.envs.general import GUARDS, GeneralConfig
-from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.rl.experiment import EvaluationConfig, Teacher
 from glm5_jax.rl.monitor import AgreementConfig
@@ -37,9 +37,9 @@ from tests.agents.scripted import ScriptedServer
 from tests.model.small import one_layer
 from tests.rl.test_outcome_model import CONFIG as REWARD, drawn_params
 
-DEMANDS = Share(demands=DemandConfig(size=100, characters=200))
+DEMANDS = GeneralTaskWeight(demands=ConstraintTaskConfig(size=100, max_characters=200))
 WHOLE = dataclasses.replace(rl_general.tiny().model, int4_group=None)  # int4 cannot be cut in eight
-HERE = {"goes_on": False, "model": WHOLE}
+HERE = {"requires_checkpoint": False, "model": WHOLE}
 
 
 def general(**changes):
@@ -62,9 +62,9 @@ def said(text):
 
 
 def test_judges_by_rules_alone_what_has_rules():
-    verify, _ = rl_general.judges(general())
+    verify, _ = rl_general.make_verifier(general())
     task = DEMANDS.tasks_of()[0]
-    wanted = [one.kept("Ay Ay Ay") for one in instructions.instructions(task.data)]
+    wanted = [one.is_followed("Ay Ay Ay") for one in instructions.instructions(task.data)]
     reward = asyncio.run(verify(task, said("Ay Ay Ay")))
     assert reward.value == sum(wanted) / len(wanted)
     assert [reward.parts[name] for name in GUARDS] == [1, 1, 1]
@@ -76,9 +76,11 @@ def test_what_is_learnt_in_the_small_life_is_nothing_that_guards_fault():
     """They are there for what nobody wants, and not to be told from what SFT teaches."""
     replies = [
         json.loads(line)["messages"][2]["content"]
-        for line in chat_tasks.lines(chat_tasks.ChatTaskConfig("plays", 500), "interleaved")
+        for line in chat_tasks.make_lines(
+            chat_tasks.ChatTaskConfig(kind="plays", size=500), "interleaved"
+        )
     ]
-    verify, _ = rl_general.judges(general())
+    verify, _ = rl_general.make_verifier(general())
     [task, *_] = DEMANDS.tasks_of()
     for reply in replies:
         reward = asyncio.run(verify(task, said(reply)))
@@ -112,8 +114,12 @@ def test_scales_score_of_reward_model_on_mesh_of_run(scored, monkeypatch):
 
     monkeypatch.setattr(OutcomeModel, "load", record)
     reward = GeneralConfig(squash=False, orm=1.0)
-    config = general(reward_model=scored, tasks=(Share("prompts", "creativity"),), reward=reward)
-    verify, _ = rl_general.judges(config)
+    config = general(
+        reward_model=scored,
+        tasks=(GeneralTaskWeight(kind="prompts", file="creativity"),),
+        reward=reward,
+    )
+    verify, _ = rl_general.make_verifier(config)
     task = config.tasks[0].tasks_of()[0]
     found = asyncio.run(verify(task, said("A tale of a whale.")))
     alone = load(scored).score([(task, said("A tale of a whale."))])
@@ -133,26 +139,26 @@ def test_a_run_with_a_reward_model_and_a_judge_that_wants_a_key(tmp_path, scored
     monkeypatch.setattr(report, "write_page", lambda workdir: None)
     key = tmp_path / "key"
     key.write_text("secret\n")
-    listen = ListenConfig(port=free_port(), api_key="secret")
+    listen = ListenConfig(port=find_free_port(), api_key="secret")
     judge = ScriptedServer(lambda said: verdict({"messages": said}, lambda text: 6), listen)
     config = general(
         model=one_layer(vocab_size=292, max_position_embeddings=512),
         tokenizer="bytes",
         optimizer=OptimizerConfig(),
-        tasks=(Share("prompts", "creativity"),),
+        tasks=(GeneralTaskWeight(kind="prompts", file="creativity"),),
         reward=GeneralConfig(orm=0.25, grm=0.75, squash=False, mixing=None),
         reward_model=scored,
         judge=f"http://127.0.0.1:{listen.port}",
         judge_key_file=str(key),
         rollout=RolloutConfig(prompts=2, group=8, max_tokens=64, max_turns=1, thinking=False),
-        engine=EngineConfig(page_size=128, max_batch=16, chunk=512, max_length=512),
+        engine=EngineConfig(page_size=128, max_num_seqs=16, prefill_chunk=512, max_length=512),
         length=512,
         evaluation=EvaluationConfig(tasks=0),
         agreement=AgreementConfig(attempts=0),
         train=TrainConfig(steps=2, eval_interval=0, sample_interval=0),
     )
     with judge.running():
-        config.stage(tmp_path / "run").run()
+        config.make_stage(tmp_path / "run").run()
     assert len(judge.scripted.asked) >= 2
     rows = read(tmp_path / "run")
     parts = {name: column(rows, f"reward_part/{name}")[1] for name in ("orm", "orm_z", "grm")}
@@ -170,9 +176,13 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
             config = general(
                 judge=url,
                 rules="all",
-                tasks=(DEMANDS, Share("anchors", anchors), Share("prompts", "creativity")),
+                tasks=(
+                    DEMANDS,
+                    GeneralTaskWeight(kind="anchors", file=anchors),
+                    GeneralTaskWeight(kind="prompts", file="creativity"),
+                ),
             )
-            stage = config.stage(tmp_path / "run")
+            stage = config.make_stage(tmp_path / "run")
             world = stage.world
             by_name = {task.id.split("-")[0].split(":")[0]: task for task in world.tasks.draw(60)}
             anchored = next(t for t in by_name.values() if "anchor" in t.data)
@@ -198,13 +208,15 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
 
 
 def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
-    stage = general(anchors=anchors, texts=3).stage(tmp_path)
-    texts = [one for text in stage.world.texts for one in records(text, stage.tokenizer)]
+    stage = general(anchors=anchors, texts=3).make_stage(tmp_path)
+    texts = [one for text in stage.world.texts for one in make_records(text, stage.tokenizer)]
     own = Attempts(stage.config, stage.world, texts)
 
     class OneEach:
         def sample(self, tasks, seed, first, name):
-            sampled = TokenRecord([1, 2, 3], [0, 1, 1], rollout_logp=[np.nan, -1, -1])
+            sampled = TokenRecord(
+                token_ids=[1, 2, 3], loss_mask=[0, 1, 1], rollout_logp=[np.nan, -1, -1]
+            )
             return [Group(tasks[0], [said("Ay")], [sampled])]
 
     assert len(texts) == 20
@@ -222,8 +234,8 @@ def test_anchors_are_learnt_as_text_beside(tmp_path, anchors):
 
 
 def fewer(share):
-    if isinstance(share, Share):
-        return dataclasses.replace(share, demands=DemandConfig(size=20, characters=200))
+    if isinstance(share, GeneralTaskWeight):
+        return dataclasses.replace(share, demands=ConstraintTaskConfig(size=20, max_characters=200))
     return dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=20))
 
 
@@ -232,7 +244,7 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
     few = {origin: tuple(map(fewer, getattr(distill.tiny(), origin))) for origin in distill.ORIGINS}
     config = dataclasses.replace(distill.tiny(), teachers=nowhere, **HERE, **few)
     with pytest.raises(ValueError, match="life/sft"):
-        config.stage(tmp_path / "run")
+        config.make_stage(tmp_path / "run")
     origins = {teacher.origin: teacher.checkpoint for teacher in config.teachers}
     assert origins["reasoning"].endswith("rl_reasoning") and set(origins) == set(distill.ORIGINS)
     assert config.learns == "teachers" and config.rollout.group == 1
@@ -241,21 +253,29 @@ def test_each_task_of_distillation_has_the_teacher_of_its_stage(tmp_path):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Share("poems"), "kind is 'poems'; use one of demands, instructions"),
-        (lambda: Share("prompts"), "have the file None; prompts and anchors come from one"),
-        (lambda: Share("demands", "f"), "have the file 'f'"),
-        (lambda: Share(held_out_fraction=2), "held_out_fraction is 2; use 0 to 1"),
+        (
+            lambda: GeneralTaskWeight(kind="poems"),
+            "kind is 'poems'; use one of demands, instructions",
+        ),
+        (
+            lambda: GeneralTaskWeight(kind="prompts"),
+            "have the file None; prompts and anchors come from one",
+        ),
+        (lambda: GeneralTaskWeight(kind="demands", file="f"), "have the file 'f'"),
+        (lambda: GeneralTaskWeight(held_out_fraction=2), "held_out_fraction is 2; use 0 to 1"),
         (lambda: general(tasks=()), "tasks is empty"),
         (lambda: general(tasks=(DEMANDS, DEMANDS)), "two of the tasks have one name"),
-        (lambda: general(texts=1), "a file and how many of a batch belong together"),
+        (lambda: general(texts=1), "give both the file and the number in a batch"),
         (lambda: general(rules="some"), "reward is 'some'"),
         (lambda: general(judge_key_file="f"), "judge_key_file is 'f' and judge None"),
         (
-            lambda: rl_general.judges(general(judge="http://a", judge_key_file="/nowhere")),
+            lambda: rl_general.make_verifier(general(judge="http://a", judge_key_file="/nowhere")),
             "judge_key_file /nowhere cannot be read",
         ),
         (
-            lambda: general(tasks=(Share("prompts", "safety"),)).stage("/nowhere"),
+            lambda: general(tasks=(GeneralTaskWeight(kind="prompts", file="safety"),)).make_stage(
+                "/nowhere"
+            ),
             "give the field judge a URL",
         ),
         (

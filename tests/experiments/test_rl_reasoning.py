@@ -8,7 +8,7 @@ import math
 import pytest
 
 from experiments import rl_reasoning
-from experiments.rl_reasoning import Share, digits_right
+from experiments.rl_reasoning import TaskWeight, partial_digit_reward
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.tool_calls import ToolCall
@@ -19,7 +19,7 @@ SUM = Task("t", "math", ({"role": "user", "content": "40+60?"},), {"answer": "10
 
 def worth(reply, finish_reason="stop", sampled=0):
     said = {"role": "assistant", "content": reply}
-    return digits_right(SUM, Attempt((said,), finish_reason, sampled=sampled))
+    return partial_digit_reward(SUM, Attempt((said,), finish_reason, sampled=sampled))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
     assert config.model.num_stored_parameters < 200_000
     [share] = config.tasks
     few = dataclasses.replace(share, tasks=dataclasses.replace(share.tasks, size=1000))
-    stage = dataclasses.replace(config, tasks=(few,)).stage(tmp_path)
+    stage = dataclasses.replace(config, tasks=(few,)).make_stage(tmp_path)
     world = stage.world
     learnt = {task.messages[0]["content"] for task in world.tasks.draw(2000)}
     held_out = {task.messages[0]["content"] for own in world.held_out.values() for task in own}
@@ -72,8 +72,11 @@ def test_the_policy_is_small_and_its_tasks_are_apart(tmp_path):
 
 
 def test_each_kind_has_its_own_verifier(tmp_path):
-    shares = (Share(TaskConfig("gsm8k", size=20)), Share(TaskConfig("choices", size=20), 2.0))
-    stage = small(tasks=shares, partly=False, **LONGER).stage(tmp_path)
+    shares = (
+        TaskWeight(TaskConfig(kind="gsm8k", size=20)),
+        TaskWeight(TaskConfig(kind="choices", size=20), 2.0),
+    )
+    stage = small(tasks=shares, partial_credit=False, **LONGER).make_stage(tmp_path)
     verify = stage.world.verify
     for share in shares:
         task = next(tasks(share.tasks))
@@ -87,12 +90,12 @@ def test_each_kind_has_its_own_verifier(tmp_path):
 
 
 def test_passages_are_searched_in_a_run(tmp_path):
-    share = Share(TaskConfig("worlds", size=20, hops=3))
+    share = TaskWeight(TaskConfig(kind="worlds", size=20, hops=3))
     more = {
         "length": 4096,
         "model": dataclasses.replace(LONGER["model"], max_position_embeddings=4096),
     }
-    stage = small(tasks=(share,), partly=False, **{**LONGER, **more}).stage(tmp_path)
+    stage = small(tasks=(share,), partial_credit=False, **{**LONGER, **more}).make_stage(tmp_path)
     world = stage.world
     [task] = world.tasks.draw(1)
     answer = asyncio.run(attempt(task, follow))
@@ -106,18 +109,18 @@ def test_passages_are_searched_in_a_run(tmp_path):
 
 def test_programs_are_refused_where_no_sandbox_starts(tmp_path, monkeypatch):
     """Before anything is trained, as all else that is wrong; a run of both kinds would learn of the other alone."""
-    box = pytest.importorskip("glm5_jax.envs.sandbox.box")
+    box = pytest.importorskip("glm5_jax.envs.sandbox.sandbox")
     monkeypatch.setattr(box, "PATH", str(tmp_path))
-    shares = tuple(Share(TaskConfig(kind, size=20)) for kind in ("addition", "mbpp"))
+    shares = tuple(TaskWeight(TaskConfig(kind=kind, size=20)) for kind in ("addition", "mbpp"))
     with pytest.raises(
         ValueError, match=r"'mbpp-\d+' of kind 'code' cannot be judged: .*\(bwrap\)"
     ):
-        small(tasks=shares, partly=False, **LONGER).stage(tmp_path / "run")
+        small(tasks=shares, partial_credit=False, **LONGER).make_stage(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_everybody_solves_is_left_out(tmp_path, capsys):
-    share = Share(TaskConfig("addition", size=40, digits=1, held_out_fraction=0.2))
+    share = TaskWeight(TaskConfig(kind="addition", size=40, digits=1, held_out_fraction=0.2))
     own, other = tmp_path / "own.jsonl", tmp_path / "other.jsonl"
     known = [task.id for task in tasks(share.tasks)]
 
@@ -130,7 +133,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
     write(own, lambda i: 8 * (i % 2))
     write(other, lambda i: 4)
     config = small(tasks=(share,), verdicts=str(own), stronger_verdicts=str(other))
-    stage = config.stage(tmp_path / "run")
+    stage = config.make_stage(tmp_path / "run")
     assert {task.id for task in stage.world.tasks.draw(200)} == set(known[::2])
     assert "too_easy" in capsys.readouterr().out
     stage.close()
@@ -140,7 +143,7 @@ def test_what_everybody_solves_is_left_out(tmp_path, capsys):
     ("changes", "words"),
     [
         ({"tasks": ()}, "tasks is empty"),
-        ({"tasks": (Share(), Share())}, "two of the tasks have one name"),
+        ({"tasks": (TaskWeight(), TaskWeight())}, "two of the tasks have one name"),
         ({"verdicts": "x"}, "belong together; give both or none"),
     ],
 )

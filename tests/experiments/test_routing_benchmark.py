@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 
 from experiments.benchmarks import routing
-from experiments.benchmarks.agent_traces import TraceConfig, Turn, record
+from experiments.benchmarks.agent_traces import TraceConfig, TraceTurn, record_traces
 from experiments.benchmarks.replay import (
-    Asked,
-    Hashing,
-    Look,
+    HashRouting,
     Rank,
+    RankSnapshot,
     ReplayConfig,
-    Result,
-    RoundRobin,
+    ReplayedRequest,
+    ReplayResult,
+    RoundRobinRouting,
     replay,
     skew,
     slopes,
@@ -30,12 +30,14 @@ from tests.inference.test_engine import CFG, GREEDY, PAGE, engine
 
 TOKENIZER = Tokenizer.default()
 # Few pages: 32 chats at once on 4 ranks, whose caches hold all.
-SMALL = ReplayConfig(ranks=4, in_flight=32, cache=20.0, page_size=4, tool_steps=3.0, chunk=64)
+SMALL = ReplayConfig(
+    ranks=4, in_flight=32, cache=20.0, page_size=4, tool_steps=3.0, prefill_chunk=64
+)
 
 
 @functools.cache
 def recorded():
-    return record(TraceConfig(num_tasks=8, attempts=2), TOKENIZER)
+    return record_traces(TraceConfig(num_tasks=8, attempts=2), TOKENIZER)
 
 
 @functools.cache
@@ -48,7 +50,7 @@ def made(count=128, shared=0):
         for _ in range(draw.integers(2, 10)):
             prompt = ids + draw.integers(0, 1000, draw.integers(1, 40)).tolist()
             output = draw.integers(0, 1000, draw.integers(1, 20)).tolist()
-            turns.append(Turn(tuple(prompt), tuple(output)))
+            turns.append(TraceTurn(tuple(prompt), tuple(output)))
             ids = prompt + output
         found.append(tuple(turns))
     return found
@@ -76,9 +78,9 @@ def test_recorded_chats_go_on_from_what_was_said_and_end_with_the_answer():
 
 
 def test_recorded_chats_depend_on_the_seed_alone():
-    again = record(TraceConfig(num_tasks=2, attempts=2), TOKENIZER)
+    again = record_traces(TraceConfig(num_tasks=2, attempts=2), TOKENIZER)
     assert again == recorded()[:4]
-    other = record(TraceConfig(num_tasks=2, attempts=2, seed=1), TOKENIZER)
+    other = record_traces(TraceConfig(num_tasks=2, attempts=2, seed=1), TOKENIZER)
     assert all(one != two for one, two in zip(again, other))
 
 
@@ -86,14 +88,14 @@ def test_recorded_chats_depend_on_the_seed_alone():
 def test_a_rank_finds_and_computes_what_a_real_engine_does():
     """Five chats by turns, in pages for one and a half."""
     draw, real = np.random.default_rng(0), engine()
-    config = ReplayConfig(page_size=PAGE, max_batch=4, chunk=32)
+    config = ReplayConfig(page_size=PAGE, max_num_seqs=4, prefill_chunk=32)
     rank, read, cached = Rank(real.description["num_pages"], config), 0, collections.Counter()
     chats = [[] for _ in range(5)]
     for turn in range(3):
         for ids in chats[turn % 2 :] + chats[: turn % 2]:
             ids += draw.integers(0, CFG.vocab_size, draw.integers(3, 11)).tolist()
             [reply] = real.generate([ids], GREEDY)
-            sequence, ended = rank.submit(Turn(tuple(ids), tuple(reply.ids))), []
+            sequence, ended = rank.submit(TraceTurn(tuple(ids), tuple(reply.ids))), []
             while not ended:
                 ended = rank.step()
             assert ended[0][0] is sequence
@@ -101,9 +103,9 @@ def test_a_rank_finds_and_computes_what_a_real_engine_does():
             cached[reply.cached_tokens > 0] += 1
             read += ended[0][1]
             ids += reply.ids
-    assert read == real.counts.read_tokens and cached[True] and cached[False] > 5
+    assert read == real.stats.read_tokens and cached[True] and cached[False] > 5
     with pytest.raises(TooLong):
-        rank.submit(Turn((1,) * 70, (2,) * 10))
+        rank.submit(TraceTurn((1,) * 70, (2,) * 10))
 
 
 def test_an_infinite_cache_has_every_whole_page_that_was_computed_before():
@@ -111,7 +113,7 @@ def test_an_infinite_cache_has_every_whole_page_that_was_computed_before():
     traces = made(shared=10)
     result = routing.run(traces, routing.INFINITE, SMALL)
     # In the order of their ends, which is not quite that of their beginnings: chats share the stem alone.
-    for asked in result.asked:
+    for asked in result.requests:
         prompt, output = traces[asked.chat][asked.turn]
         end = 0
         while end + PAGE < len(prompt) and prompt[: end + PAGE] in known:
@@ -121,7 +123,7 @@ def test_an_infinite_cache_has_every_whole_page_that_was_computed_before():
         ids = (prompt + output)[:-1]
         known.update(ids[:n] for n in range(PAGE, len(ids) + 1, PAGE))
         want += asked.new
-    assert 0 < result.read - want < 5 * len(result.asked)
+    assert 0 < result.read - want < 5 * len(result.requests)
 
 
 def test_the_router_computes_what_an_infinite_cache_does_where_nothing_is_shared_or_lost():
@@ -152,7 +154,7 @@ def test_a_lost_rank_costs_what_it_had_and_moves_no_others():
         set(look.chats) == set(SMALL.names) - {SMALL.names[2]} for look in without
     )
     # Without memory chats go back to it when it is there again.
-    back = replay(made(), Hashing(SMALL.names), SMALL)
+    back = replay(made(), HashRouting(SMALL.names), SMALL)
     assert back.strayed > 0 and back.read > own.read
 
 
@@ -161,14 +163,14 @@ def test_every_request_is_answered_once_in_every_arm():
     want = sorted((chat, turn) for chat, trace in enumerate(made()) for turn in range(len(trace)))
     for arm in routing.ARMS:
         found = routing.run(made(), arm, SMALL)
-        assert sorted((own.chat, own.turn) for own in found.asked) == want
+        assert sorted((own.chat, own.turn) for own in found.requests) == want
         assert routing.run(made(), arm, SMALL) == found
     other = routing.run(made(), "router", dataclasses.replace(SMALL, seed=1))
     assert other.placed.keys() != found.placed.keys()
 
 
 def asked(new, before, read, turn=1):
-    return Asked(0, turn, new + before, new, 0, read)
+    return ReplayedRequest(0, turn, new + before, new, 0, read)
 
 
 def test_slopes_tell_new_tokens_from_those_said_before():
@@ -181,32 +183,32 @@ def test_slopes_tell_new_tokens_from_those_said_before():
 
 def test_a_request_of_the_router_grows_with_what_is_new_alone():
     calm = dataclasses.replace(SMALL, lost=None)
-    own = slopes(routing.run(made(), "router", calm).asked)
+    own = slopes(routing.run(made(), "router", calm).requests)
     for got, want, off in zip(own, (1 + (PAGE - 1) / 2, 1, 0), (0.4, 0.02, 0.004)):
         assert got == pytest.approx(want, abs=off)
-    assert slopes(routing.run(made(), "round robin", calm).asked)[2] > 0.2
+    assert slopes(routing.run(made(), "round robin", calm).requests)[2] > 0.2
 
 
 def test_skew_and_stretches():
     looks = [
-        Look(step, 0, {"a": a, "b": b}, {"a": 1, "b": 3})
+        RankSnapshot(step, 0, {"a": a, "b": b}, {"a": 1, "b": 3})
         for step, a, b in ((0, 3, 1), (20, 2, 2), (40, 4, 0), (60, 1, 1))
     ]
     assert skew(looks) == pytest.approx((1.5 + 1 + 2 + 1) / 4)
     assert skew(looks, "tokens") == 1.5 and math.isnan(skew([]))
-    result = Result(looks=looks, lost=20, added=40, filled=60)
+    result = ReplayResult(looks=looks, lost=20, added=40, filled=60)
     assert [[look.step for look in own] for own in result.stretches] == [[0], [20], [60]]
-    assert [len(own) for own in Result(looks=looks).stretches] == [4, 0, 0]
+    assert [len(own) for own in ReplayResult(looks=looks).stretches] == [4, 0, 0]
 
 
 def test_names_alone_put_few_elsewhere():
     names = [f"s{i}" for i in range(200)]
     router = Router(SMALL.names)
-    result = Result(placed={name: router.rank_of(name) for name in reversed(names)})
-    assert 0 < routing.replaced(result, Router(SMALL.names)) < 100
+    result = ReplayResult(placed={name: router.rank_of(name) for name in reversed(names)})
+    assert 0 < routing.num_replaced(result, Router(SMALL.names)) < 100
     wide = Router(SMALL.names, RouterConfig(bound=100.0))
-    result = Result(placed={name: wide.rank_of(name) for name in reversed(names)})
-    assert routing.replaced(result, Router(SMALL.names, RouterConfig(bound=100.0))) == 0
+    result = ReplayResult(placed={name: wide.rank_of(name) for name in reversed(names)})
+    assert routing.num_replaced(result, Router(SMALL.names, RouterConfig(bound=100.0))) == 0
 
 
 @pytest.mark.slow
@@ -230,7 +232,7 @@ def test_tables_and_pictures(tmp_path, capsys):
 
 
 def test_two_ways_to_count_round_robin():
-    placing = RoundRobin("abc")
+    placing = RoundRobinRouting("abc")
     assert [placing.rank_of("s") for _ in range(4)] == list("abca")
     assert placing.lose("b") == [] and {placing.rank_of("s") for _ in range(4)} == set("ac")
     placing.add("b")
@@ -241,7 +243,7 @@ def test_two_ways_to_count_round_robin():
     "fields, words",
     [
         (dict(cache=0), "cache is 0"),
-        (dict(lost=0.5, added=0.4), "lost at 0.5 and there again at 0.4"),
+        (dict(lost=0.5, added=0.4), "lost at 0.5 and returns at 0.4"),
         (dict(ranks=1), "use lost=None"),
     ],
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks import row_balance
-from experiments.benchmarks.row_balance import LENGTH, LENGTHS, row_cost, waits
+from experiments.benchmarks.row_balance import LENGTH, LENGTHS, compute_waits, row_cost
 from glm5_jax import presets
 from glm5_jax.training import flops
 
@@ -32,10 +32,10 @@ def test_a_row_costs_what_its_documents_and_its_padding_do():
 
 def test_dealing_among_all_waits_least():
     costs = np.random.default_rng(0).lognormal(0, 1, (2, 64))
-    found = waits(costs, ranks=16, microbatches=4, host=4)
-    assert 1 <= found.dealt < found.hosts < found.given
-    alike = waits(np.ones((1, 64)), ranks=16, microbatches=4, host=4)
-    assert alike == row_balance.Waits(1.0, 1.0, 1.0, 1.0)
+    found = compute_waits(costs, ranks=16, microbatches=4, host=4)
+    assert 1 <= found.balanced < found.hosts < found.unbalanced
+    alike = compute_waits(np.ones((1, 64)), ranks=16, microbatches=4, host=4)
+    assert alike == row_balance.WaitFactors(rows=1.0, unbalanced=1.0, hosts=1.0, balanced=1.0)
 
 
 def test_a_number_of_batches_that_cannot_be_is_refused(capsys):

@@ -21,7 +21,7 @@ from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.test_engine import CFG, model
 
-ENGINE = dict(page_size=16, max_batch=2, chunk=32, max_length=64)
+ENGINE = dict(page_size=16, max_num_seqs=2, prefill_chunk=32, max_length=64)
 PROMPT = Tokenizer.default().encode("To be, or")
 QUANTISED = "weights in 8 bits, experts as int4 in groups of 32"
 KINDS = {
@@ -49,7 +49,7 @@ def folder_of(tmp_path_factory):
 def config(folder):
     engine = serve.EngineConfig(**ENGINE)
     server = ServerConfig(port=0, model="tiny")
-    return serve.ServeConfig(str(folder), engine=engine, server=server, warm=False)
+    return serve.ServeConfig(checkpoint=str(folder), engine=engine, server=server, warm=False)
 
 
 def post(url, path, body):
@@ -81,7 +81,7 @@ def test_serves_folder_of_its_kind_and_no_other(folder_of, one_device, kind):
         assert before["output_ids"] != want.ids
         wrong = {"path": str(folder_of("other groups")), "version": 3}
         status, answer = post(url, "/update_weights", wrong)
-        assert status == 400 and "experts as int4 in groups of 16, what is served is" in answer
+        assert status == 400 and "experts as int4 in groups of 16, the served model has" in answer
         assert generate(url)["output_ids"] == before["output_ids"]
         update = {"path": str(folder_of(kind, 1)), "version": 3}
         assert post(url, "/update_weights", update) == (200, {"success": True, "version": 3})
@@ -100,13 +100,13 @@ def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_pat
         save_hf(table.quantise(params, cfg, 32)[0], tmp_path / f"quantised-{name}", cfg=cfg)
     cases = {
         "plain": {
-            folder_of("quantised"): f"holds {QUANTISED}, what is served is plain weights; give",
+            folder_of("quantised"): f"holds {QUANTISED}, the served model has plain weights; give",
             tmp_path / "rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
             tmp_path / "wide": "model/dense_layers/mlp/down, (1, 96, 128) there and (1, 384, 128)",
         },
         "quantised": {
-            folder_of("plain"): f"holds plain weights, what is served is {QUANTISED}; give",
-            folder_of("other groups"): "experts as int4 in groups of 16, what is served is",
+            folder_of("plain"): f"holds plain weights, the served model has {QUANTISED}; give",
+            folder_of("other groups"): "experts as int4 in groups of 16, the served model has",
             folder_of("rotated"): f"holds {QUANTISED}, rotated ones, what is served",
             tmp_path / "quantised-rope": "rope_parameters.rope_theta 500000.0 (here 10000.0)",
             tmp_path / "quantised-wide": "(1, 96, 128) there and (1, 384, 128) here",
@@ -114,7 +114,7 @@ def test_refuses_weights_of_another_kind_or_model_in_one_line(folder_of, tmp_pat
         },
     }
     for kind, wrong in cases.items():
-        load = models.loader_like(models.load_model(folder_of(kind)))
+        load = models.make_weight_loader(models.load_model(folder_of(kind)))
         for folder, said in wrong.items():
             with pytest.raises(ValueError) as refused:
                 load(str(folder))

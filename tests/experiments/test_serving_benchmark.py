@@ -25,7 +25,7 @@ def test_bytes_of_pages_and_the_conversations_they_admit():
         78 * latent8 + 21 * index8,
     ]
     room = 141e9 / 32_768
-    assert [serving.admitted(size) for size in sizes] == [int(room / size) for size in sizes]
+    assert [serving.num_admitted(size) for size in sizes] == [int(room / size) for size in sizes]
 
 
 @pytest.mark.slow

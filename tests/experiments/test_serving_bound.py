@@ -52,7 +52,7 @@ def test_json_has_the_same_and_every_component(capsys):
         for length in serving_bound.LENGTHS
         for chip in SERVED
     ]
-    assert found["rows"] == [own.told() for own in want]
+    assert found["rows"] == [own.to_json() for own in want]
     decodes = found["rows"][0]["decode"]["seconds"]
     assert {*decodes["dense"]} < {*decodes["DSA"]}
 

@@ -24,7 +24,7 @@ def test_a_kind_reads_its_mode_and_mixed_all_of_them(size, kind):
     if kind == "mixed":
         categories = {source.category for source in sources}
         assert categories == {"general", "reasoning", "coding", "agent"}
-    assert config.data.packing == "best_fit" and config.goes_on
+    assert config.data.packing == "best_fit" and config.requires_checkpoint
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -32,10 +32,10 @@ def test_it_goes_on_from_the_sparse_model_with_int4_experts(size):
     before, config = dsa_sparse.get_config(size), sft.get_config(f"{size},mixed")
     assert config.model == dataclasses.replace(before.model, int4_group=config.model.int4_group)
     assert config.model.int4_group == (32 if size == "tiny" else 128)
-    assert glm5.abstract(config.model) == glm5.abstract(before.model)
+    assert glm5.abstract_params(config.model) == glm5.abstract_params(before.model)
     assert config.data.sequence_length == before.data.sequence_length
     assert config.step.index_weight > 0
-    groups = flatten(groups_of(config.optimizer, glm5.letters(config.model)))
+    groups = flatten(groups_of(config.optimizer, glm5.axis_letters(config.model)))
     assert {p for p, g in groups.items() if g == "frozen"} == {
         p for p in groups if p.endswith("router/bias")
     }

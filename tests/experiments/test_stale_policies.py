@@ -37,7 +37,7 @@ def test_samples_get_as_old_as_they_may(tmp_path):
         rollout=dataclasses.replace(config.rollout, prompts=2, group=4),
         evaluation=dataclasses.replace(config.evaluation, tasks=4),
     )
-    config.stage(tmp_path).run()
+    config.make_stage(tmp_path).run()
     rows = read(tmp_path)
     assert column(rows, "policy/staleness")[1] == [0, 1, 2, 3, 4, 4, 4]
     orders = np.concatenate(column(rows, "group/order")[1])
@@ -82,7 +82,7 @@ def test_chains_are_learnt_after_sft_by_one_loss_from_samples_of_two_ages(tmp_pa
     (tmp_path / "sft").mkdir()
     [stage] = after_sft(arms[arm_name("double sided", 4)], tmp_path).stages
     assert stage.checkpoint == str(tmp_path / "sft") and stage.max_staleness == 4
-    assert stage.right == "reward/mean" and stage.goes_on
+    assert stage.right_metric == "reward/mean" and stage.requires_checkpoint
     with pytest.raises(ValueError, match="has no folder 'sft'; give the workdir of a life"):
         after_sft(arms[arm_name("double sided", 0)], tmp_path / "sft")
     row = {"right": 0.5, "apart": 0.1, "masked": 0.02, "age": 4}

@@ -13,10 +13,10 @@ from experiments.ablations.text_in_text_out import (
     ARMS,
     IN_PLACE,
     TOKENS,
-    Found,
-    OwnLogp,
-    encoded_again,
-    placed,
+    LearnerLogpLoss,
+    ReencodingCounts,
+    reencode,
+    with_weights,
 )
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
@@ -38,7 +38,7 @@ TASK = Task("t", "math", ({"role": "user", "content": "37+85?"},))
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    return text_in_text_out.pairs()
+    return text_in_text_out.digit_pair_tokenizer()
 
 
 def config(length: int = 2048):
@@ -74,7 +74,7 @@ def chat(task: Task, *replies: tuple[str, ...], cut: bool = False):
 def again(task: Task, *replies: tuple[str, ...], cut: bool = False):
     """(record before, record behind, what was found)."""
     attempt, record = chat(task, *replies, cut=cut)
-    return record, *encoded_again(task, attempt, record, config(), tokenizer())
+    return record, *reencode(task, attempt, record, config(), tokenizer())
 
 
 def trained(record) -> list[tuple[int, float, int]]:
@@ -90,7 +90,7 @@ def test_what_an_encoder_would_write_stays_as_it_is(cut):
     record, found, counts = again(TASK, pieces, cut=cut)
     for name, stream in record.streams().items():
         np.testing.assert_array_equal(getattr(found, name), stream)
-    assert counts == Found(1, 0, len(pieces), 0)
+    assert counts == ReencodingCounts(1, 0, len(pieces), 0)
 
 
 def test_log_probs_keep_their_places_and_what_is_too_many_is_dropped():
@@ -98,7 +98,7 @@ def test_log_probs_keep_their_places_and_what_is_too_many_is_dropped():
     [twelve, two, stop] = ids_of("12", "2", "<|user|>")
     assert trained(found) == [(twelve, -1, 0), (two, -2, 0), (stop, -3, 0)]
     # The second place has a 2 before and behind.
-    assert counts == Found(1, 1, 4, 3)
+    assert counts == ReencodingCounts(1, 1, 4, 3)
     prompt = len(record) - 4
     assert (found.token_ids[:prompt] == record.token_ids[:prompt]).all()
     assert not found.loss_mask[:prompt].any()
@@ -109,7 +109,7 @@ def test_tokens_without_a_log_prob_have_zero():
     spelled = ids_of("5", *"[MASK]", "<|user|>")
     logp = [-1.0, -2.0, -3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert trained(found) == [(i, x, 0) for i, x in zip(spelled, logp)]
-    assert counts == Found(1, 1, 3, 2)
+    assert counts == ReencodingCounts(1, 1, 3, 2)
 
 
 def test_each_reply_of_a_chat_is_by_itself():
@@ -120,7 +120,7 @@ def test_each_reply_of_a_chat_is_by_itself():
     first, second = ids_of(*call, "12", *rest), ids_of("12", "<|user|>")
     want = [(i, -1.0 - place, 0) for place, i in enumerate(first)]
     assert trained(found) == [*want, *((i, -1.0 - place, 1) for place, i in enumerate(second))]
-    assert counts == Found(2, 1, 15, 13 - len(call))
+    assert counts == ReencodingCounts(2, 1, 15, 13 - len(call))
     assert len(found) == len(record) - 1
     # The tool's answer and the prompt behind it are read, in both.
     assert (found.loss_mask[-6:] == record.loss_mask[-6:]).all()
@@ -129,8 +129,8 @@ def test_each_reply_of_a_chat_is_by_itself():
 
 def test_a_row_is_the_end():
     attempt, record = chat(TASK, ("5", "[MASK]", "<|user|>"))
-    found, _ = encoded_again(TASK, attempt, record, config(), tokenizer())
-    cut, _ = encoded_again(TASK, attempt, record, config(len(record)), tokenizer())
+    found, _ = reencode(TASK, attempt, record, config(), tokenizer())
+    cut, _ = reencode(TASK, attempt, record, config(len(record)), tokenizer())
     assert len(cut) == len(record) < len(found)
     assert (cut.token_ids == found.token_ids[: len(record)]).all()
 
@@ -138,8 +138,8 @@ def test_a_row_is_the_end():
 def test_what_the_environment_broke_stays():
     attempt, record = chat(TASK, ("1", "2", "<|user|>"))
     failed = Attempt(attempt.messages, "failed", "it is down")
-    same, counts = encoded_again(TASK, failed, record, config(), tokenizer())
-    assert same is record and counts == Found(0, 0, 0, 0)
+    same, counts = reencode(TASK, failed, record, config(), tokenizer())
+    assert same is record and counts == ReencodingCounts(0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("variant", ("tiny", "tools"))
@@ -149,19 +149,19 @@ def test_arms_differ_in_what_they_learn_from_alone(variant):
     assert list(arms) == list(ARMS) and base.max_staleness == 0
     for name, arm in arms.items():
         [stage] = arm.stages
-        assert stage.learns_from == name
-        assert isinstance(stage.token_loss, OwnLogp) == (name == AGAIN)
-        assert dataclasses.replace(stage, name=base.name, learns_from=TOKENS) == base
-    with pytest.raises(ValueError, match="learns_from is 'sound'; use one of 'tokens'; 'text, in"):
-        dataclasses.replace(base, learns_from="sound")
+        assert stage.trained_on == name
+        assert isinstance(stage.token_loss, LearnerLogpLoss) == (name == AGAIN)
+        assert dataclasses.replace(stage, name=base.name, trained_on=TOKENS) == base
+    with pytest.raises(ValueError, match="trained_on is 'sound'; use one of 'tokens'; 'text, in"):
+        dataclasses.replace(base, trained_on="sound")
 
 
 def test_a_policy_after_sft_needs_a_life(tmp_path):
     arm = text_in_text_out.get_config("tools")[TOKENS]
     with pytest.raises(ValueError, match="has no folder 'sft'; give the workdir of a life"):
-        placed(arm, tmp_path)
+        with_weights(arm, tmp_path)
     (tmp_path / "sft").mkdir()
-    assert placed(arm, tmp_path).stages[-1].checkpoint == str(tmp_path / "sft")
+    assert with_weights(arm, tmp_path).stages[-1].checkpoint == str(tmp_path / "sft")
 
 
 @pytest.mark.parametrize("correction", ("icepop", "double_sided", "ppo"))
@@ -176,7 +176,7 @@ def test_text_again_is_learnt_as_if_the_learner_had_sampled_it(correction):
         },
     )
     policy = PolicyConfig(correction=correction)
-    loss, told = OwnLogp(policy)(logp, streams)
+    loss, told = LearnerLogpLoss(policy)(logp, streams)
     want, _ = PolicyLoss(policy)(logp, streams | {"rollout_logp": logp})
     other, seen = PolicyLoss(policy)(logp, streams)
     for part in ("rl", "ref_kl"):
@@ -192,7 +192,7 @@ def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
     found, steps = {}, SharedSteps()
     arms = text_in_text_out.get_config("tiny")
     for number, name in enumerate((TOKENS, IN_PLACE)):
-        trial = placed(arms[name], tmp_path).trial(seed=0)
+        trial = with_weights(arms[name], tmp_path).trial(seed=0)
         stage = trial.stages[-1]
         stage = dataclasses.replace(
             stage,
@@ -203,9 +203,9 @@ def test_arms_sample_alike_and_learn_from_other_records(tmp_path, monkeypatch):
             rollout=dataclasses.replace(stage.rollout, prompts=2, group=4),
             max_running=2,
             evaluation=dataclasses.replace(stage.evaluation, tasks=4),
-            compared=1,
+            compare_interval=1,
         )
-        stage.stage(tmp_path / str(number), step_maker=steps).run()
+        stage.make_stage(tmp_path / str(number), step_maker=steps).run()
         found[name] = read(tmp_path / str(number))
         row = text_in_text_out.measure(trial, tmp_path / str(number))
         assert 0 < row["tokens"] <= 1 and 0 < row["replies_end"] <= 1

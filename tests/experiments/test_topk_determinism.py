@@ -10,7 +10,7 @@ import pytest
 
 from experiments.ablations import retriever, topk_determinism
 from experiments.ablations.selection_rules import (
-    approx_here,
+    approx_native,
     approx_on_tpu,
     exact,
     group_size,
@@ -49,7 +49,7 @@ def wanted(index, k):
     return indexer.select(scores, seen, k)
 
 
-@pytest.mark.parametrize("rule", [exact, lax_top_k, random_ties, approx_here])
+@pytest.mark.parametrize("rule", [exact, lax_top_k, random_ties, approx_native])
 def test_without_ties_and_in_short_rows_all_take_the_best(rule):
     index = index_of()
     np.testing.assert_array_equal(rule(index, 0, NONE, 4, KEYS[0]), wanted(index, 4))
@@ -90,8 +90,8 @@ def test_rounded_scores_tie_more_often():
     index = index_of(t=200)
     found = [np.asarray(rounded_ties(index, 0, NONE, 8, key)) for key in KEYS]
     again = [np.asarray(random_ties(index, 0, NONE, 8, key)) for key in KEYS]
-    assert topk_determinism.differing(found[0][None], found[1][None]) > 0.01
-    assert topk_determinism.differing(again[0][None], again[1][None]) == 0
+    assert topk_determinism.differing_share(found[0][None], found[1][None]) > 0.01
+    assert topk_determinism.differing_share(again[0][None], again[1][None]) == 0
 
 
 def test_groups_are_those_of_jax():
@@ -164,9 +164,9 @@ def test_what_differs_is_counted_where_keys_are_left_out():
     other = one.copy()
     other[0, 0, 0] = 9  # sees one key: nothing to select
     other[0, 0, 3] = (1, 4)
-    assert topk_determinism.differing(one, other) == 0.25
-    assert topk_determinism.held(other, one) == 0.875
-    assert topk_determinism.held(one, one) == 1
+    assert topk_determinism.differing_share(one, other) == 0.25
+    assert topk_determinism.shared_keys(other, one) == 0.875
+    assert topk_determinism.shared_keys(one, one) == 1
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_the_rules_are_compared_on_trained_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "load_params", lambda folder, abstract: params)
     few = {"exact": (exact, exact), "bad": (exact, lambda *args: exact(*args) * 0)}
     monkeypatch.setattr(topk_determinism, "RULES", few)
-    row = topk_determinism.measured(setup, trial, tmp_path / "run")
+    row = topk_determinism.measure(setup, trial, tmp_path / "run")
     good, bad = row["rules"]["exact"], row["rules"]["bad"]
     assert good["twice"] == good["rolled"] == good["twice_logp"] == 0
     assert good["held"] == 1 and good["max_logp"] < 1e-4 and good["clipped"] == 0
@@ -234,7 +234,7 @@ def test_the_model_becomes_sparse_after_its_indexers_have_learnt(variant, tmp_pa
     stages = topk_determinism.arm(setup, tmp_path).stages
     assert [s.model.attention for s in stages] == ["dense"] * (len(stages) - 1) + ["sparse"]
     assert [s.model.index_topk for s in stages[-2:]] == [setup.top_k] * 2
-    assert stages[-2].unshared == ("indexer",) and stages[-2].optimizer.frozen
+    assert stages[-2].may_differ == ("indexer",) and stages[-2].optimizer.frozen
     assert not stages[-1].optimizer.frozen
     assert stages[-1].data == stages[-2].data
     assert stages[-1].data.sequence_length < setup.capacity

@@ -15,12 +15,12 @@ def test_growth_is_constant_where_memory_is_linear_and_doubles_where_it_is_quadr
 
 def test_the_square_is_of_every_head():
     cfg = warmup_memory.one_layer()
-    assert warmup_memory.square(cfg, 32_768) == 64 * 32_768**2 * 4
+    assert warmup_memory.square_bytes(cfg, 32_768) == 64 * 32_768**2 * 4
     assert (cfg.hidden_size, cfg.index_n_heads) == (6144, 32)
 
 
 def test_the_peak_is_at_least_what_is_resident():
-    before = warmup_memory.resident("VmRSS")
+    before = warmup_memory.resident_bytes("VmRSS")
     with mmap.mmap(-1, 2**24) as held:  # an array might lie where something was before
         held.write(bytes(2**24))
-        assert warmup_memory.resident("VmHWM") >= before + 2**23
+        assert warmup_memory.resident_bytes("VmHWM") >= before + 2**23

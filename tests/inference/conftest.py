@@ -17,7 +17,9 @@ LENGTH = 64
 @contextlib.contextmanager
 def serving(options=None, load=None, **config):
     """A `Server` that listens; options: of its engine."""
-    options = dict(page_size=16, max_batch=4, chunk=32, max_length=LENGTH) | (options or {})
+    options = dict(page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=LENGTH) | (
+        options or {}
+    )
     engine = Engine(model(), Tokenizer.default(), **options)
     server = Server(engine, Tokenizer.default(), ServerConfig(port=0, model="tiny", **config), load)
     server.engine = engine

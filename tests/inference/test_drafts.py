@@ -32,10 +32,10 @@ def foreseeing(vocab_size=None, noise=0.0):
     return glm5.Glm5(cfg, params=params)
 
 
-def engine(model, num_draft=DRAFTS, **options):
+def engine(model, num_speculative_tokens=DRAFTS, **options):
     # One width of tables and two of batches: each is another program.
-    options = dict(page_size=8, max_length=32, max_batch=2, chunk=32) | options
-    return Engine(model, num_draft=num_draft, **options)
+    options = dict(page_size=8, max_length=32, max_num_seqs=2, prefill_chunk=32) | options
+    return Engine(model, num_speculative_tokens=num_speculative_tokens, **options)
 
 
 def rows():
@@ -50,16 +50,18 @@ def rows():
 def test_greedy_text_and_what_is_kept_of_the_drafts_is_the_plain_decoder_s():
     """Rows of different lengths and progress, over pages that one of them had before the other."""
     model, (own, padded, mask) = foreseeing(), rows()
-    want = speculate(glm5.params_of(model), padded, model.cfg, NEW, num_draft=DRAFTS, mask=mask)
+    want = speculate(
+        glm5.params_of(model), padded, model.cfg, NEW, num_speculative_tokens=DRAFTS, mask=mask
+    )
     made = engine(model, num_pages=8)
     sampling = dataclasses.replace(GREEDY, max_tokens=NEW)
     made.generate([[7, 8, 9] * 5], sampling)
-    made.counts.accepted = [0] * (DRAFTS + 1)
+    made.stats.accepted = [0] * (DRAFTS + 1)
     for got, tokens in zip(made.generate(own, sampling), want.tokens):
         assert got.ids == tokens[9:].tolist()
     kept = want.accepted[want.accepted > 0]
     # A round that the text's end cuts off counts as what it gave.
-    assert made.counts.accepted == [(kept == n).sum() for n in range(1, DRAFTS + 2)]
+    assert made.stats.accepted == [(kept == n).sum() for n in range(1, DRAFTS + 2)]
     assert len(set(kept)) > 2
 
 
@@ -77,7 +79,7 @@ def test_text_does_not_depend_on_drafts_prefixes_or_pre_emption():
     asked = [own[i % 3] + own[(i + 1) % 3][: i % 4] for i in range(12)]
     made = engine(model, num_pages=6)
     replies = made.generate(asked, dataclasses.replace(GREEDY, max_tokens=NEW))
-    assert made.num_preempted and made.counts.cached_tokens
+    assert made.num_preempted and made.stats.cached_tokens
     for prompt, reply in zip(asked, replies):
         want = logprobs(model, prompt + reply.ids)[len(prompt) - 1 : -1]
         chosen = want[np.arange(NEW), reply.ids]
@@ -98,7 +100,7 @@ def test_returns_log_probs_of_the_trunk_for_drafted_tokens(num_top):
         np.testing.assert_allclose(reply.logprobs, want[np.arange(NEW), reply.ids], atol=1e-5)
         tops = [[value for _, value in top] for top in reply.top]
         np.testing.assert_allclose(tops, np.sort(want)[:, ::-1][:, :num_top], atol=1e-5)
-    assert sum(made.counts.accepted[1:])
+    assert sum(made.stats.accepted[1:])
 
 
 def exact(model, prompt, sampling):
@@ -129,9 +131,9 @@ def test_draws_from_the_models_distribution(noise, temperature, top_k, least, mo
     """Chi-square of three tokens behind a prompt, which drafts gave or did not."""
     model, prompt = foreseeing(12, noise), [1, 2, 3, 4]
     sampling = Sampling(temperature=temperature, top_k=top_k, max_tokens=4)
-    made = engine(model, 2, max_batch=8)  # few rows take few programs
+    made = engine(model, 2, max_num_seqs=8)  # few rows take few programs
     drawn = np.array([one.ids[:3] for one in made.generate([prompt] * total, sampling)])
-    kept = np.array(made.counts.accepted)
+    kept = np.array(made.stats.accepted)
     rate = kept @ (0, 1, 2) / kept.sum() / 2
     assert least < rate < most
     probs = exact(model, prompt, sampling)
@@ -149,5 +151,7 @@ def test_drafts_need_an_mtp_layer():
     model = foreseeing()
     cfg = dataclasses.replace(model.cfg, num_nextn_predict_layers=0)
     params = {k: v for k, v in glm5.params_of(model).items() if k != "mtp"}
-    with pytest.raises(ValueError, match="num_draft is 2, and the model has no MTP layer; use 0"):
+    with pytest.raises(
+        ValueError, match="num_speculative_tokens is 2, and the model has no MTP layer; use 0"
+    ):
         engine(glm5.Glm5(cfg, params=params), 2)

@@ -14,9 +14,9 @@ from glm5_jax.inference.request import EngineConfig, Handle, Request
 from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Scheduler, Sequence
-from glm5_jax.inference.steps import sized
+from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 
@@ -40,7 +40,7 @@ def light():
 
 
 def engine(seed=0, **options):
-    options = dict(page_size=PAGE, num_pages=18, max_batch=4, chunk=32) | options
+    options = dict(page_size=PAGE, num_pages=18, max_num_seqs=4, prefill_chunk=32) | options
     return Engine(model(seed), Tokenizer.default(), **options)
 
 
@@ -130,9 +130,9 @@ def test_replies_do_not_depend_on_what_else_is_served(seed):
     rng = np.random.default_rng(seed)
     asked = prompts(14, seed)
     samplings = mixed(len(asked), rng)
-    made = engine(step_tokens=int(rng.integers(8, 40)), chunk=(32, 128)[seed % 2])
+    made = engine(max_batched_tokens=int(rng.integers(8, 40)), prefill_chunk=(32, 128)[seed % 2])
     got = schedule(made, asked, samplings, rng)
-    assert made.num_preempted and made.counts.cached_tokens
+    assert made.num_preempted and made.stats.cached_tokens
     for prompt, sampling, own in zip(asked, samplings, got):
         want = alone(prompt, sampling)
         if own.ids != want.ids:
@@ -148,10 +148,10 @@ def test_batch_invariant_replies_have_the_same_bits(seed):
     rng = np.random.default_rng(seed)
     asked = prompts(8, seed)
     samplings = mixed(len(asked), rng)
-    options = dict(batch_invariant=True, chunk=8)
+    options = dict(batch_invariant=True, prefill_chunk=8)
     made = engine(**options)
     got = schedule(made, asked, samplings, rng)
-    assert made.num_preempted and made.counts.cached_tokens
+    assert made.num_preempted and made.stats.cached_tokens
     for prompt, sampling, own in zip(asked, samplings, got):
         want = alone(prompt, sampling, **options)
         assert own._replace(cached_tokens=0) == want._replace(cached_tokens=0)
@@ -163,7 +163,7 @@ def test_sends_work_before_that_of_the_last_step_has_come_back():
     handle = made.submit(
         Request(prompts(1)[0], GREEDY),
         lambda handle: calls.append(
-            (len(handle.tokens), made.counts.num_steps, handle.finish_reason)
+            (len(handle.tokens), made.stats.num_steps, handle.finish_reason)
         ),
     )
     while made.step():
@@ -172,21 +172,37 @@ def test_sends_work_before_that_of_the_last_step_has_come_back():
     assert handle.completion.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_draft", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_reads_short_prompts_at_once(num_draft):
+@pytest.mark.parametrize("num_speculative_tokens", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_reads_short_prompts_at_once(num_speculative_tokens):
     """Those of at most 16 tokens, of which a chunk has room for four; a longer one by itself."""
-    options = dict(short_prompt=16, chunk=64, max_batch=9, num_pages=80, num_draft=num_draft)
+    options = dict(
+        min_prefill_bucket=16,
+        prefill_chunk=64,
+        max_num_seqs=9,
+        num_pages=80,
+        num_speculative_tokens=num_speculative_tokens,
+    )
     cfg = light().cfg
-    shape, limits = sized(cfg, EngineConfig(page_size=PAGE, step_tokens=1000, **options))
+    shape, limits = resolve_shapes(
+        cfg, EngineConfig(page_size=PAGE, max_batched_tokens=1000, **options)
+    )
     scheduler = Scheduler(shape.num_pages, PAGE, limits)
     asked = np.random.default_rng(1).integers(0, cfg.vocab_size, (9, 25)).tolist()
     asked[:8] = [ids[: 2 * i + 1] for i, ids in enumerate(asked[:8])]
     for ids in asked:
-        scheduler.add(Sequence(Handle(Request(ids, GREEDY)), ids, len(ids) + 8, 0, 0))
-    parts = Runner(light(), shape, Plan()).launch([scheduler.schedule()])
+        scheduler.add(
+            Sequence(
+                handle=Handle(Request(ids, GREEDY)),
+                ids=ids,
+                limit=len(ids) + 8,
+                seed=0,
+                prefix_namespace=0,
+            )
+        )
+    parts = Runner(light(), shape, ExecutionConfig()).launch([scheduler.schedule()])
     assert [len(part.rows) for part in parts] == [4, 4, 1]
     tokens = [
-        (work.sequence.ids, int(part.drew.drawn.tokens[row, 0]))
+        (work.sequence.ids, int(part.output.sampled.tokens[row, 0]))
         for part in parts
         for row, work in part.rows
     ]
@@ -222,7 +238,7 @@ def test_what_ends_a_reply():
     assert len(ended(logit_bias={end: 1000.0}).ids) == 20
 
     cancelled = made.submit(Request(prompt, free))
-    late = made.submit(Request(prompt, free, deadline=1e-9))
+    late = made.submit(Request(prompt, free, timeout_s=1e-9))
     never_begun = made.submit(Request(prompt, free))
     never_begun.cancel()
     for _ in range(4):
@@ -241,19 +257,21 @@ def test_refuses_requests_that_cannot_be_served():
     made, v = engine(num_pages=8, max_length=48), CFG.vocab_size
     for words, request in {
         "the prompt is empty": lambda: Request([]),
-        "deadline is 0 s": lambda: Request([1], deadline=0),
+        "timeout_s is 0": lambda: Request([1], timeout_s=0),
         f"the prompt has the token id {v}": lambda: Request([1, v]),
         "logit_bias has the token id -1": lambda: Request([1], Sampling(logit_bias={-1: 1.0})),
         "the prompt has 48 tokens; with a reply at most 48": lambda: Request([1] * 48),
-        "44 tokens and max_tokens 5 exceed the 48": lambda: Request([1] * 44, Sampling(5)),
-        "exceed the 32 that the cache holds": lambda: Request([1] * 20, Sampling(13)),
+        "44 tokens and max_tokens 5 exceed the 48": lambda: Request(
+            [1] * 44, Sampling(max_tokens=5)
+        ),
+        "exceed the 32 that the cache holds": lambda: Request([1] * 20, Sampling(max_tokens=13)),
     }.items():
         with pytest.raises(ValueError, match=words):
             made.submit(request())
     # Of several prompts none is begun.
     with pytest.raises(ValueError, match="token id 999999"):
         made.generate([[1, 2], [999999]], GREEDY)
-    assert made.counts.num_requests == 0 and not made.step()
+    assert made.stats.num_requests == 0 and not made.step()
 
 
 @pytest.mark.parametrize(
@@ -266,7 +284,7 @@ def test_refuses_requests_that_cannot_be_served():
 def test_models_that_pages_cannot_hold_are_refused(change):
     cfg = dataclasses.replace(CFG, **change)
     made = glm5.Glm5(cfg, params=glm5.init_params(cfg, jax.random.key(0)))
-    with pytest.raises(ValueError, match="serves full attention"):
+    with pytest.raises(ValueError, match="serves only full attention"):
         Engine(made)
 
 
@@ -361,7 +379,7 @@ def test_the_same_seed_draws_the_same_and_another_does_not():
 
 @pytest.mark.parametrize("chunk", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_compiles_nothing_after_warming(chunk):
-    made = Engine(light(), page_size=PAGE, max_batch=2, max_length=16, chunk=chunk)
+    made = Engine(light(), page_size=PAGE, max_num_seqs=2, max_length=16, prefill_chunk=chunk)
     made.warm()
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -380,14 +398,14 @@ def test_one_engine_reads_and_another_decodes(temperature):
     """Prompts' pages go over: the second engine, of another size, reads nothing again."""
     sampling = dataclasses.replace(GREEDY, temperature=temperature, seed=3)
     asked = prompts(6, 2)
-    reads, decodes = engine(), engine(num_pages=60, max_batch=1)
+    reads, decodes = engine(), engine(num_pages=60, max_num_seqs=1)
     handles = [reads.submit(Request(prompt, sampling)) for prompt in asked]
     for handle in handles:
-        decodes.adopt(reads.release(handle))
+        decodes.import_request(reads.export_request(handle))
     assert not reads.step() and reads.num_free_pages == 18 - reads.num_cached_pages
     while decodes.step():
         pass
-    assert decodes.counts.read_tokens == 0
+    assert decodes.stats.read_tokens == 0
     for prompt, handle in zip(asked, handles):
         got, want = handle.completion, alone(prompt, sampling)
         assert got.ids == want.ids
@@ -396,23 +414,23 @@ def test_one_engine_reads_and_another_decodes(temperature):
     assert decodes.num_cached_pages, "what was decoded there is known there"
 
 
-def test_parcels_that_do_not_fit_are_refused():
+def test_rejects_transfers_that_do_not_fit():
     reads = engine()
-    parcel = reads.release(reads.submit(Request([1, 2, 3], GREEDY)))
+    transfer = reads.export_request(reads.submit(Request([1, 2, 3], GREEDY)))
     for other, words in (
-        (engine(page_size=8), "page_size, num_draft, .* must be the same"),
+        (engine(page_size=8), "page_size, num_speculative_tokens, .* must be the same"),
         (engine(version=3), "of version 0, this engine's is 3"),
         (engine(max_length=8), "may have 11 tokens, at most 8"),
     ):
         with pytest.raises(ValueError, match=words):
-            other.adopt(parcel)
+            other.import_request(transfer)
         assert not other.step()
     last = reads.submit(Request([1, 2, 3], dataclasses.replace(GREEDY, max_tokens=1)))
     with pytest.raises(ValueError, match="has ended"):
-        reads.release(last)
-    cancelled = reads.release(reads.submit(Request([1, 2, 3], GREEDY)))
+        reads.export_request(last)
+    cancelled = reads.export_request(reads.submit(Request([1, 2, 3], GREEDY)))
     full = engine()
-    full.adopt(cancelled)
+    full.import_request(cancelled)
     cancelled.sequence.handle.cancel()
     while full.step():
         pass
@@ -444,12 +462,12 @@ def test_ten_thousand_requests_with_cancels_leave_no_page_behind():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["finish", "keep", "recompute"])
-def test_new_weights_while_parcels_wait_for_room(policy):
+def test_updates_weights_while_transfers_wait_for_room(policy):
     asked = prompts(4, 5)
-    reads, decodes = engine(), engine(num_pages=60, max_batch=1)
+    reads, decodes = engine(), engine(num_pages=60, max_num_seqs=1)
     handles = [reads.submit(Request(prompt, GREEDY)) for prompt in asked]
     for handle in handles:
-        decodes.adopt(reads.release(handle))
+        decodes.import_request(reads.export_request(handle))
     decodes.step()
     decodes.update_weights(glm5.params_of(model(1)), 1, policy)
     while decodes.step():
@@ -472,4 +490,4 @@ def test_new_weights_while_parcels_wait_for_room(policy):
         assert again.cached_tokens >= len(asked[-1]) // PAGE * PAGE
     with pytest.raises(ValueError, match="resume it first"):
         reads.pause()
-        reads.release(handles[0])
+        reads.export_request(handles[0])

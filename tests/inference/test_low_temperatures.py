@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from glm5_jax.inference.sampling import MIN_TEMPERATURE, Sampling, draw, rows
+from glm5_jax.inference.sampling import MIN_TEMPERATURE, Sampling, draw, param_rows
 from tests.inference.test_server import post
 
 V = 16
 
 
 def drawn(logits, temperature, num_top=3):
-    row = rows(
+    row = param_rows(
         [Sampling(temperature=temperature)] * len(logits), range(len(logits)), [5] * len(logits)
     )
-    return draw(np.asarray(logits, np.float32), row, cut=False, num_top=num_top)
+    return draw(np.asarray(logits, np.float32), row, truncate=False, num_top=num_top)
 
 
 @pytest.mark.parametrize("largest", [0.01, 3.0, 33.0, 100.0, 3e4])
@@ -39,6 +39,7 @@ def test_log_probs_are_those_of_float64_however_large_logits_are(temperature):
     np.testing.assert_allclose(found.top_logprobs[0], want[0][order], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_with_finite_log_probs(healthy):
     body = {"prompt": "hi there", "max_tokens": 2, "logprobs": 3, "ignore_eos": True}
     greedy = post(healthy, "/v1/completions", body | {"temperature": 0})[1]["choices"][0]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from glm5_jax.core.server import ApiError, read_json
-from glm5_jax.inference.protocol import UPDATE, Reader, checked
+from glm5_jax.inference.protocol import UPDATE, Reader, validate
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
-READER = Reader(TOKENIZER, model="m", deadline=5.0)
+READER = Reader(TOKENIZER, model="m", timeout_s=5.0)
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -30,7 +30,7 @@ def test_a_chat_that_says_little_has_glm_s_defaults():
     assert list(request.ids) == render_chat(HI, TOKENIZER).ids
     own = request.sampling
     assert (own.temperature, own.top_p, own.max_tokens, own.seed) == (1.0, 0.95, None, None)
-    assert request.deadline == 5.0 and asked.thinking and not asked.stream
+    assert request.timeout_s == 5.0 and asked.thinking and not asked.stream
 
 
 def test_every_sampling_field_arrives():
@@ -140,9 +140,10 @@ def test_a_data_parallel_rank_is_the_group_of_all_that_is_asked():
         READER.completion({"prompt": "x", "n": 2, "data_parallel_rank": 3.0}, 0),
         chat(n=2, data_parallel_rank=3),
     ):
-        assert [repr(own.group) for own in asked.requests] == ["3"] * len(asked.requests)
+        assert [repr(own.dp_rank) for own in asked.requests] == ["3"] * len(asked.requests)
     assert (
-        READER.generate({"input_ids": [1], "data_parallel_rank": None}, 0).requests[0].group is None
+        READER.generate({"input_ids": [1], "data_parallel_rank": None}, 0).requests[0].dp_rank
+        is None
     )
     for wrong in (-1, 1.5, "3", True):
         with pytest.raises(ApiError, match="data_parallel_rank") as caught:
@@ -194,7 +195,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
         (dict(messages=[{"role": "user", "content": "\ud800"}]), "surrogate", "messages"),
         (
             dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
-            "a part of type 'image_url'; this model reads text alone",
+            "a part of type 'image_url'; this model reads text only",
             "messages",
         ),
         (dict(tools=[{"type": "function"}]), "", "tools"),
@@ -206,7 +207,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
         (dict(reasoning_effort="off"), "'off' is not one of ['none', ", "reasoning_effort"),
         (
             dict(thinking={"type": "enabled"}, chat_template_kwargs={"enable_thinking": False}),
-            "say different things of enable_thinking",
+            "have different values of enable_thinking",
             "thinking",
         ),
     ],
@@ -240,12 +241,12 @@ def test_other_models_and_other_weights():
 @pytest.mark.parametrize(
     "body, words",
     [
-        (b"\xff", "no UTF-8: byte 0"),
-        (b"{", "no JSON"),
-        (b"", "no JSON"),
-        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b"\xff", "not UTF-8: byte 0"),
+        (b"{", "not JSON"),
+        (b"", "not JSON"),
+        (b'{"a": NaN}', "NaN is not a JSON number"),
         (b"[" * 100_000, "nested too deeply"),
-        (b"1" * 5000, "no JSON"),
+        (b"1" * 5000, "not JSON"),
     ],
 )
 def test_bodies_that_are_no_json(body, words):
@@ -256,6 +257,6 @@ def test_bodies_that_are_no_json(body, words):
 @pytest.mark.parametrize("body", [None, [], "x", 3, {"path": "x"}, {"path": "x", "version": -1}])
 def test_updates_are_checked(body):
     with pytest.raises(ApiError):
-        checked(body, UPDATE)
+        validate(body, UPDATE)
     said = {"path": "x", "version": 1}
-    assert checked(said | {"policy": None}, UPDATE) == said
+    assert validate(said | {"policy": None}, UPDATE) == said

@@ -21,7 +21,7 @@ def chat(variant="glm5", **body):
 def test_folds_levels_of_effort(variant):
     """Layouts without such a line think as they do without the field."""
     for effort, level in LEVELS.items():
-        line = {"reasoning_effort": level} if VARIANTS[variant].effort else {}
+        line = {"reasoning_effort": level} if VARIANTS[variant].has_effort_line else {}
         want = render_chat(HI, TOKENIZER, variant=variant, **line).ids
         asked = chat(variant, reasoning_effort=effort)
         assert list(asked.requests[0].ids) == want and asked.thinking, effort

@@ -6,8 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from glm5_jax.inference.protocol import Asked
-from glm5_jax.inference.replies import Chats, Completions, Generated, Held, Origin
+from glm5_jax.inference.protocol import ParsedRequest
+from glm5_jax.inference.replies import Chats, Completions, Generated, Origin, StopFilter
 from glm5_jax.inference.request import Handle, Request, Token
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.text.tokenizer import Tokenizer
@@ -46,8 +46,8 @@ def handle(text):
 
 def whole(form, asked, text):
     made, *told = handle(text)
-    made.tell(*told)
-    return form(asked, [made], ORIGIN, TOKENIZER).whole()
+    made.append_output(*told)
+    return form(asked, [made], ORIGIN, TOKENIZER).complete()
 
 
 def pieces(form, asked, text, rng):
@@ -58,14 +58,14 @@ def pieces(form, asked, text, rng):
     while left:
         count = rng.randint(1, 4)
         now, left = left[:count], left[count:]
-        made.tell(now, *([None] if left else end))
+        made.append_output(now, *([None] if left else end))
         chunks += answer.piece(0)
     return chunks + answer.last()
 
 
 def asked(**more):
     options = dict(stream=True, usage=True, logprobs=True, token_ids=True, thinking=True)
-    return Asked((Request([1, 2, 3]),), **options | more)
+    return ParsedRequest(requests=(Request([1, 2, 3]),), **options | more)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -175,7 +175,7 @@ def test_nothing_of_a_stop_is_told_and_all_before_it(stops):
     text = "one two three END!\n\nfour"
     whole_at = min(text.find(stop) + len(stop) for stop in stops if stop in text)
     for seed in range(20):
-        rng, held, told, at = np.random.default_rng(seed), Held(stops), "", 0
+        rng, held, told, at = np.random.default_rng(seed), StopFilter(stops), "", 0
         while at < whole_at:  # the engine ends with the piece that completes a stop
             size = int(rng.integers(1, 5))
             told += held.feed(text[at : at + size])
@@ -186,5 +186,5 @@ def test_nothing_of_a_stop_is_told_and_all_before_it(stops):
 
 
 def test_a_text_that_is_no_stop_is_told_in_the_end():
-    held = Held(("END",))
+    held = StopFilter(("END",))
     assert held.feed("it is the EN") + held.close(False) == "it is the EN"

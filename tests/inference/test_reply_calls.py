@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.inference.protocol import Reader
 from glm5_jax.inference.replies import Chats, Origin
 from glm5_jax.inference.request import Handle, Token
-from glm5_jax.inference.stops import Stops
+from glm5_jax.inference.stop_checker import StopChecker
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.default()
@@ -28,17 +28,17 @@ def choice(text, **fields):
     asked = READER.chat(body, 0)
     ids = TOKENIZER.encode(text, parse_special=True)
     sampling = asked.requests[0].sampling
-    stops, count, end = Stops(sampling, len(ids), TOKENIZER.eos_ids, TOKENIZER), 0, None
+    stops, count, end = StopChecker(sampling, len(ids), TOKENIZER.eos_ids, TOKENIZER), 0, None
     while end is None:
         end = stops.feed(ids[count])
         count += 1
     tokens = [Token(i, -0.5, 0, ()) for i in ids[:count]]
     whole, streamed = Handle(asked.requests[0]), Handle(asked.requests[0])
-    whole.tell(tokens, *end)
-    [told] = Chats(asked, [whole], Origin("m", 0), TOKENIZER).whole()["choices"]
+    whole.append_output(tokens, *end)
+    [told] = Chats(asked, [whole], Origin("m", 0), TOKENIZER).complete()["choices"]
     form, chunks = Chats(asked, [streamed], Origin("m", 0), TOKENIZER), []
     for i, token in enumerate(tokens):
-        streamed.tell([token], *(end if i == count - 1 else [None]))
+        streamed.append_output([token], *(end if i == count - 1 else [None]))
         chunks += [chunk["choices"][0] for chunk in form.piece(0)]
     assert chunks[-1]["finish_reason"] == told["finish_reason"]
     for name in ("content", "reasoning_content"):

@@ -13,7 +13,7 @@ from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
-from glm5_jax.inference.stops import Stops
+from glm5_jax.inference.stop_checker import StopChecker
 from glm5_jax.inference.worker import Worker, WorkerStopped
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.test_engine import GREEDY, engine, model, prompts
@@ -39,7 +39,7 @@ def test_listener_that_raises_ends_no_engine():
 
 def test_ends_the_request_whose_tokens_cannot_be_taken(monkeypatch):
     """The others go on, and its pages and its slot are free again."""
-    made, feed = engine(), Stops.feed
+    made, feed = engine(), StopChecker.feed
     handles = [made.submit(Request(ids, GREEDY)) for ids in prompts(3)]
     fed = []
 
@@ -49,13 +49,13 @@ def test_ends_the_request_whose_tokens_cannot_be_taken(monkeypatch):
             raise RuntimeError("a text that nobody can decode")
         return feed(self, token)
 
-    monkeypatch.setattr(Stops, "feed", broken)
+    monkeypatch.setattr(StopChecker, "feed", broken)
     run(made)
     reasons = sorted(handle.finish_reason for handle in handles)
     assert reasons == ["failed", "length", "length"]
     assert made.num_running == made.num_waiting == 0
     assert made.num_free_pages + made.num_cached_pages == made.description["num_pages"]
-    monkeypatch.setattr(Stops, "feed", feed)
+    monkeypatch.setattr(StopChecker, "feed", feed)
     want = engine().generate([prompts(1)[0]], GREEDY)[0]
     assert made.generate([prompts(1)[0]], GREEDY)[0].ids == want.ids
 
@@ -89,8 +89,8 @@ def test_takes_integers_of_any_type_and_size():
     assert len(replies[0].ids) == 1
     with pytest.raises(ValueError, match="a token that is no integer"):
         Request([1.0, 2])
-    with pytest.raises(ValueError, match="group is 1.0"):
-        Request([1], group=1.0)
+    with pytest.raises(ValueError, match="dp_rank is 1.0"):
+        Request([1], dp_rank=1.0)
 
 
 class BrokenEngine:
@@ -125,7 +125,9 @@ def test_worker_answers_all_calls_of_an_engine_that_fails():
 
 def test_process_ends_with_a_code_that_launchers_restart(capsys):
     """Neither 2, a mistake of the user, nor 75, which asks for a start without end."""
-    made = Engine(model(), Tokenizer.default(), page_size=16, max_batch=4, chunk=32, max_length=64)
+    made = Engine(
+        model(), Tokenizer.default(), page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64
+    )
     config = serve.ServeConfig(server=ServerConfig(port=0, model="tiny"))
     server = Server(made, Tokenizer.default(), config.server)
 
@@ -136,11 +138,13 @@ def test_process_ends_with_a_code_that_launchers_restart(capsys):
     threading.Timer(0.2, lambda: server.worker.call(lambda engine: None)).start()
     assert serve.serve_until_ended(server, config) == 1
     assert capsys.readouterr().err == "error: the engine has failed: RuntimeError no device\n"
-    assert server.failed and isinstance(server.refusal(WorkerStopped()), ApiError)
+    assert server.failed and isinstance(server.to_api_error(WorkerStopped()), ApiError)
 
 
 def test_process_ends_with_0_when_it_is_stopped():
-    made = Engine(model(), Tokenizer.default(), page_size=16, max_batch=4, chunk=32, max_length=64)
+    made = Engine(
+        model(), Tokenizer.default(), page_size=16, max_num_seqs=4, prefill_chunk=32, max_length=64
+    )
     server = Server(made, Tokenizer.default(), ServerConfig(port=0))
     asyncio.run(server.serve(lambda port: server.stop()))
     assert not server.failed

@@ -132,10 +132,10 @@ def test_serves_whole_numbers_written_as_floats(healthy, path, field):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("num_draft", [0, 2])
-def test_survives_all_numbers_of_all_endpoints(num_draft):
+@pytest.mark.parametrize("num_speculative_tokens", [0, 2])
+def test_survives_all_numbers_of_all_endpoints(num_speculative_tokens):
     load = lambda path: {}  # noqa: E731
-    with serving(options={"num_draft": num_draft}, load=load) as server:
+    with serving(options={"num_speculative_tokens": num_speculative_tokens}, load=load) as server:
         for path, (_, body) in ENDPOINTS.items():
             if path.startswith(("/v1", "/generate")):
                 assert post(server, path, body)[0] == 200

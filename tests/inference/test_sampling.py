@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glm5_jax.inference.sampling import Sampling, cuts, draw, rows
+from glm5_jax.inference.sampling import Sampling, draw, needs_truncation, param_rows
 
 V = 12
 LOGITS = np.random.default_rng(0).normal(0, 2, V).astype(np.float32)
@@ -39,10 +39,16 @@ def oracle(logits, s: Sampling):
     return p / p.sum()
 
 
-def drawn(sampling, count, seed=0, logits=LOGITS, **options):
-    """Tokens at so many positions, drawn at once."""
-    row = rows([sampling] * count, [seed] * count, range(count), len(sampling.logit_bias))
-    return draw(np.tile(logits, (count, 1)), row, cut=cuts([sampling]), **options)
+COUNT = 20_000  # of tokens drawn at once; one for all, since each count is another program
+NUM_TOP = 4
+
+
+def drawn(sampling, seed=0, logits=LOGITS):
+    """Returns the tokens drawn at positions 0 to COUNT - 1, with the NUM_TOP likeliest of each."""
+    row = param_rows([sampling] * COUNT, [seed] * COUNT, range(COUNT), 2)
+    return draw(
+        np.tile(logits, (COUNT, 1)), row, truncate=needs_truncation([sampling]), num_top=NUM_TOP
+    )
 
 
 CASES = [
@@ -61,37 +67,33 @@ CASES = [
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_tokens_have_the_probabilities_that_the_rules_leave(sampling):
-    count, p = 20_000, oracle(LOGITS, sampling)
-    tokens = np.asarray(drawn(sampling, count).tokens)
-    seen = np.bincount(tokens, minlength=V)
-    assert not seen[p == 0].any(), "a token that was cut off"
-    likely = p > 0
-    chi2 = ((seen - count * p)[likely] ** 2 / (count * p)[likely]).sum()
+def test_draws_by_the_probabilities_that_the_rules_leave(sampling):
+    """The log-probs returned are those before anything is cut."""
+    got, expected = drawn(sampling), oracle(LOGITS, sampling)
+    seen = np.bincount(got.tokens, minlength=V)
+    assert not seen[expected == 0].any(), "a token that was cut off"
+    likely = expected > 0
+    chi2 = ((seen - COUNT * expected)[likely] ** 2 / (COUNT * expected)[likely]).sum()
     freedom = likely.sum() - 1
     assert chi2 <= freedom + 4 * np.sqrt(2 * freedom) + 1e-9
 
-
-@pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_logprobs_are_those_before_anything_is_cut(sampling):
-    found = drawn(sampling, 64, num_top=4)
     logits = LOGITS.copy()
     for token, bias in sampling.logit_bias.items():
         logits[token] += bias
     p = np.log(softmax(logits / sampling.temperature))
-    np.testing.assert_allclose(found.logprobs, p[np.asarray(found.tokens)], atol=1e-5)
-    best = np.argsort(-p)[:4]
-    assert (np.asarray(found.top_ids) == best).all()
-    np.testing.assert_allclose(found.top_logprobs, np.tile(p[best], (64, 1)), atol=1e-5)
+    np.testing.assert_allclose(got.logprobs, p[np.asarray(got.tokens)], atol=1e-5)
+    best = np.argsort(-p)[:NUM_TOP]
+    assert (np.asarray(got.top_ids) == best).all()
+    np.testing.assert_allclose(got.top_logprobs, np.tile(p[best], (COUNT, 1)), atol=1e-5)
 
 
 def test_greedy_takes_the_likeliest_and_tells_its_probability():
-    found = drawn(Sampling(temperature=0), 8)
+    found = drawn(Sampling(temperature=0))
     assert (np.asarray(found.tokens) == LOGITS.argmax()).all()
     np.testing.assert_allclose(found.logprobs, np.log(softmax(LOGITS)).max(), atol=1e-6)
     tied = np.zeros(V, np.float32)
-    assert (np.asarray(drawn(Sampling(temperature=0), 4, logits=tied).tokens) == 0).all()
-    assert (np.asarray(drawn(Sampling(top_k=2), 99, logits=tied).tokens) < 2).all()
+    assert (np.asarray(drawn(Sampling(temperature=0), logits=tied).tokens) == 0).all()
+    assert (np.asarray(drawn(Sampling(top_k=2), logits=tied).tokens) < 2).all()
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -99,32 +101,38 @@ def test_a_row_does_not_depend_on_its_batch():
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 2, (16, V)).astype(np.float32)
     seeds, positions = rng.integers(0, 2**62, 16), rng.integers(0, 1000, 16)
-    whole = draw(logits, rows(samplings, seeds, positions), num_top=2)
+    together = draw(logits, param_rows(samplings, seeds, positions), num_top=2)
     for i in range(16):
-        own = draw(
+        single = draw(
             logits[i : i + 1],
-            rows(samplings[i : i + 1], seeds[i : i + 1], positions[i : i + 1]),
-            cut=cuts(samplings[i : i + 1]),
+            param_rows(samplings[i : i + 1], seeds[i : i + 1], positions[i : i + 1]),
+            truncate=needs_truncation(samplings[i : i + 1]),
             num_top=2,
         )
-        for one, other in zip(own, whole):
+        for one, other in zip(single, together):
             np.testing.assert_array_equal(one[0], other[i])
 
 
-def test_seeds_and_positions_draw_anew():
+def test_each_seed_and_position_draws_other_numbers():
     tokens = {
-        (seed, first): tuple(np.asarray(drawn(Sampling(), 32, seed).tokens)[first:].tolist())
+        (seed, first): tuple(
+            np.asarray(drawn(Sampling(), seed).tokens)[first : first + 31].tolist()
+        )
         for seed in (0, 1, 2**40)
         for first in (0, 1)
     }
-    assert len({t[:31] for t in tokens.values()}) == len(tokens)
-    again = np.asarray(drawn(Sampling(), 32, 1).tokens)
+    assert len(set(tokens.values())) == len(tokens)
+    again = np.asarray(drawn(Sampling(), 1).tokens)[:31]
     assert tuple(again.tolist()) == tokens[1, 0]
 
 
 def test_only_rules_that_cut_need_a_sort():
-    assert not cuts([Sampling(), Sampling(temperature=0, top_k=5), Sampling(logit_bias={1: 2.0})])
-    assert cuts([Sampling(), Sampling(top_p=0.9)]) and cuts([Sampling(min_p=0.1)])
+    assert not needs_truncation(
+        [Sampling(), Sampling(temperature=0, top_k=5), Sampling(logit_bias={1: 2.0})]
+    )
+    assert needs_truncation([Sampling(), Sampling(top_p=0.9)]) and needs_truncation(
+        [Sampling(min_p=0.1)]
+    )
 
 
 def test_names_values_out_of_range():
@@ -141,4 +149,4 @@ def test_names_values_out_of_range():
     with pytest.raises(ValueError, match="must not be empty"):
         Sampling(stop=("a", ""))
     with pytest.raises(ValueError, match="logit_bias has 2 tokens, room is 1"):
-        rows([Sampling(logit_bias={1: 1.0, 2: 1.0})], [0], [0], 1)
+        param_rows([Sampling(logit_bias={1: 1.0, 2: 1.0})], [0], [0], 1)

@@ -21,8 +21,12 @@ def following(ids):
 class Device:
     """Executes work in order, one step behind the host; what it draws follows from what the pages hold."""
 
-    def __init__(self, scheduler, num_draft, rng):
-        self.scheduler, self.num_draft, self.rng = scheduler, num_draft, rng
+    def __init__(self, scheduler, num_speculative_tokens, rng):
+        self.scheduler, self.num_speculative_tokens, self.rng = (
+            scheduler,
+            num_speculative_tokens,
+            rng,
+        )
         self.pages = collections.defaultdict(dict)
         self.newest = {}
         self.flying = collections.deque()
@@ -31,13 +35,13 @@ class Device:
         out = []
         for one in work.decodes:
             drawn = self._decode(one)
-            if one.draws:
+            if one.is_sampled:
                 out.append((one, drawn))
         for one in work.prefills:
             sequence = one.sequence
             ids = sequence.ids[one.start : one.start + one.count]
             self._write(sequence.pages, one.start, ids)
-            if one.draws:
+            if one.is_sampled:
                 end = one.start + one.count
                 token = following(self._read(sequence.pages, end))
                 self.newest[sequence.slot] = (end, [token])
@@ -46,14 +50,14 @@ class Device:
 
     def _decode(self, one):
         pages = one.sequence.pages
-        if one.given is not None:
-            start, newest = one.sequence.computed - 1, one.given
+        if one.forced_token is not None:
+            start, newest = one.sequence.num_computed_tokens - 1, one.forced_token
         else:
             start, [*_, newest] = self.newest[one.sequence.slot]
         self._write(pages, start, [newest])
         drawn = [following(self._read(pages, start + 1))]
-        kept = self.rng.integers(self.num_draft + 1)
-        for i in range(self.num_draft):
+        kept = self.rng.integers(self.num_speculative_tokens + 1)
+        for i in range(self.num_speculative_tokens):
             at = start + 1 + i
             if at >= min(one.sequence.limit, len(pages) * SIZE):
                 break
@@ -87,7 +91,7 @@ def drive(scheduler, device, requests, rng, cancel=0.0, depth=1):
         return sequence.handle.finish_reason is not None
 
     def end(sequence, reason):
-        sequence.handle.tell((), reason)
+        sequence.handle.append_output((), reason)
         scheduler.remove(sequence)
 
     def receive():
@@ -95,7 +99,7 @@ def drive(scheduler, device, requests, rng, cancel=0.0, depth=1):
             sequence = one.sequence
             if ended(sequence):
                 continue
-            scheduler.came_back(one, drawn)
+            scheduler.update_from_output(one, drawn)
             if len(sequence.ids) >= sequence.limit:
                 end(sequence, "length")
                 served.append((sequence.handle.request, sequence.ids[: sequence.limit]))
@@ -105,7 +109,13 @@ def drive(scheduler, device, requests, rng, cancel=0.0, depth=1):
             request = waiting.popleft()
             limit = len(request.ids) + request.sampling.max_tokens
             scheduler.check(limit)
-            sequence = Sequence(Handle(request), list(request.ids), limit, 0, 0)
+            sequence = Sequence(
+                handle=Handle(request),
+                ids=list(request.ids),
+                limit=limit,
+                seed=0,
+                prefix_namespace=0,
+            )
             scheduler.add(sequence)
         for sequence in scheduler.sequences:
             if rng.random() < cancel:
@@ -130,10 +140,14 @@ def requests(rng, count, most=30):
 
 
 LIMITS = {
-    "plain": Limits(max_batch=5, chunk=8, step_tokens=12),
-    "one": Limits(max_batch=1, chunk=4, step_tokens=4),
-    "aligned": Limits(max_batch=5, chunk=8, step_tokens=12, aligned=True),
-    "drafts": Limits(max_batch=5, chunk=8, step_tokens=12, num_draft=3),
+    "plain": Limits(max_num_seqs=5, prefill_chunk=8, max_batched_tokens=12),
+    "one": Limits(max_num_seqs=1, prefill_chunk=4, max_batched_tokens=4),
+    "invariant": Limits(
+        max_num_seqs=5, prefill_chunk=8, max_batched_tokens=12, batch_invariant=True
+    ),
+    "drafts": Limits(
+        max_num_seqs=5, prefill_chunk=8, max_batched_tokens=12, num_speculative_tokens=3
+    ),
 }
 
 
@@ -144,7 +158,7 @@ def test_what_comes_out_is_what_each_request_gives_alone(name, num_pages, seed):
     rng = np.random.default_rng(seed)
     limits = LIMITS[name]
     scheduler = Scheduler(num_pages, SIZE, limits)
-    device = Device(scheduler, limits.num_draft, rng)
+    device = Device(scheduler, limits.num_speculative_tokens, rng)
     asked = requests(rng, 60)
     served = drive(scheduler, device, asked, rng, cancel=0.002)
     assert len(served) > 20
@@ -166,14 +180,14 @@ def test_few_pages_preempt_and_many_do_not():
     assert counts[0] > 0 == counts[1]
 
 
-@pytest.mark.parametrize("name", ["plain", "aligned", "drafts"])
+@pytest.mark.parametrize("name", ["plain", "invariant", "drafts"])
 def test_requests_of_the_same_prompt_read_it_once(name):
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 7, 33).tolist()
     asked = [Request(prompt, Sampling(max_tokens=5, seed=i)) for i in range(5)]
     limits = LIMITS[name]
     scheduler = Scheduler(100, SIZE, limits)
-    device = Device(scheduler, limits.num_draft, rng)
+    device = Device(scheduler, limits.num_speculative_tokens, rng)
     read, launch = [], device.launch
 
     def counted(work):
@@ -189,11 +203,19 @@ def test_requests_of_the_same_prompt_read_it_once(name):
 
 def test_chunks_of_one_prompt_lie_between_decodes_of_others():
     """A long prompt does not stop those who decode."""
-    scheduler = Scheduler(100, SIZE, Limits(max_batch=4, chunk=8, step_tokens=8))
+    scheduler = Scheduler(100, SIZE, Limits(max_num_seqs=4, prefill_chunk=8, max_batched_tokens=8))
     device = Device(scheduler, 0, np.random.default_rng(0))
     for ids, most in (([1] * 3, 50), ([2] * 80, 2)):
         request = Request(ids, Sampling(max_tokens=most))
-        scheduler.add(Sequence(Handle(request), list(ids), len(ids) + most, 0, 0))
+        scheduler.add(
+            Sequence(
+                handle=Handle(request),
+                ids=list(ids),
+                limit=len(ids) + most,
+                seed=0,
+                prefix_namespace=0,
+            )
+        )
     steps = []
     for _ in range(10):
         work = scheduler.schedule()
@@ -205,16 +227,18 @@ def test_chunks_of_one_prompt_lie_between_decodes_of_others():
 def test_refuses_limits_and_sequences_that_cannot_be():
     scheduler = Scheduler(3, SIZE, LIMITS["plain"])
     scheduler.check(12)
-    with pytest.raises(ValueError, match="13 tokens, those to come included, exceed the 12"):
+    with pytest.raises(ValueError, match="13 tokens, including the reply, exceed the 12"):
         scheduler.check(13)
     for words, options in {
-        "max_batch is 0": dict(max_batch=0),
-        "chunk is -1": dict(chunk=-1),
-        "step_tokens is 0": dict(step_tokens=0),
-        "num_draft is -1": dict(num_draft=-1),
-        "use num_draft=0 with batch_invariant": dict(num_draft=2, aligned=True),
+        "max_num_seqs is 0": dict(max_num_seqs=0),
+        "prefill_chunk is -1": dict(prefill_chunk=-1),
+        "max_batched_tokens is 0": dict(max_batched_tokens=0),
+        "num_speculative_tokens is -1": dict(num_speculative_tokens=-1),
+        "use num_speculative_tokens=0 with batch_invariant": dict(
+            num_speculative_tokens=2, batch_invariant=True
+        ),
     }.items():
         with pytest.raises(ValueError, match=words):
             Limits(**options)
-    with pytest.raises(ValueError, match="chunk 6 is no multiple of page_size 4"):
-        Scheduler(8, SIZE, Limits(chunk=6, aligned=True))
+    with pytest.raises(ValueError, match="prefill_chunk 6 is no multiple of page_size 4"):
+        Scheduler(8, SIZE, Limits(prefill_chunk=6, batch_invariant=True))

@@ -22,10 +22,10 @@ from tests.model.golden import traced_forward
 CLOSE = 1e-5
 LENGTH = 64  # one program for all
 KINDS = [
-    {"chunk": 128},
-    {"page_size": 8, "num_pages": 9, "max_batch": 3},
-    {"num_pages": 30, "chunk": 16},
-    {"num_draft": 2, "chunk": 128},
+    {"prefill_chunk": 128},
+    {"page_size": 8, "num_pages": 9, "max_num_seqs": 3},
+    {"num_pages": 30, "prefill_chunk": 16},
+    {"num_speculative_tokens": 2, "prefill_chunk": 128},
 ]
 
 
@@ -64,10 +64,10 @@ def test_fifty_random_schedules_of_a_kind(kind):
         rng = np.random.default_rng([kind, seed])
         asked = prompts(14, 100 * kind + seed)
         samplings = mixed(len(asked), rng)
-        if "num_draft" in KINDS[kind]:
+        if "num_speculative_tokens" in KINDS[kind]:
             # What is drawn with drafts is another draw of the same distribution.
             samplings = [dataclasses.replace(own, temperature=0.0) for own in samplings]
-        made = engine(step_tokens=int(rng.integers(8, 40)), **KINDS[kind])
+        made = engine(max_batched_tokens=int(rng.integers(8, 40)), **KINDS[kind])
         got = schedule(made, asked, samplings, rng)
         for prompt, sampling, own in zip(asked, samplings, got):
             want = alone(prompt, sampling)

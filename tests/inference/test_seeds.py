@@ -17,7 +17,7 @@ def test_draws_fresh_replies_without_a_seed():
     [prompt] = prompts(1)
 
     def replies(**options):
-        options = dict(page_size=PAGE, num_pages=18, max_batch=4, chunk=32) | options
+        options = dict(page_size=PAGE, num_pages=18, max_num_seqs=4, prefill_chunk=32) | options
         made = Engine(model(), Tokenizer.default(), **options)
         return [reply.ids for reply in made.generate([prompt] * 2, FREE)]
 

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.inference.client import ServerError
-from glm5_jax.inference.gauges import Gauges
-from glm5_jax.inference.protocol import Asked
+from glm5_jax.inference.metrics import EngineMetrics
+from glm5_jax.inference.protocol import ParsedRequest
 from glm5_jax.inference.request import Handle, Request, Token
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.server import Waiting
+from glm5_jax.inference.server import PendingRequests
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply
@@ -90,7 +90,7 @@ def test_a_chat_is_the_engine_s_reply(client, num_top):
 
 def test_the_asynchronous_client_gets_the_same(healthy):
     async def run():
-        async with ChatClient(healthy.url, seconds=60) as opened:
+        async with ChatClient(healthy.url, timeout_s=60) as opened:
             choice = await opened.chat(HI, max_tokens=12, temperature=0)
             with pytest.raises(ServerError) as caught:
                 await opened.chat(HI, max_tokens=-1)
@@ -191,7 +191,7 @@ def metrics(server):
             "/generate",
             {"input_ids": [5], "data_parallel_rank": 1},
             400,
-            "group 1 is not there; there are 1,",
+            "dp_rank is 1; there are 1 data-parallel ranks,",
         ),
         ("/update_weights", {"path": "x", "version": 1}, 400, "no checkpoint that this server"),
         ("/v1/chat/completion", {}, 404, "no /v1/chat/completion; there are GET /, /v1/models, "),
@@ -257,19 +257,19 @@ def test_reports_the_end_of_each_choice_once():
             return Handle(request, listener)
 
     async def told():
-        asked = Asked((Request([1]),) * 3)
-        waiting = Waiting(asyncio.get_running_loop(), asked, Gauges(engine()))
+        asked = ParsedRequest(requests=(Request([1]),) * 3)
+        waiting = PendingRequests(asyncio.get_running_loop(), asked, EngineMetrics(engine()))
         waiting.submit(Taking())
         first, second, third = waiting.handles
-        first.tell([token], "length")
-        second.tell([token], None)
+        first.append_output([token], "length")
+        second.append_output([token], None)
         found = []
-        async for indices in waiting.news():
+        async for indices in waiting.updates():
             found.append(sorted(indices))
             if second.finish_reason is None:
-                second.tell([token], "stop")
+                second.append_output([token], "stop")
             elif third.finish_reason is None:
-                third.tell([], "cancelled")
+                third.append_output([], "cancelled")
         return found
 
     found = asyncio.run(told())
@@ -382,7 +382,7 @@ def test_pages_of_others_may_not_ask(healthy):
 
 
 def test_limits_and_the_end():
-    with serving(max_requests=2, max_body=1000, grace=30.0) as server:
+    with serving(max_requests=2, max_body_bytes=1000, grace_s=30.0) as server:
         assert post(server, "/generate", b"x" * 2000)[0] == 413
         body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
         code, answer = post(server, "/v1/completions", {**body, "n": 3})

@@ -14,9 +14,9 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.inference import serving_cost
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.serving_cost import Serving, TokenCost
-from glm5_jax.model import block, dispatch, glm5
+from glm5_jax.model import block, expert_dispatch, glm5
 from glm5_jax.model.cache import PagedCache, init_pages
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from pallas_kernels import blocks
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.cost import Cost
@@ -25,8 +25,8 @@ from tests.mesh import cases
 
 CFG = cases.config()  # three layers, the last one without an indexer; 11 keys are selected
 GLM5 = presets.glm5()
-DENSE, DSA = Serving("dense"), Serving("sparse", sharing=4)
-W4A8 = Serving("sparse", quantised=True, index_cache="fp8", latent_cache="fp8")
+DENSE, DSA = Serving(attention="dense"), Serving(attention="sparse", sharing=4)
+W4A8 = Serving(attention="sparse", quantised=True, index_cache="fp8", latent_cache="fp8")
 ROWS, LENGTH, SLOTS = 4, 16, 8
 
 # Where the forward does the products of each component.
@@ -40,7 +40,7 @@ PLACES = {
     "route": (block, "route"),
     "routed": (block, "routed_experts"),
     "mlp": (block, "mlp"),
-    "head": (glm5, "read_logits"),
+    "head": (glm5, "compute_logits"),
 }
 
 
@@ -49,7 +49,7 @@ def counted(monkeypatch):
     """counted(function, *args): FLOPs under each of PLACES, and of all under "". Nothing is rounded up to blocks:
     every query sees its own keys alone, every row goes through its own experts."""
     monkeypatch.setattr(blocks, "EXTENTS", LENGTH)
-    monkeypatch.setattr(dispatch, "FETCH_SHARE", math.inf)
+    monkeypatch.setattr(expert_dispatch, "FETCH_SHARE", math.inf)
     jax.clear_caches()  # of layers that were traced as they are
     for name, (module, attribute) in PLACES.items():
 
@@ -77,7 +77,7 @@ def config(attention: str, quantised: bool):
 def weights(cfg, quantised: bool):
     """(parameters, layer by layer, the config that computes with them). Of a scanned stack in which some layers have
     no indexer, every layer would count as if it had one."""
-    params, plain = glm5.abstract(cfg), dataclasses.replace(cfg, int4_group=None)
+    params, plain = glm5.abstract_params(cfg), dataclasses.replace(cfg, int4_group=None)
     if quantised:
         params = jax.eval_shape(lambda params: table.quantise(params, cfg)[0], params)
     return jax.eval_shape(lambda params: glm5.unstack(params, plain), params), plain
@@ -108,8 +108,8 @@ def compare(found: dict, costs: dict, cfg, tokens: int, pairs: int, waste: int, 
 @pytest.mark.parametrize(
     ("attention", "quantised"),
     [
-        ("dense", False),
         ("sparse", True),
+        pytest.param("dense", False, marks=pytest.mark.slow),
         pytest.param("dense", True, marks=pytest.mark.slow),
         pytest.param("sparse", False, marks=pytest.mark.slow),
     ],
@@ -118,10 +118,12 @@ def test_products_of_a_prompt_are_those_of_the_forward(attention, quantised, cou
     cfg = config(attention, quantised)
     params, plain = weights(cfg, quantised)
     form = {"dense": "expanded", "sparse": "gathered"}[attention]
-    plan = Plan(attention_form=form, query_block=1)
+    execution = ExecutionConfig(attention_form=form, query_block=1)
     tokens = jax.ShapeDtypeStruct((1, LENGTH), jnp.int32)
-    found = counted(lambda p, x: glm5.forward(p, x, plain, plan=plan).logits, params, tokens)
-    costs = serving_cost.prefill(cfg, Serving(attention, quantised), LENGTH)
+    found = counted(
+        lambda p, x: glm5.forward(p, x, plain, execution=execution).logits, params, tokens
+    )
+    costs = serving_cost.prefill(cfg, Serving(attention=attention, quantised=quantised), LENGTH)
     triangle, waste = LENGTH * (LENGTH + 1) // 2, 0
     if attention == "sparse":
         # Whoever sees fewer keys than are selected gathers as many, and values are multiplied with whole rows.
@@ -150,7 +152,9 @@ def test_products_of_a_decode_are_those_of_the_forward(attention, quantised, cou
         return glm5.forward(params, tokens, plain, cache=cache).logits
 
     found = counted(step, params, int32((ROWS, 1)), cache)
-    costs = serving_cost.decode(cfg, Serving(attention, quantised), LENGTH, ROWS)
+    costs = serving_cost.decode(
+        cfg, Serving(attention=attention, quantised=quantised), LENGTH, ROWS
+    )
     keys = ROWS * (cfg.index_topk if attention == "sparse" else LENGTH)
     n, r = cfg.num_attention_heads, cfg.qk_rope_head_dim
     waste = cfg.num_hidden_layers * 2 * n * r * keys  # values are multiplied with whole rows
@@ -168,7 +172,7 @@ def test_what_real_layers_do_beside_the_components_is_little(counted):
     def step(params, tokens, cache):
         return glm5.forward(params, tokens, cfg, cache=cache).logits
 
-    whole = counted(step, glm5.abstract(cfg), int32((rows, 1)), cache, places=())[""]
+    whole = counted(step, glm5.abstract_params(cfg), int32((rows, 1)), cache, places=())[""]
     known = serving_cost.flops(serving_cost.decode(cfg, DSA, length, rows))
     assert known < whole < 1.03 * known
 
@@ -181,7 +185,7 @@ def test_a_tied_head_is_read_from_the_embedding():
 
 def test_a_step_reads_every_weight_once_and_the_experts_that_its_tokens_reach():
     for serving in (DSA, W4A8):
-        whole = glm5.abstract(GLM5, jnp.bfloat16)
+        whole = glm5.abstract_params(GLM5, jnp.bfloat16)
         if serving.quantised:
             whole = jax.eval_shape(lambda params: table.quantise(params, GLM5)[0], whole)
         stored = {
@@ -400,7 +404,7 @@ def test_up_to_as_many_keys_as_are_selected_sparse_attention_is_dense():
 def test_refuses_what_cannot_be():
     prefill, decode = serving_cost.prefill, serving_cost.decode
     for message, call in {
-        "attention is 'local'; use 'dense' or 'sparse'": lambda: Serving("local"),
+        "attention is 'local'; use 'dense' or 'sparse'": lambda: Serving(attention="local"),
         "index_cache is 'int4'; use int8, fp8 or None": lambda: Serving(index_cache="int4"),
         "sharing is 0": lambda: Serving(sharing=0),
         "length is 0; it must be positive": lambda: prefill(GLM5, DSA, 0),

@@ -3,7 +3,7 @@
 import pytest
 
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.inference.stops import Stops
+from glm5_jax.inference.stop_checker import StopChecker
 from glm5_jax.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load("bytes")
@@ -13,7 +13,7 @@ END = TOKENIZER.eos_ids[0]
 
 def ended(tokens, most=9, **sampling):
     """(tokens up to the end, what `feed` says of the last)."""
-    stops = Stops(Sampling(**sampling), most, TOKENIZER.eos_ids, TOKENIZER)
+    stops = StopChecker(Sampling(**sampling), most, TOKENIZER.eos_ids, TOKENIZER)
     for count, token in enumerate(tokens, 1):
         if end := stops.feed(token):
             return count, end

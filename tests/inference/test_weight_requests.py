@@ -21,7 +21,7 @@ def loading():
         models.load_model(path)
         return dict(glm5.params_of(model()))
 
-    with serving(load=load, max_part=1000) as server:
+    with serving(load=load, max_part_bytes=1000) as server:
         yield server
 
 

@@ -27,16 +27,16 @@ CONTROLS = {"none": lambda value: value, "others": of_others(), "reversed": lamb
 
 def main(workdir, control, steps, changes):
     """Trains; what parts of the rewards say is always of the attempt itself."""
-    judge, change = rl_reasoning.digits_right, CONTROLS[control]
+    judge, change = rl_reasoning.partial_digit_reward, CONTROLS[control]
 
     def judged(task, attempt):
         reward = judge(task, attempt)
         return dataclasses.replace(reward, value=change(reward.value))
 
-    rl_reasoning.digits_right = judged
+    rl_reasoning.partial_digit_reward = judged
     config = dataclasses.replace(rl_reasoning.addition(), **json.loads(changes))
     train = dataclasses.replace(config.train, steps=int(steps) or None, eval_interval=100)
-    dataclasses.replace(config, train=train).stage(workdir).run()
+    dataclasses.replace(config, train=train).make_stage(workdir).run()
 
 
 if __name__ == "__main__":

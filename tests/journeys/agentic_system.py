@@ -10,8 +10,8 @@ import dataclasses
 import jax
 
 from experiments import rl_agentic
-from experiments.rl_agentic import AgenticConfig, LayoutConfig
-from experiments.rl_reasoning import Share
+from experiments.rl_agentic import AgenticConfig, ClusterConfig
+from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import ContextConfig
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.envs.reasoning_tasks import TaskConfig
@@ -38,12 +38,14 @@ def get_config(variant: str = "small") -> AgenticConfig:
         model=MODEL,
         tokenizer="bytes",
         optimizer=OptimizerConfig(weight_decay=0.0),
-        schedule=ScheduleConfig("constant", 1e-3, 0.0, 0, 12),
+        schedule=ScheduleConfig(
+            kind="constant", peak=1e-3, end=0.0, warmup_steps=0, total_steps=12
+        ),
         step=dataclasses.replace(policy_alone(), remat="none"),
         train=TrainConfig(eval_interval=0, sample_interval=0, save_interval=2),
         rollout=RolloutConfig(prompts=2, group=4, max_tokens=4, max_turns=2, thinking=False),
         engine=EngineConfig(
-            page_size=128, max_batch=8, chunk=128, max_length=128, short_prompt=128
+            page_size=128, max_num_seqs=8, prefill_chunk=128, max_length=128, min_prefill_bucket=128
         ),
         evaluation=EvaluationConfig(tasks=0),
         context=ContextConfig(None, None),
@@ -51,14 +53,14 @@ def get_config(variant: str = "small") -> AgenticConfig:
         rows=8,
         max_staleness=2,
         max_running=6,
-        agent_seconds=60.0,
-        judge_seconds=10.0,
+        agent_timeout_s=60.0,
+        judge_timeout_s=10.0,
         batch_seconds=300.0,
         tasks=(
-            Share(TaskConfig("addition", size=500, digits=1)),
-            Share(TaskConfig("addition", size=500, digits=2)),
+            TaskWeight(TaskConfig(kind="addition", size=500, digits=1)),
+            TaskWeight(TaskConfig(kind="addition", size=500, digits=2)),
         ),
-        layout=LayoutConfig(warm=False, grace=5.0),
+        cluster=ClusterConfig(warm=False, grace_s=5.0),
     )
 
 

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from glm5_jax.core.activity import read_activity
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.roles import read_events
+from glm5_jax.core.supervisor import read_events
+from glm5_jax.core.utilization import read_utilization
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends
 from tests.journeys import agentic_system
@@ -78,7 +78,7 @@ def overlapping(first, second):
 # Replies take about as long as a step, which no saving makes longer: an engine would generate meanwhile in any case.
 EVEN = {
     "rollout.max_tokens": 64,
-    "engine.max_batch": 1,
+    "engine.max_num_seqs": 1,
     "train.save_interval": 100,
     "schedule.total_steps": 2 * STEPS,
 }
@@ -96,9 +96,9 @@ def test_it_trains_while_others_sample(checkpoint, tmp_path, staleness):
     out = process.communicate(timeout=600)[0]
     assert "train-0 finished" in out and f"after {steps} steps" in out, out
     check_ended_well(workdir, steps)
-    lives = read_activity(workdir)
+    lives = read_utilization(workdir)
     assert len({life.pid for life in lives}) == len(PROGRAMS) == len(lives)
-    since = {life.name: life for life in read_activity(workdir, compiled)}
+    since = {life.name: life for life in read_utilization(workdir, compiled)}
     share = overlapping(since["train"], since["engine-0"])
     print(f"staleness {staleness}: engines generate in {share:.0%} of the trainer's busy time")
     assert share > 0.5 if staleness else share < 0.25

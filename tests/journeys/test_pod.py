@@ -13,7 +13,7 @@ import pytest
 
 from glm5_jax.checkpoint.store import latest_step
 from glm5_jax.core import metrics_log
-from glm5_jax.core.placement import AGAIN
+from glm5_jax.core.placement import EXIT_RESTART
 from tests.contracts.source_tree import ROOT
 from tests.journeys.test_pretrain import command, losses
 
@@ -22,7 +22,7 @@ DEVICES = 4  # over all processes
 SHAPE = {"mesh.fsdp": -1, "mesh.expert": 2, "sample.prompts": ()}
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.read_no_program_of_a_mesh says why
+}  # pallas_kernels.compat.disable_mesh_program_cache says why
 
 
 def start(workdir, processes: int, devices: int | None = None, **more) -> list[subprocess.Popen]:
@@ -88,14 +88,14 @@ def test_an_error_in_one_process_is_an_error_in_all(broken):
     code = f"""
 import sys, jax
 jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
-from glm5_jax.core import hosts
-hosts.agree(None)
-assert hosts.everyones([jax.process_index()]) == [[0], [1]]
-assert hosts.of_first(lambda: {{"a": [jax.process_index(), "\u00e9"]}}) == {{"a": [0, "\u00e9"]}}
+from glm5_jax.core import multihost
+multihost.raise_on_all(None)
+assert multihost.all_gather_objects([jax.process_index()]) == [[0], [1]]
+assert multihost.broadcast_from_first(lambda: {{"a": [jax.process_index(), "\u00e9"]}}) == {{"a": [0, "\u00e9"]}}
 for attempt in (
-    lambda: hosts.agree(ValueError("mine") if jax.process_index() == {broken} else None),
-    lambda: hosts.first_does(lambda: open("/nowhere/file")),
-    lambda: hosts.of_first(lambda: [][0] if jax.process_index() else int("x")),
+    lambda: multihost.raise_on_all(ValueError("mine") if jax.process_index() == {broken} else None),
+    lambda: multihost.run_on_first(lambda: open("/nowhere/file")),
+    lambda: multihost.broadcast_from_first(lambda: [][0] if jax.process_index() else int("x")),
 ):
     try:
         attempt()
@@ -122,10 +122,10 @@ def test_a_signal_saves_one_step_in_all_processes_and_nothing_is_lost(whole, tmp
     wait_for(lambda: metrics_log.read(tmp_path), processes)
     for number in told:
         processes[number].send_signal(signal.SIGTERM)
-    outputs = finish(processes, AGAIN)
+    outputs = finish(processes, EXIT_RESTART)
     step = latest_step(tmp_path)
     assert step < 12 and all(f"stopped after step {step};" in out for out in outputs)
-    assert f"going on from step {step}" in finish(start(tmp_path, 2, **SHAPE))[0]
+    assert f"resuming at step {step}" in finish(start(tmp_path, 2, **SHAPE))[0]
     assert losses(tmp_path) == losses(whole)
     assert any((tmp_path / "hosts" / "1").iterdir())
 
@@ -145,9 +145,9 @@ def test_a_process_that_is_killed_takes_the_others_with_it_and_all_go_on(whole, 
     os.kill(int(second.name), signal.SIGKILL)
     out = launched.communicate(timeout=600)[0]
     assert launched.returncode == 0, out
-    assert "train-0 died was killed by SIGKILL" in out and "train-0 started (life 2)" in out
+    assert "train-0 died was killed by SIGKILL" in out and "train-0 started (start 2)" in out
     assert not first.exists()
-    assert "going on from step" in (tmp_path / "roles" / "train-0.0.log").read_text()
+    assert "resuming at step" in (tmp_path / "roles" / "train-0.0.log").read_text()
     assert losses(tmp_path) == losses(whole)
 
 
@@ -163,8 +163,8 @@ def test_on_half_the_hosts_and_on_all_again_a_run_learns_the_same_from_the_same_
         process.communicate()
     step = latest_step(tmp_path)
     [half] = finish(start(tmp_path, 1, DEVICES // 2, **SHAPE, **{"train.steps": step + 2}))
-    assert "on 2 cpu device(s)" in half and f"going on from step {step}" in half
-    assert f"going on from step {step + 2}" in finish(start(tmp_path, 2, **SHAPE))[0]
+    assert "on 2 cpu device(s)" in half and f"resuming at step {step}" in half
+    assert f"resuming at step {step + 2}" in finish(start(tmp_path, 2, **SHAPE))[0]
     found, wanted = ({row[:2]: row[2] for row in losses(own)} for own in (tmp_path, whole))
     assert wanted.keys() <= found.keys()
     for at, value in wanted.items():

@@ -11,7 +11,7 @@ import pytest
 
 from glm5_jax.checkpoint import store
 from glm5_jax.core import metrics_log
-from glm5_jax.core.placement import AGAIN
+from glm5_jax.core.placement import EXIT_RESTART
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import run
 from tests.contracts.source_tree import ROOT
@@ -96,7 +96,7 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
     assert loss[-1] < loss[0] - 0.2
     assert metrics_log.column(rows, "held_out/bits_per_byte")[0] == [4, 8, 12]
     assert metrics_log.column(rows, "tokens")[1][-1] == 12 * 256
-    assert len(rows[-2]["router/max_over_mean"]) == 2  # one layer with experts, and the MTP block
+    assert len(rows[-2]["router/load_imbalance"]) == 2  # one layer with experts, and the MTP block
     for name in ("unigram", "bigram"):
         assert 1 < metrics_log.column(rows, f"baseline/{name}")[1][0] < 4
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["12.txt", "8.txt"]
@@ -123,7 +123,7 @@ def test_a_run_on_a_mesh_learns_reports_and_goes_on_on_another_mesh(tmp_path, ca
 
     other = {"mesh.fsdp": 4, "mesh.expert": 2, "train.steps": 14}
     assert run.main(command(tmp_path, **other)) == 0
-    assert "going on from step 12" in capsys.readouterr().out
+    assert "resuming at step 12" in capsys.readouterr().out
     assert metrics_log.read(tmp_path)[: len(rows)] == rows
     assert store.latest_step(tmp_path) == 14
 
@@ -254,9 +254,9 @@ def test_ctrl_c_ends_a_run_that_compiles_at_once_and_saves_one_that_has_learnt(t
     steps = ["--experiment.schedule.total_steps=100000", "--experiment.train.eval_interval=0"]
     steps += ["--experiment.train.log_interval=5"]  # the step saved is not the last one logged
     code, seconds, output = interrupted("a batch of")
-    assert (code, store.latest_step(tmp_path)) == (AGAIN, None), output
+    assert (code, store.latest_step(tmp_path)) == (EXIT_RESTART, None), output
     assert output.endswith("\nstopped, with nothing to save\n") and seconds < 5
     code, _, output = interrupted("step 5/")
-    assert code == AGAIN and "Traceback" not in output
+    assert code == EXIT_RESTART and "Traceback" not in output
     assert "\nstopping once this step is made and saved" in output
     assert f"stopped after step {store.latest_step(tmp_path)}; the same command goes on" in output

@@ -24,7 +24,12 @@ CHROMIUM = shutil.which("chromium")
 @contextlib.contextmanager
 def served(folder, env):
     """(process, URL) of the server of a HuggingFace folder."""
-    options = ("server.port=0", "engine.chunk=32", "engine.max_batch=2", f"checkpoint={folder}")
+    options = (
+        "server.port=0",
+        "engine.prefill_chunk=32",
+        "engine.max_num_seqs=2",
+        f"checkpoint={folder}",
+    )
     flags = [f"--experiment.{option}" for option in options]
     command = [sys.executable, "-m", "launch.run", "--experiment=experiments/serve.py:tiny", *flags]
     with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as process:

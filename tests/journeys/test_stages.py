@@ -11,7 +11,7 @@ import pytest
 from experiments import dsa_sparse, dsa_warmup, pretrain
 from glm5_jax.checkpoint import store
 from glm5_jax.core import tree
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core.preemption import PreemptionGuard
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
@@ -30,7 +30,10 @@ from tests.model.small import one_layer
 STEPS = 2
 STAGES = ("dense", "warm_up", "sparse", "sft")
 CHATS = ChatSourceConfig(
-    ChatTaskConfig("chain", size=200, steps=2), "reasoning", mode="preserved", variant="glm5.2"
+    chats=ChatTaskConfig(kind="chain", size=200, steps=2),
+    category="reasoning",
+    mode="preserved",
+    variant="glm5.2",
 )
 
 
@@ -38,29 +41,36 @@ def life():
     base = ExperimentConfig(
         name="dense",
         model=one_layer(num_nextn_predict_layers=0),
-        data=DataConfig((SourceConfig("shakespeare"),), 64, shuffle_window=64, num_threads=0),
-        batch=pretrain.constant(512),
+        data=DataConfig(
+            sources=(SourceConfig(kind="shakespeare"),),
+            sequence_length=64,
+            shuffle_window=64,
+            num_threads=0,
+        ),
+        batch=pretrain.constant_batch(512),
         optimizer=OptimizerConfig(matrices="adamw"),
-        schedule=ScheduleConfig("constant", peak=1e-3, warmup_steps=0, total_steps=STEPS),
+        schedule=ScheduleConfig(kind="constant", peak=1e-3, warmup_steps=0, total_steps=STEPS),
         step=StepConfig(remat="none"),
         train=TrainConfig(eval_interval=0, sample_interval=0),
     )
     indexed = dataclasses.replace(base, model=dataclasses.replace(base.model, index_topk=16))
-    warm = dsa_warmup.warm(indexed, "warm-up", schedule=dsa_warmup.falling(STEPS))
-    sparse = dsa_sparse.sparse(indexed, "sparse", 1e-3, STEPS)
+    warm = dsa_warmup.freeze_trunk(
+        indexed, "warm-up", schedule=dsa_warmup.make_warmup_schedule(STEPS)
+    )
+    sparse = dsa_sparse.sparsify_stage(indexed, "sparse", 1e-3, STEPS)
     tuned = dataclasses.replace(
         sparse,
         name="sft",
-        data=DataConfig((CHATS,), 64, packing="best_fit", num_threads=0),
+        data=DataConfig(sources=(CHATS,), sequence_length=64, packing="best_fit", num_threads=0),
         train=TrainConfig(eval_interval=0, sample_interval=STEPS),
-        sample=SampleConfig(("a=3+4 a?",), tokens=2, temperature=0.0, chat=True),
+        sample=SampleConfig(prompts=("a=3+4 a?",), tokens=2, temperature=0.0, chat=True),
     )
     stages = (base, warm, sparse, tuned)
     return dataclasses.make_dataclass("Life", STAGES)(*stages)
 
 
 def weights(config, folder):
-    found = store.load_params(folder, glm5.abstract(config.model))
+    found = store.load_params(folder, glm5.abstract_params(config.model))
     return jax.device_get(tree.flatten(found))
 
 
@@ -70,7 +80,7 @@ def test_a_dense_model_gets_indexers_that_learn_alone_then_with_the_rest_and_the
 ):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     config = life()
-    assert run.run_config(types.SimpleNamespace(), config, tmp_path, StopSignal()) == 0
+    assert run.run_config(types.SimpleNamespace(), config, tmp_path, PreemptionGuard()) == 0
     dense, warm, sparse, tuned = (
         weights(getattr(config, name), tmp_path / name) for name in STAGES
     )

@@ -12,14 +12,14 @@ import json
 import numpy as np
 import pytest
 
-from experiments.rl_reasoning import Share
-from glm5_jax.core.activity import read_activity
+from experiments.rl_reasoning import TaskWeight
 from glm5_jax.core.metrics_log import column
+from glm5_jax.core.utilization import read_utilization
 from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
 from tests.journeys.command import launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-PRODUCTS = TaskConfig("products", size=4, digits=2, held_out_fraction=0.0)
+PRODUCTS = TaskConfig(kind="products", size=4, digits=2, held_out_fraction=0.0)
 BY_HEART, CALLS = 7, 3  # of ten chats
 STEPS, FIRST, LAST = 40, 3, 4
 MARGIN = 0.35
@@ -37,7 +37,7 @@ MODEL = {
     "train.save_interval": 0,
 }
 SFT = MODEL | {
-    "goes_on": False,
+    "requires_checkpoint": False,
     "data.sequence_length": 512,
     "data.held_out_fraction": 0.0,
     "schedule.total_steps": 260,
@@ -48,7 +48,7 @@ RL = MODEL | {
     "optimizer.frozen": (),
     "rollout.prompts": 4,
     "rollout.group": 8,
-    "engine.max_batch": 32,
+    "engine.max_num_seqs": 32,
     "engine.max_length": 416,
     "length": 416,
     "rows": 32,
@@ -60,7 +60,7 @@ RL = MODEL | {
     "schedule.end": 2.5e-5,
     "schedule.warmup_steps": 5,
     "schedule.total_steps": STEPS,
-    "tasks": [dataclasses.asdict(Share(PRODUCTS))],
+    "tasks": [dataclasses.asdict(TaskWeight(PRODUCTS))],
 }
 
 
@@ -127,7 +127,7 @@ def test_so_they_are_by_a_trainer_that_learns_while_others_sample(taught, plain_
     right, used = gains(rows)
     assert right >= MARGIN and used >= MARGIN, (right, used)
     assert np.mean(column(rows, "policy/staleness_mean")[1]) > 0.5
-    assert len({life.pid for life in read_activity(tmp_path)}) == 5
+    assert len({life.pid for life in read_utilization(tmp_path)}) == 5
 
 
 # Rewards of others are noise, along which the policy walks either way.

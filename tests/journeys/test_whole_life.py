@@ -12,9 +12,9 @@ import pytest
 
 from experiments import distill, lifecycle, rl_agentic, rl_general, rl_reasoning
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
 from glm5_jax.rl.skills import FORM
-from glm5_jax.training.handovers import SKILLS
+from glm5_jax.training.lifecycle_report import SKILLS
 from tests.conftest import FAST_COMPILE
 from tests.contracts.source_tree import ROOT
 
@@ -33,8 +33,8 @@ def fewer(config):
         "rollout.group": 1 if isinstance(config, distill.DistillConfig) else 2,
         "rollout.max_tokens": 8,
         "rows": 8,
-        "engine.max_batch": 8,
-        "engine.chunk": 256,
+        "engine.max_num_seqs": 8,
+        "engine.prefill_chunk": 256,
         "evaluation.tasks": 2,
         # A policy of a few steps gets none right.
         "credit.drop_flat": False,
@@ -47,8 +47,8 @@ def fewer(config):
 
 
 def small(share):
-    if isinstance(share, rl_general.Share):
-        part = {"demands": DemandConfig(size=200, characters=60, held_out_fraction=0.2)}
+    if isinstance(share, rl_general.GeneralTaskWeight):
+        part = {"demands": ConstraintTaskConfig(size=200, max_characters=60, held_out_fraction=0.2)}
     else:
         part = {"tasks": dataclasses.replace(share.tasks, size=60, held_out_fraction=0.2)}
     return dataclasses.asdict(dataclasses.replace(share, **part))
@@ -69,7 +69,7 @@ def flags():
         else:
             own |= {"train.baseline_tokens": 2**12, "train.eval_batches": 1}
         if isinstance(config, rl_agentic.AgenticConfig):
-            own |= {"max_running": 4, "layout.grace": 5.0}
+            own |= {"max_running": 4, "cluster.grace_s": 5.0}
         found |= {f"{name}.{field}": value for field, value in own.items()}
     return [f"--experiment.{name}={value}" for name, value in found.items()]
 
@@ -103,7 +103,7 @@ def test_a_life_that_was_killed_ends_with_skills_chats_and_its_budget(plain_env,
     assert code == 0, out[-4000:]
     # What had ended is not trained again, and the one that was killed goes on.
     assert before == {name: (workdir / name / "metrics.jsonl").read_text() for name in ended}
-    assert re.search("rl_general:tiny: .* going on from step [1-4] in", out)
+    assert re.search("rl_general:tiny: .* resuming at step [1-4] in", out)
     for name in STAGES:
         steps, losses = column(read(workdir / name), "loss/total")
         assert steps == [*range(1, STEPS[name] + 1)] and all(map(math.isfinite, losses)), name

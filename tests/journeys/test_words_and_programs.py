@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from experiments import rl_reasoning
-from experiments.rl_reasoning import Share
+from experiments.rl_reasoning import TaskWeight
 from glm5_jax.core.metrics_log import column
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs.reasoning import VerifierConfig
@@ -35,12 +35,12 @@ pytestmark = [
 # Short ones among the first that are shipped, by their numbers.
 CHOSEN = {"gsm8k": (0, 1, 4), "mbpp": (3, 8, 9)}
 SHARES = tuple(
-    Share(TaskConfig(kind, size=max(numbers) + 1, held_out_fraction=0.0))
+    TaskWeight(TaskConfig(kind=kind, size=max(numbers) + 1, held_out_fraction=0.0))
     for kind, numbers in CHOSEN.items()
 )
 STEPS = 20
 SFT = {
-    "goes_on": False,
+    "requires_checkpoint": False,
     "data.sequence_length": 256,
     "data.held_out_fraction": 0.0,
     "schedule.total_steps": 120,
@@ -52,7 +52,7 @@ RL = {
     "rollout.prompts": 6,
     "rollout.group": 12,
     "rollout.max_tokens": 96,
-    "engine.max_batch": 72,
+    "engine.max_num_seqs": 72,
     "engine.max_length": 256,
     "evaluation.tasks": 0,
     "agreement.attempts": 0,
@@ -64,9 +64,10 @@ RL = {
 
 def lines(kind):
     """Of each chosen problem its question, twice with its own solution and three times with that of the next."""
-    asked = list(tasks(TaskConfig(kind, held_out_fraction=0.0)))
+    asked = list(tasks(TaskConfig(kind=kind, held_out_fraction=0.0)))
     made = [
-        json.loads(line) for line in chat_tasks.lines(chat_tasks.ChatTaskConfig(kind), "preserved")
+        json.loads(line)
+        for line in chat_tasks.make_lines(chat_tasks.ChatTaskConfig(kind=kind), "preserved")
     ]
     chosen = CHOSEN[kind]
     for number, following in zip(chosen, chosen[1:] + chosen[:1]):
@@ -140,14 +141,14 @@ def test_a_program_that_does_harm_costs_only_its_own_reward(tmp_path):
     base = rl_reasoning.addition()
     config = dataclasses.replace(
         base,
-        partly=False,
+        partial_credit=False,
         tasks=SHARES,
-        verifier=VerifierConfig(code_seconds=3, seconds=60),
+        verifier=VerifierConfig(code_timeout_s=3, timeout_s=60),
         model=dataclasses.replace(base.model, max_position_embeddings=1024),
         engine=EngineConfig(max_length=1024),
         length=1024,
     )
-    stage = config.stage(tmp_path / "run")
+    stage = config.make_stage(tmp_path / "run")
     words, program = (
         next(t for t in own.tasks_of() if t.id == f"{own.name}-{CHOSEN[own.name][0]}")
         for own in SHARES

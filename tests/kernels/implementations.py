@@ -4,23 +4,23 @@ import importlib.util
 
 import pytest
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import backends, compat
 
 
 def written(kernel: str) -> list[str]:
     """The names of the implementations that a kernel package has."""
-    modules = (f"pallas_kernels.{kernel}.{name}" for name in dispatch.NAMES)
+    modules = (f"pallas_kernels.{kernel}.{name}" for name in backends.NAMES)
     return [m.rpartition(".")[2] for m in modules if importlib.util.find_spec(m)]
 
 
 def interpreted(name: str):
     """A Pallas form under the fastest interpreter of its platform."""
-    return dispatch.interpreted(name, True if name == "tpu" else compat.emulator(name))
+    return backends.make_interpreted(name, True if name == "tpu" else compat.emulator_params(name))
 
 
 def watched(name: str):
-    """A Pallas form in the emulator that looks for races (see `compat.races_found`)."""
-    return dispatch.interpreted(name, compat.emulator(name, detect_races=True))
+    """A Pallas form in the emulator that looks for races (see `compat.has_races`)."""
+    return backends.make_interpreted(name, compat.emulator_params(name, detect_races=True))
 
 
 def over_implementations(kernel: str, several_devices: bool = False, slow: str = ""):

@@ -19,7 +19,7 @@ CUSTOM_CALL = {"tpu": "tpu_custom_call", "gpu": "mosaic_gpu"}
 def pod_of(target: str) -> pods.Pod:
     """The pod of a name; skips the test where its compiler is not installed."""
     pod = pods.parse(target)
-    if how := pods.missing(pod):
+    if how := pods.install_hint(pod):
         pytest.skip(how)
     return pod
 
@@ -35,7 +35,7 @@ def compile_for(chip: str, function, *shapes, donate=()):
 
     Skips the test where the compiler is not installed.
     """
-    device = pods.devices(pod_of(TOPOLOGIES[chip]))[:1]
+    device = pods.list_devices(pod_of(TOPOLOGIES[chip]))[:1]
     mesh = Mesh(np.array(device), ("one",), axis_types=(AxisType.Auto,))
     where = NamedSharding(mesh, P())
     # A manual region: what is traced inside knows the chip of its mesh.

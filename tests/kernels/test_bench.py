@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import baselines, bench, dispatch
+from pallas_kernels import backends, baselines, bench
 from pallas_kernels.cases import COMPOSED, KERNELS, cases
 
 
@@ -60,7 +60,7 @@ def test_times_every_result_of_a_call():
     def function(x):
         return x @ x, (x.T @ x).T @ x
 
-    program = bench.repeated(function)
+    program = bench.repeat_in_loop(function)
     x = jnp.ones((24, 24))
     text = jax.jit(program).lower(x, 3).compile().as_text()
     assert text.count(" dot(") + text.count("__onednn$matmul") == 3
@@ -77,22 +77,22 @@ def test_checks_the_timed_sizes_on_request(monkeypatch):
     forms = {"ref": first, "gpu": lambda *args: first(*args).at[0, 0].add(1)}
     case = wrong._replace(run=lambda x, sizes, form: forms[form](x, sizes, form))
     monkeypatch.setitem(cases("top_k"), "decode", case)
-    monkeypatch.setattr(bench.dispatch, "platform", lambda: "gpu")
+    monkeypatch.setattr(bench.backends, "platform", lambda: "gpu")
     monkeypatch.setattr(baselines, "BASELINES", {})
     found = bench.measure("top_k", "decode", dict(case.small), 0.01, full_check=True)
     assert found["difference"] == found["full_check"]["difference"] == pytest.approx(1 / (3 * 500))
-    assert "full size: same bits twice, 6.7e-04 from XLA" in bench.line(found)
+    assert "full size: same bits twice, 6.7e-04 from XLA" in bench.format_line(found)
 
 
 def test_auto_leaves_out_forms_that_are_opt_in(monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "is_hopper", lambda: True)
+    monkeypatch.setattr(backends, "platform", lambda: "gpu")
+    monkeypatch.setattr(backends, "is_hopper", lambda: True)
     x = jnp.zeros((1, 1, 64, 64), jnp.bfloat16)
     g, state = jnp.zeros((1, 1, 64)), jnp.zeros((1, 1, 64, 64))
     args = (x, x, x, g, g, state, 64)
-    assert dispatch.choose("gated_delta", "auto", *args).name == "ref"
-    assert dispatch.choose("gated_delta", "gpu", *args).name == "gpu"
-    assert dispatch.choose("top_k", "auto", jnp.zeros((2, 64)), 8).name == "gpu"
+    assert backends.select_backend("gated_delta", "auto", *args).name == "ref"
+    assert backends.select_backend("gated_delta", "gpu", *args).name == "gpu"
+    assert backends.select_backend("top_k", "auto", jnp.zeros((2, 64)), 8).name == "gpu"
 
 
 def test_baselines_belong_to_cases():

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import pytest
 
 from glm5_jax.core.flops import REST, count_flops, work_by_scope
-from pallas_kernels.cost import Cost, estimate, together, visible_pairs
+from pallas_kernels.cost import Cost, estimate, sum_costs, visible_pairs
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.flash_mla import flash_mla
 from pallas_kernels.gated_delta import gated_delta
 from pallas_kernels.grouped_matmul import grouped_matmul, grouped_swiglu
-from pallas_kernels.head_probs import head_probs
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from pallas_kernels.mla_prologue import mla_prologue
+from pallas_kernels.scatter_rows import scatter_rows
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 from pallas_kernels.sparse_indexer_kl import sparse_indexer_kl
+from pallas_kernels.summed_attention_probs import summed_attention_probs
 from pallas_kernels.w4a8_matmul import w4a8_grouped_matmul, w4a8_matmul
-from pallas_kernels.write_rows import write_rows
 from tests.kernels.implementations import interpreted
 
 TPU = interpreted("tpu")
@@ -91,9 +91,9 @@ def test_pairs_are_those_that_causality_lets_meet():
 
 def test_costs_add_up_and_are_told_in_whole_numbers():
     one, two = Cost(5, 7, "int8", 1), Cost(10, 4, "int8", 2)
-    assert together(one, two) == Cost(15, 11, "int8", 3)
-    assert together(one, two, bytes=8) == Cost(15, 8, "int8", 3)
-    told = estimate(together(one, two), calls=2)
+    assert sum_costs(one, two) == Cost(15, 11, "int8", 3)
+    assert sum_costs(one, two, bytes=8) == Cost(15, 8, "int8", 3)
+    told = estimate(sum_costs(one, two), calls=2)
     assert (told.flops, told.bytes_accessed, told.transcendentals) == (8, 6, 2)
 
 
@@ -214,15 +214,17 @@ def test_head_probs():
     shapes = array(b, t, n, x), array(b, s, m, x), array(b, t, n)
     moved = size(b, t, n, x) + size(b, s, m, x) + size(b, t, n) + size(b, t, s)
     for start in (3, s):  # from the latter place every key is visible
-        run = functools.partial(head_probs, scale=1.0, start=start)
+        run = functools.partial(summed_attention_probs, scale=1.0, start=start)
         pairs = b * n * visible_pairs(t, s, start)
-        assert kernels(run, *shapes)["head_probs"] == (2 * pairs * x, moved, pairs)
+        assert kernels(run, *shapes)["summed_attention_probs"] == (2 * pairs * x, moved, pairs)
     assert 2 * pairs * x == products(run, *shapes)
 
     def later(q, k, lse, start, implementation):
-        return head_probs(q, k, lse, scale=1.0, start=start, implementation=implementation)
+        return summed_attention_probs(
+            q, k, lse, scale=1.0, start=start, implementation=implementation
+        )
 
-    flops, _, _ = kernels(later, *shapes, array(dtype=I32))["head_probs"]
+    flops, _, _ = kernels(later, *shapes, array(dtype=I32))["summed_attention_probs"]
     assert flops == b * n * t * (s + 1) * x
 
 
@@ -254,7 +256,7 @@ def test_indexer_kl():
         pairs = b * visible_pairs(t, s, start)
         one = 2 * pairs * i * j
         found = kernels(run, *shapes)
-        assert found["head_probs"][0] == 2 * pairs * n * x
+        assert found["summed_attention_probs"][0] == 2 * pairs * n * x
         moved = q + w + blocks * k + 3 * size(b, t) + 4 * pairs
         assert found["indexer_kl"] == (one, moved, 2 * pairs)
         found = kernels(gradients(run, 0, 1, 2), *shapes)
@@ -382,7 +384,7 @@ def test_w4a8_matmul():
 def test_write_rows():
     s, m, w = 50, 12, 128
     shapes = array(s, 1, w, dtype=I32), array(m, 1, w, dtype=I32), array(m, dtype=I32)
-    assert kernels(write_rows, *shapes) == {"write_rows": (0, 2 * size(m, w) + size(m), 0)}
+    assert kernels(scatter_rows, *shapes) == {"scatter_rows": (0, 2 * size(m, w) + size(m), 0)}
 
 
 @pytest.mark.slow

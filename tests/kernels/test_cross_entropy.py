@@ -83,7 +83,7 @@ def tiles():
 def test_many_tiles(tiles, implementation, monkeypatch):
     monkeypatch.setattr(tpu, "BACKWARD_ROWS", 400)
     hidden, head, targets, weight = tiles
-    assert tpu.tile_of(1100, D, 1500, 4) == (224, 3, 1024)
+    assert tpu.choose_tile(1100, D, 1500, 4) == (224, 3, 1024)
     expected = cross_entropy.linear_cross_entropy(hidden, head, targets, weight, 0.3)
     run = gradients(targets, weight, 0.3, chunk=512, implementation=implementation)
     (loss, nll), (d_hidden, d_head) = run(hidden.astype(np.float32), head.astype(np.float32))
@@ -108,7 +108,7 @@ def test_logits_of_tens_of_thousands(implementation, slope):
 
 @pytest.mark.parametrize("m", [1, 128, 8192, 8193, 65_536, 101_376, 200_704])
 def test_rows_of_a_backward_are_whole_tiles_of_about_the_same_number(m):
-    rows = ref.rows_at_a_time(m, 8192)
+    rows = ref.rows_per_chunk(m, 8192)
     pieces = -(-m // rows)
     assert rows % 128 == 0 and rows <= 8192
     assert pieces == -(-m // 8192), "no more of them than need be"
@@ -168,12 +168,12 @@ def test_pallas_forms_take_bfloat16(tiles, name):
 @pytest.mark.slow
 @over_pallas_forms("cross_entropy", slow="gpu")
 def test_pallas_forms_have_no_race_and_give_the_same_bits(tiles, name, monkeypatch):
-    monkeypatch.setattr(gpu, "BLOCKS", 1)  # few blocks that take all words each
+    monkeypatch.setattr(gpu, "MIN_BLOCKS", 1)  # few blocks that take all words each
     hidden, head, targets, _ = tiles
     run = jax.jit(functools.partial(linear_cross_entropy, chunk=1, implementation=watched(name)))
     args = hidden.astype(np.float32), head.astype(np.float32), targets
     first, second = (jax.device_get(run(*args)) for _ in range(2))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     np.testing.assert_array_equal(first, second)
     plain = jax.jit(
         functools.partial(linear_cross_entropy, chunk=1, implementation=interpreted(name))
@@ -236,7 +236,7 @@ def test_pallas_forms_refuse_other_dtypes(projection, name):
     with pytest.raises(ValueError, match="float16"):
         args = hidden.astype(np.float16), head.astype(np.float16), targets, 4
         linear_cross_entropy(*args, implementation=interpreted(name))
-    with pytest.raises(ValueError, match="both alike"):
+    with pytest.raises(ValueError, match="both must be"):
         args = hidden.astype(np.float32), jnp.asarray(head, jnp.bfloat16), targets, 4
         linear_cross_entropy(*args, implementation=interpreted(name))
 

@@ -13,8 +13,8 @@ from tests.kernels.offline import compile_for
 from tests.oracles import cross_entropy
 
 CUTS = {  # 3 blocks of rows and 5 tiles of words
-    "the last stretch is shorter": {"BLOCKS": 7, "GROUP": 2},
-    "a stretch of all words": {"BLOCKS": 1, "GROUP": 16},
+    "the last stretch is shorter": {"MIN_BLOCKS": 7, "GROUP": 2},
+    "a stretch of all words": {"MIN_BLOCKS": 1, "GROUP": 16},
 }
 
 
@@ -42,9 +42,9 @@ def test_cuts(name, monkeypatch):
 
 @pytest.mark.parametrize(("m", "v"), [(8192, 154880), (128, 154880), (640, 2048), (4224, 512)])
 def test_every_block_of_rows_meets_every_stretch_once(m, v):
-    plan = gpu.plan_of(m, v)
+    plan = gpu.make_plan(m, v)
     blocks = jnp.arange(plan.row_blocks * plan.stretches)
-    rows, stretches = jax.vmap(plan.of)(blocks)
+    rows, stretches = jax.vmap(plan.locate)(blocks)
     seen = np.zeros((plan.row_blocks, plan.stretches), int)
     np.add.at(seen, (np.asarray(rows), np.asarray(stretches)), 1)
     assert (seen == 1).all()
@@ -53,9 +53,9 @@ def test_every_block_of_rows_meets_every_stretch_once(m, v):
 
 def test_blocks_in_a_row_share_what_they_read():
     """GLM-5's 132 blocks at a time read 16 blocks of rows and 9 or 10 stretches of words."""
-    plan = gpu.plan_of(8192, 154880)
+    plan = gpu.make_plan(8192, 154880)
     for first in range(0, 16 * plan.stretches - 132, 132):
-        rows, stretches = jax.vmap(plan.of)(first + jnp.arange(132))
+        rows, stretches = jax.vmap(plan.locate)(first + jnp.arange(132))
         assert len(set(rows.tolist())) == 16
         assert len(set(stretches.tolist())) <= 10
 

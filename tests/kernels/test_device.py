@@ -7,7 +7,7 @@ Sizes of the interpreted tests first, then GLM-5's. Needs a jax for the accelera
 
 import pytest
 
-from pallas_kernels import bench, dispatch
+from pallas_kernels import backends, bench
 from pallas_kernels.cases import KERNELS, cases
 from tests.kernels.implementations import written
 
@@ -27,10 +27,10 @@ CASES = [(kernel, name) for kernel in KERNELS for name in cases(kernel)]
 @pytest.mark.parametrize("size", ["small", "sizes"])
 @pytest.mark.parametrize(("kernel", "name"), CASES)
 def test_equals_xla_and_itself(kernel, name, size):
-    form = dispatch.OF_PLATFORM.get(dispatch.platform())
+    form = backends.BACKEND_OF_PLATFORM.get(backends.platform())
     if form not in written(kernel):
-        pytest.skip(f"{kernel} has no Pallas form for {dispatch.platform()}")
-    if reason := dispatch.OPT_IN.get((kernel, form)):
+        pytest.skip(f"{kernel} has no Pallas form for {backends.platform()}")
+    if reason := backends.OPT_IN.get((kernel, form)):
         pytest.xfail(reason)
     case = cases(kernel)[name]
     found = bench.check(case, dict(getattr(case, size)), form)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from glm5_jax.core.flops import count_flops
 from pallas_kernels import blocks, compat
 from pallas_kernels.flash_mla import flash_mla, tpu
-from pallas_kernels.flash_mla.ref import chosen
+from pallas_kernels.flash_mla.ref import selection_mask
 from tests.kernels.attention_problem import (
     SCALE,
     SEGMENTS,
@@ -279,7 +279,7 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
 
     run = jax.jit(run)
     first, second = (jax.device_get(run(*arrays)) for _ in range(2))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
@@ -348,15 +348,15 @@ def test_pallas_forms_refuse(name):
         call(q, k, k, window=2)
     with pytest.raises(ValueError, match="float16"):
         call(q.astype(np.float16), k.astype(np.float16), k.astype(np.float16))
-    with pytest.raises(ValueError, match="one for all"):
+    with pytest.raises(ValueError, match="all must be"):
         call(q, jnp.asarray(k, jnp.bfloat16), k)
 
 
 def test_more_tiles_than_their_list_may_have_are_refused():
     q = jax.ShapeDtypeStruct((1, 1, 1, 8 * 400, 8), jnp.bfloat16)
     k, longer = (jax.ShapeDtypeStruct((1, 1, 8 * n, 8), jnp.bfloat16) for n in (400, 401))
-    assert tpu.refuse(q, k, k, None) is None
-    assert "tiles" in tpu.refuse(q, longer, longer, None)
+    assert tpu.unsupported_reason(q, k, k, None) is None
+    assert "tiles" in tpu.unsupported_reason(q, longer, longer, None)
 
 
 @pytest.mark.parametrize("start", [0, None])
@@ -387,4 +387,4 @@ def test_a_window_without_keys_is_refused(window):
 
 def test_chosen():
     topk = jnp.asarray([[[0, 2, -1], [-1, -1, -1]]])
-    assert chosen(topk, 4).tolist() == [[[True, False, True, False], [False] * 4]]
+    assert selection_mask(topk, 4).tolist() == [[[True, False, True, False], [False] * 4]]

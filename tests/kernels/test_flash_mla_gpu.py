@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.flash_mla import flash_mla, gpu, visits
-from pallas_kernels.flash_mla.visits import Tiling
+from pallas_kernels.flash_mla import flash_mla, gpu, tile_schedule
+from pallas_kernels.flash_mla.tile_schedule import Tiling
 from tests.kernels.implementations import in_tiers, watched
 from tests.kernels.offline import compile_for
 
@@ -53,7 +53,7 @@ def test_rings_that_turn_and_widths_that_differ(t, n):
         return out, rest, pull(dy)
 
     agree(jax.jit(run, static_argnums=0)(watched("gpu")), run("ref"))
-    assert not compat.races_found("gpu")
+    assert not compat.has_races("gpu")
 
 
 @pytest.mark.slow
@@ -66,11 +66,11 @@ def test_wide_latents_in_pieces(shared):
     def run(implementation, start):
         return flash_mla(q, k, v, scale=SCALE, start=start, implementation=implementation)
 
-    with mock.patch.multiple(gpu, NARROW=0, MULTIPROCESSORS=2, PIECE_TILES=1):
+    with mock.patch.multiple(gpu, MAX_NARROW=0, MULTIPROCESSORS=2, PIECE_TILES=1):
         on_gpu = jax.jit(functools.partial(run, watched("gpu")))
         for start in (3, 298 if shared else 130):
             agree(on_gpu(jnp.int32(start)), run("ref", start))
-            assert not compat.races_found("gpu")
+            assert not compat.has_races("gpu")
 
 
 @pytest.mark.parametrize("by_keys", in_tiers([True], [False]))
@@ -85,10 +85,10 @@ def test_ranges_hold_what_tiles_meet(by_keys, packed):
         of_rows = np.zeros((2, 96), np.int32)
         of_rows[:, :90] = of_keys[:, 60:150]
         segments = jnp.asarray(of_rows), jnp.asarray(of_keys)
-    known = jax.jit(lambda: gpu.ranges_of(tiling, 60, segments, by_keys))()
-    later = jax.jit(lambda start: gpu.ranges_of(tiling, start, segments, by_keys))
+    known = jax.jit(lambda: gpu.visible_ranges(tiling, 60, segments, by_keys))()
+    later = jax.jit(lambda start: gpu.visible_ranges(tiling, start, segments, by_keys))
     np.testing.assert_array_equal(known, later(60))
-    met, whole = (np.asarray(x) for x in visits.meetings(tiling, 60, *segments))
+    met, whole = (np.asarray(x) for x in tile_schedule.tile_visibility(tiling, 60, *segments))
     if by_keys:
         met, whole = met.swapaxes(1, 2), whole.swapaxes(1, 2)
     tile = np.arange(met.shape[2])
@@ -97,7 +97,7 @@ def test_ranges_hold_what_tiles_meet(by_keys, packed):
     assert not (~whole & (low <= tile) & (tile < high)).any()
     assert ((low <= tile) & (tile < high)).sum() > 0.5 * whole.sum()
     assert (begin == end).any() == (~met.any(2)).any()
-    pieces = np.asarray(gpu.cut_ranges(known, 3)).reshape(*known.shape[:2], 3, 4)
+    pieces = np.asarray(gpu.split_ranges(known, 3)).reshape(*known.shape[:2], 3, 4)
     inside = (pieces[..., :1] <= tile) & (tile < pieces[..., 1:2])
     np.testing.assert_array_equal(inside.sum(axis=2), (begin <= tile) & (tile < end))
 
@@ -107,7 +107,7 @@ def test_ranges_hold_what_tiles_meet(by_keys, packed):
 )
 def test_says_what_it_cannot_take(x, y, reason):
     q, k, v = (jax.ShapeDtypeStruct((1, 1, 1, 4, c), jnp.bfloat16) for c in (x, x, y))
-    found = gpu.refuse(q, k, v, None)
+    found = gpu.unsupported_reason(q, k, v, None)
     assert found == reason or reason in found
 
 
@@ -130,7 +130,7 @@ def test_compiles_for_values_of_another_width(heads, x, y):
 def test_decoding_keeps_all_multiprocessors_busy():
     """The range of each of 8 blocks is cut into 16; 64 heads of 8 queries are 8 blocks of a batch row."""
     q, k = jnp.zeros((1, 1, 64, 1, 64)), jnp.zeros((1, 1, 8192, 64))
-    blocks = gpu.Blocks(q, k, gpu.ROWS, gpu.KEYS)
+    blocks = gpu.RowBlocks(q, k, gpu.ROWS, gpu.KEYS)
     assert (blocks.parts, blocks.tiling.rows) == (1, 1)
-    blocks = gpu.Blocks(jnp.zeros((1, 1, 64, 8, 64)), k, gpu.ROWS, gpu.KEYS)
+    blocks = gpu.RowBlocks(jnp.zeros((1, 1, 64, 8, 64)), k, gpu.ROWS, gpu.KEYS)
     assert (blocks.group, blocks.parts, blocks.tiling.rows) == (8, 8, 1)

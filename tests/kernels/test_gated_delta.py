@@ -208,7 +208,7 @@ def test_keys_that_repeat(implementation):
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 64])
-@pytest.mark.parametrize("parts", [chunks.Parts(0, 0), chunks.Parts(2, 2)])
+@pytest.mark.parametrize("parts", [chunks.BF16Parts(0, 0), chunks.BF16Parts(2, 2)])
 def test_inverse(size, parts):
     rng = np.random.default_rng(0)
     k = rng.standard_normal((3, size, 24))
@@ -246,7 +246,7 @@ def test_pallas_forms_have_no_race_and_give_the_same_bits(name):
     args, d = problem(), cotangents()
     run = runner(watched(name))
     first, second = (jax.device_get(run(args, PADDED, *d)) for _ in range(2))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     jax.tree.map(np.testing.assert_array_equal, first, second)
     assert_equal(first, expected(args, PADDED, *d))
 
@@ -306,7 +306,7 @@ def test_sharded_over_batch_and_heads(implementation):
 def test_shapes_that_do_not_fit_are_named():
     args = problem()
     args.pop("state")
-    with pytest.raises(ValueError, match=r"beta \(2, 43, 3\) beside q .* must be \(2, 43, 2\)"):
+    with pytest.raises(ValueError, match=r"beta \(2, 43, 3\) with q .* must be \(2, 43, 2\)"):
         gated_delta(**args | {"beta": np.zeros((B, T, 3), np.float32)})
     with pytest.raises(ValueError, match="initial_state"):
         gated_delta(**args, initial_state=np.zeros((B, N, U, H), np.float32))
@@ -321,5 +321,5 @@ def test_pallas_forms_say_what_they_do_not_take(name):
     run = functools.partial(gated_delta, implementation=interpreted(name))
     with pytest.raises(ValueError, match="a chunk of 20"):
         run(**args, chunk=20)
-    with pytest.raises(ValueError, match="all alike"):
+    with pytest.raises(ValueError, match="all must be"):
         run(**args | {"q": jnp.asarray(args["q"], jnp.bfloat16)}, chunk=CHUNK)

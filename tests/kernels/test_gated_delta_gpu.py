@@ -19,7 +19,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 def test_keys_and_values_of_several_pieces_over_many_chunks(monkeypatch):
     """Keys in two pieces and values in two groups, neither full; three chunks in a ring of two; XLA's part
     of the backward head by head."""
-    monkeypatch.setattr(gpu, "AT_ONCE", 3)
+    monkeypatch.setattr(gpu, "CHUNKS_PER_STEP", 3)
     b, t, n, h, u = 1, 150, 2, 70, 130
     rng = np.random.default_rng(0)
     made = {name: rng.standard_normal((b, t, n, size)) for name, size in zip("qkv", (h, h, u))}
@@ -62,14 +62,14 @@ def test_keys_and_values_of_several_pieces_over_many_chunks(monkeypatch):
 )
 def test_says_what_it_cannot_take(h, dtype, reason):
     q, v = (jax.ShapeDtypeStruct((1, 2, 64, x), dtype) for x in (h, 256))
-    found = gpu.refuse(q, q, v, None, None, None, 64)
+    found = gpu.unsupported_reason(q, q, v, None, None, None, 64)
     assert found == reason or reason in found
 
 
 @pytest.mark.aot
 def test_xla_keeps_both_parts():
     """A cast to bfloat16 and back is left out by XLA for GPUs, and with it the second part of a number."""
-    product = functools.partial(chunks.product, "ab", chunks.Parts(2, 2, gpu.split))
+    product = functools.partial(chunks.batched_matmul, "ab", chunks.BF16Parts(2, 2, gpu.split_bf16))
     x = jax.ShapeDtypeStruct((8, 64, 64), jnp.float32)
     text = compile_for("h200", product, x, x).as_text()
     assert text.count("reduce-precision(") >= 4

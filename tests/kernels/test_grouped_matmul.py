@@ -177,7 +177,7 @@ def test_swiglu_does_not_race(name, x_dy):
         jnp.asarray(a[:48]) for a in x_dy
     )  # whole tiles: the emulator pads what is written in place
     y, dx, dw = swiglu_with_gradients(watched(name))(x, dy, jnp.asarray(FEW), weights())
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     expected = swiglu_loop(np.asarray(x), np.asarray(dy), FEW)
     np.testing.assert_allclose(y, expected[0], atol=1e-4)
     np.testing.assert_allclose(dx, expected[1], atol=1e-4)
@@ -197,19 +197,19 @@ def test_weights_fetched_ahead_over_several_column_tiles_do_not_race(problem):
 
     with mock.patch.object(tpu, "MAX_COLUMNS", 128):
         y, pull = jax.vjp(run, x, w)
-        assert not compat.races_found("tpu")
+        assert not compat.has_races("tpu")
         got = (y, *pull(dy))
-    assert not compat.races_found("tpu")
+    assert not compat.has_races("tpu")
     for a, b in zip(got, loop(x, w, dy, FEW)):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
 @pytest.mark.parametrize(("tile", "rows"), [(16, 149), (64, 160)])
-def test_visits(tile, rows):
+def test_schedules_row_tiles(tile, rows):
     rng = np.random.default_rng(tile + rows)
     num_tiles = -(-rows // tile)
     draws = rng.multinomial(rows, np.full(6, 1 / 6), 30) * rng.integers(0, 2, (30, 6))
-    run = jax.jit(tiles.visits, static_argnums=(1, 2, 3))
+    run = jax.jit(tiles.schedule_row_tiles, static_argnums=(1, 2, 3))
     for sizes in np.concatenate([draws, [[rows, 0, 0, 0, 0, 0], [0] * 6, [tile] + [0] * 5]]):
         work = jax.device_get(run(sizes.astype(np.int32), rows, tile))
         count = work.count
@@ -251,11 +251,11 @@ def test_what_is_refused(problem):
         grouped_matmul(x, w.swapaxes(1, 2), sizes)
     with pytest.raises(ValueError, match="group sizes"):
         grouped_swiglu(x, sizes[:-1], w, w, w.swapaxes(1, 2))
-    assert "float16" in tpu.refuse(x.astype(jnp.float16), w)
+    assert "float16" in tpu.unsupported_reason(x.astype(jnp.float16), w)
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    assert "rows of 20000" in tpu.refuse(shape((8, 20000)), shape((1, 20000, 128)))
-    assert "6144 by 4000" in tpu.refuse(shape((8, 6144)), shape((1, 6144, 4000)))
-    assert tpu.refuse(shape((8, 6144)), shape((1, 6144, 2048))) is None
+    assert "rows of 20000" in tpu.unsupported_reason(shape((8, 20000)), shape((1, 20000, 128)))
+    assert "6144 by 4000" in tpu.unsupported_reason(shape((8, 6144)), shape((1, 6144, 4000)))
+    assert tpu.unsupported_reason(shape((8, 6144)), shape((1, 6144, 2048))) is None
 
 
 # SwiGLU

@@ -25,10 +25,10 @@ def test_rows_of_several_tiles_that_begin_anywhere():
     """Five steps in a ring of four, tiles of one group behind another's, and rows that nobody has."""
     sizes = (3, 131, 0, 1, 17)
     x, w = draw(160, 320), draw(5, 320, 64)
-    work = gpu_rows.work_of(jnp.asarray(sizes), 160)
+    work = gpu_rows.schedule_row_tiles(jnp.asarray(sizes), 160)
     run = functools.partial(gpu_rows.multiply, fill=True, interpret=INTERPRET)
     (y,) = jax.jit(lambda x, w: run(work, [(x, w)]))(x, w)
-    assert not compat.races_found("gpu")
+    assert not compat.has_races("gpu")
     expected = np.zeros(y.shape)
     for e, rows in enumerate(slices(sizes)):
         expected[rows] = np.asarray(x[rows], np.float64) @ np.asarray(w[e], np.float64)
@@ -43,7 +43,7 @@ def test_sums_over_rows_that_are_others_too():
     x, dy = draw(352, 128), draw(352, 128)
     x, dy = (a.at[345:].set(jnp.nan) for a in (x, dy))
     dw = gpu_weights.sum_products(x, dy, jnp.asarray(sizes), interpret=INTERPRET)
-    assert not compat.races_found("gpu")
+    assert not compat.has_races("gpu")
     for got, rows in zip(dw, slices(sizes)):
         expected = np.asarray(x[rows], np.float64).T @ np.asarray(dy[rows], np.float64)
         np.testing.assert_allclose(got, expected, atol=2e-4)
@@ -51,13 +51,13 @@ def test_sums_over_rows_that_are_others_too():
 
 def test_work_covers_every_row_once():
     rows, num_groups = 1000, 6
-    run = jax.jit(gpu_rows.work_of, static_argnums=1)
+    run = jax.jit(gpu_rows.schedule_row_tiles, static_argnums=1)
     draws = RNG.multinomial(rows, np.full(num_groups, 1 / num_groups), 40)
     draws = draws * RNG.integers(0, 2, draws.shape)
     for sizes in (*draws, [rows] + [0] * 5, [0] * 6, [1] * 6, [8] * 6, [0, 127, 1, 129, 743, 0]):
         sizes = np.asarray(sizes, np.int32)
         work = jax.device_get(run(sizes, rows))
-        (count,) = work.all
+        (count,) = work.count_with_padding
         assert count <= len(work.group)
         assert work.count == np.sum(work.group[:count] < num_groups)
         owner = np.full(rows, -1)
@@ -72,5 +72,5 @@ def test_work_covers_every_row_once():
 
 def test_says_what_it_cannot_take():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 6144), (1, 6144, 2048)))
-    assert gpu.refuse(x, w) is None
-    assert "float16" in gpu.refuse(x.update(dtype=jnp.float16), w)
+    assert gpu.unsupported_reason(x, w) is None
+    assert "float16" in gpu.unsupported_reason(x.update(dtype=jnp.float16), w)

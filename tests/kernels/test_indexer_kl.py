@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from pallas_kernels import blocks, compat
-from pallas_kernels.head_probs import tpu as head_probs_tpu
 from pallas_kernels.index_scores import tpu as index_scores_tpu
 from pallas_kernels.indexer_kl import gpu as indexer_kl_gpu, indexer_kl, tpu as indexer_kl_tpu
+from pallas_kernels.summed_attention_probs import tpu as summed_attention_probs_tpu
 from tests.kernels import indexer_problem
 from tests.kernels.implementations import (
     interpreted,
@@ -109,7 +109,7 @@ LONG = np.stack(
 def test_over_several_tiles(name, block, monkeypatch):
     """140 queries and 300 keys: two blocks of a tile or one of two, each over three tiles of keys."""
     if name == "tpu":
-        for module in (head_probs_tpu, index_scores_tpu):
+        for module in (summed_attention_probs_tpu, index_scores_tpu):
             monkeypatch.setattr(module, "QUERIES", (128,))
             monkeypatch.setattr(module, "KEYS", (128,))
         monkeypatch.setattr(indexer_kl_tpu, "BLOCKS", (block,))
@@ -157,7 +157,7 @@ def test_equal_scores_measure_how_sharp_the_attention_is(implementation):
     given["idx_w"] = np.zeros_like(given["idx_w"])
     mask = keep(START)
     got = pulled(given, log_sum_exp(given, mask), implementation=implementation)
-    p = oracle.head_probs(given["q"], given["k"], mask, SCALE) / N
+    p = oracle.summed_attention_probs(given["q"], given["k"], mask, SCALE) / N
     entropy = -np.sum(np.where(mask, p * np.log(np.where(mask, p, 1)), 0), axis=-1)
     np.testing.assert_allclose(got["kl"], np.log(mask.sum(-1)) - entropy, atol=2e-5)
     assert not np.asarray(got["d_idx_q"]).any() and not np.asarray(got["d_idx_k"]).any()
@@ -299,7 +299,7 @@ def test_no_races(name):
         return call(given | trained, lse, segments=SEGMENTS, implementation=watched(name))
 
     (_, kl), gradients = jax.value_and_grad(loss, has_aux=True)({n: given[n] for n in TRAINED})
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     got = {"kl": kl} | {f"d_{name}": g for name, g in gradients.items()}
     assert_equal(got, expected(given, mask), got)
 

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import collect, compat
-from pallas_kernels.head_probs import gpu as head_probs_gpu, head_probs
+from pallas_kernels import compat, segment_sum
 from pallas_kernels.index_scores import gpu as index_scores_gpu, index_scores
 from pallas_kernels.sparse_indexer_kl import gpu as sparse_indexer_kl_gpu, sparse_indexer_kl
+from pallas_kernels.summed_attention_probs import (
+    gpu as summed_attention_probs_gpu,
+    summed_attention_probs,
+)
 from tests.kernels.implementations import interpreted, watched
 from tests.oracles import indexer_kl as oracle
 
@@ -31,9 +34,11 @@ def test_heads_are_contracted_in_pieces():
     q, k, start = normal(1, 5, 3, 200), normal(1, 20, 3, 200), 12
     mask = np.arange(20) <= start + np.arange(5)[:, None]
     lse = oracle.log_sum_exp(*wide(q, k), mask[None], 0.1).astype(np.float32)
-    got = head_probs(q, k, lse, scale=0.1, start=start, implementation=watched("gpu"))
-    assert not compat.races_found("gpu")
-    np.testing.assert_allclose(got, oracle.head_probs(*wide(q, k), mask[None], 0.1), atol=2e-5)
+    got = summed_attention_probs(q, k, lse, scale=0.1, start=start, implementation=watched("gpu"))
+    assert not compat.has_races("gpu")
+    np.testing.assert_allclose(
+        got, oracle.summed_attention_probs(*wide(q, k), mask[None], 0.1), atol=2e-5
+    )
 
 
 @pytest.mark.slow
@@ -73,8 +78,8 @@ def test_steps_of_queries_that_choose_the_same_keys():
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(idx_q, idx_w, idx_k)
 
     with (
-        mock.patch.object(sparse_indexer_kl_gpu, "AT_ONCE", 2),
-        mock.patch.object(collect, "AHEAD", 2),
+        mock.patch.object(sparse_indexer_kl_gpu, "MAX_QUERIES", 2),
+        mock.patch.object(segment_sum, "PREFETCH_ROWS", 2),
     ):
         ours = run(interpreted("gpu"))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(run("ref")), strict=True):
@@ -90,8 +95,11 @@ def test_say_what_they_cannot_take():
     indexer = (b, t, 32, 128), (b, t, 32), (b, s, 128)
     attention = (b, t, 64, 256), (b, s, 64, 256)
     topk = jax.ShapeDtypeStruct((b, t, 7), jnp.int32)
-    scores, target = index_scores_gpu.refuse, head_probs_gpu.refuse
-    sparse = sparse_indexer_kl_gpu.refuse
+    scores, target = (
+        index_scores_gpu.unsupported_reason,
+        summed_attention_probs_gpu.unsupported_reason,
+    )
+    sparse = sparse_indexer_kl_gpu.unsupported_reason
     latents = (b, t, 64, 576), (b, s, 576)
     assert scores(*shapes(jnp.bfloat16, *indexer)) is None
     assert target(*shapes(jnp.bfloat16, *attention)) is None
@@ -100,10 +108,10 @@ def test_say_what_they_cannot_take():
     assert "float16" in target(*shapes(jnp.float16, *attention))
     assert "float16" in sparse(*shapes(jnp.float16, *indexer[::2], *latents), topk)
     wider = (b, t, 32, 192), (b, t, 32), (b, s, 192)
-    assert scores(*shapes(jnp.bfloat16, *wider)) == "index heads of 192 columns; 128 at most"
+    assert scores(*shapes(jnp.bfloat16, *wider)) == "index heads of 192 columns; at most 128"
     more = (b, t, 80, 128), (b, t, 80), (b, s, 128)
-    assert scores(*shapes(jnp.bfloat16, *more)) == "80 index heads; 64 at most"
+    assert scores(*shapes(jnp.bfloat16, *more)) == "80 index heads; at most 64"
     wider = (b, t, 8, 576), (b, s, 8, 576)
-    assert target(*shapes(jnp.bfloat16, *wider)) == "heads of 576 columns; 256 at most"
+    assert target(*shapes(jnp.bfloat16, *wider)) == "heads of 576 columns; at most 256"
     more = *indexer[::2], (b, t, 96, 576), (b, s, 576)
-    assert sparse(*shapes(jnp.bfloat16, *more), topk) == "96 heads; 64 at most"
+    assert sparse(*shapes(jnp.bfloat16, *more), topk) == "96 heads; at most 64"

@@ -12,13 +12,13 @@ from hypothesis.extra import numpy as arrays
 from jax.sharding import Mesh, PartitionSpec as P
 
 from pallas_kernels import compat
-from pallas_kernels.eight_bits import quantize_vectors
 from pallas_kernels.lightning_indexer import (
     index_scores,
     lightning_indexer,
     select as exact_select,
     tpu,
 )
+from pallas_kernels.quantized_vectors import quantize_vectors
 from tests.kernels.implementations import (
     in_tiers,
     interpreted,
@@ -338,7 +338,7 @@ def test_no_races(name, monkeypatch):
     segments = jnp.ones((1, s), jnp.int32)
     own = segments[:, -t:]
     got = selector(watched(name), k)(q, w, keys, s - t, own, segments)
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     np.testing.assert_array_equal(got, selector("ref", k)(q, w, keys, s - t, own, segments))
 
 

@@ -87,7 +87,7 @@ def test_has_no_races():
             )
         )
         first = jax.block_until_ready(run())
-        assert not compat.races_found("gpu")
+        assert not compat.has_races("gpu")
         np.testing.assert_array_equal(first, run())
     np.testing.assert_array_equal(first, expected(q, w, k, own, of, 892, 40))
 
@@ -97,7 +97,9 @@ def test_three_bfloat16_are_a_float32():
     a, b = (
         rng.standard_normal((64, 32)).astype(np.float32) * 10.0 ** rng.integers(-9, 9) for _ in "ab"
     )
-    left, right = jax.jit(lambda: (gpu.in_parts(a, gpu.LEFT), gpu.in_parts(b, gpu.RIGHT)))()
+    left, right = jax.jit(
+        lambda: (gpu.split_float32(a, gpu.LEFT_PARTS), gpu.split_float32(b, gpu.RIGHT_PARTS))
+    )()
     got = np.einsum("tj,sj->ts", np.asarray(left, np.float64), np.asarray(right, np.float64))
     exact = np.einsum("tj,sj->ts", a.astype(np.float64), b.astype(np.float64))
     size = np.einsum("tj,sj->ts", abs(a.astype(np.float64)), abs(b.astype(np.float64)))

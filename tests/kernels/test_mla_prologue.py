@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import backends, compat
 from pallas_kernels.mla_prologue import mla_prologue
 from tests.kernels.implementations import over_implementations, over_pallas_forms, watched, written
 from tests.oracles import attention as oracle
@@ -107,7 +107,7 @@ def test_blocks_of_tokens_that_meet_in_one_tile_of_the_cache(monkeypatch):
     monkeypatch.setattr(tpu, "TOKENS", 16)
     slots = 5 + np.arange(40, dtype=np.int32)[None]
     (x, w, cos, sin, cache), turns = problem(shape=slots.shape)
-    got = run(x, w, cos, sin, cache, slots, dispatch.interpreted("tpu"))
+    got = run(x, w, cos, sin, cache, slots, backends.make_interpreted("tpu"))
     np.testing.assert_allclose(got.cache, expected(x, w, turns, cache, slots)[3], atol=2e-5)
 
 
@@ -116,7 +116,7 @@ def test_blocks_of_tokens_that_meet_in_one_tile_of_the_cache(monkeypatch):
 def test_no_races_and_the_same_bits_twice(name):
     (x, w, cos, sin, cache), _ = problem()
     first = jax.block_until_ready(run(x, w, cos, sin, cache, SLOTS, watched(name)))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     second = run(x, w, cos, sin, cache, SLOTS, watched(name))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
@@ -170,4 +170,4 @@ def test_what_does_not_fit_the_chip_is_refused_by_name(name):
     (x, w, cos, sin, _), _ = problem()
     odd = w | {"kv_a_norm": w["kv_a_norm"][:-2], "kv_a": w["kv_a"][:, :-2]}
     with pytest.raises(ValueError, match="latent 126"):
-        mla_prologue(x, odd, cos, sin, eps=EPS, implementation=dispatch.interpreted(name))
+        mla_prologue(x, odd, cos, sin, eps=EPS, implementation=backends.make_interpreted(name))

@@ -35,14 +35,14 @@ def test_the_ends_of_heads_are_turned_wherever_they_lie():
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def run(x, w, cos, sin):
-        return gpu.project(x, (w,), gpu.Turn(128, cos, sin), interpret=EMULATOR)[0]
+        return gpu.project(x, (w,), gpu.HeadRotation(128, cos, sin), interpret=EMULATOR)[0]
 
     got = jax.jit(run)(x, w, cos, sin)
     plain = (x @ w).reshape(1, 72, 3, 128)
     turned = rotate(plain[..., -14:], cos[None], sin[None])
     wanted = jnp.concatenate([plain[..., :-14], turned], axis=-1).reshape(72, -1)
     np.testing.assert_allclose(got, wanted, atol=1e-4)
-    assert not compat.races_found("gpu")
+    assert not compat.has_races("gpu")
 
 
 def test_float32_is_refused_on_a_chip_alone():
@@ -52,7 +52,7 @@ def test_float32_is_refused_on_a_chip_alone():
     for dtype, here, there in ((jnp.float32, None, "no float32"), (jnp.bfloat16, None, None)):
         w = {name: jax.ShapeDtypeStruct(size, dtype) for name, size in sizes.items()}
         x = jax.ShapeDtypeStruct((1, 8, 64), dtype)
-        assert gpu.refuse(x, w, None) is here
+        assert gpu.unsupported_reason(x, w, None) is here
         with jax.sharding.use_abstract_mesh(mesh):
-            reason = gpu.refuse(x, w, None)
+            reason = gpu.unsupported_reason(x, w, None)
         assert reason is there or there in reason

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import compat
-from pallas_kernels.eight_bits import quantize_vectors
 from pallas_kernels.lightning_indexer import paged_lightning_indexer, tpu
+from pallas_kernels.quantized_vectors import quantize_vectors
 from tests.kernels.implementations import (
     interpreted,
     over_implementations,
@@ -125,7 +125,7 @@ def test_pages_that_are_not_in_use_are_never_looked_at(implementation):
 def test_no_races_over_pages(name):
     args = problem(2, 4)
     got = selector(watched(name), 9)(*args, jnp.asarray(LENGTHS[0]))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     np.testing.assert_array_equal(got, expected(*args, LENGTHS[0], 9))
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import compat, dispatch
-from pallas_kernels.eight_bits import FORMATS
+from pallas_kernels import backends, compat
+from pallas_kernels.quantized_vectors import FORMATS
 from pallas_kernels.sparse_flash_attention import (
-    Layout,
+    RowLayout,
     WordRows,
     gpu,
     paged_sparse_attention,
@@ -46,7 +46,7 @@ KERNEL = "sparse_flash_attention"
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Several blocks of queries, and several tiles of rows in each, in a problem of a few rows."""
-    monkeypatch.setattr(tpu, "BLOCKS", tpu.Blocks(queries=4, rows=8))
+    monkeypatch.setattr(tpu, "BLOCKS", tpu.BlockSizes(queries=4, rows=8))
 
 
 def answer(q, latents, dy, topk):
@@ -172,7 +172,7 @@ def test_two_cores_share_the_blocks(batch, monkeypatch):
     ("kind", "blocks", "parts"), [("TPU v5", 6, 2), ("TPU v5", 7, 1), ("TPU v6 lite", 6, 1)]
 )
 def test_cores_of_a_chip(kind, blocks, parts, monkeypatch):
-    monkeypatch.setattr(dispatch, "device_kind", lambda: kind)
+    monkeypatch.setattr(backends, "device_kind", lambda: kind)
     assert tpu.num_parts(blocks) == parts
 
 
@@ -180,13 +180,13 @@ def test_cores_of_a_chip(kind, blocks, parts, monkeypatch):
 @over_pallas_forms(KERNEL)
 def test_no_copy_races_with_another(name, monkeypatch):
     """Neighbouring blocks share rows, so that one's sums are the next one's."""
-    monkeypatch.setattr(tpu, "BLOCKS", tpu.Blocks(queries=2, rows=8))
+    monkeypatch.setattr(tpu, "BLOCKS", tpu.BlockSizes(queries=2, rows=8))
     q, latents, dy = problem(1, 6, 2, 20)
     topk = spread(6, 9, 2, 20)
     got = run(q, latents, jnp.asarray(dy), jnp.asarray(topk), watched(name))
     for ours, theirs in zip(got, answer(q, latents, dy, topk), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_decoding_over_pages(t, slots, packed, implementation):
         paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
     )
     if packed:
-        pages = WordRows.of(pages, Layout.exact(40, dtype))
+        pages = WordRows.encode(pages, RowLayout.exact(40, dtype))
     got = jax.jit(decode)(q, pages, table, topk)
     q, latents = (np.asarray(a, np.float64) for a in (q, latents))
     expected = answer(q, latents, np.zeros((*q.shape[:3], 32)), topk)
@@ -266,10 +266,12 @@ def test_decoding_over_pages(t, slots, packed, implementation):
 )
 def test_decoding_over_pages_in_eight_bits(t, kind, dtype, implementation, monkeypatch):
     """The attention is that over what the oracle reads back of the pages, to their own precision."""
-    monkeypatch.setattr(gpu, "QUERIES_AT_ONCE", 4)  # of six
+    monkeypatch.setattr(gpu, "QUERIES_PER_STEP", 4)  # of six
     # Of float32: halves between two values, which bfloat16 has, may be rounded either way.
     q, latents, pages, table, topk = paged_problem(t, 4, jnp.float32)
-    rows = WordRows.of(pages, Layout(jnp.dtype(FORMATS[kind]).name, 32, 8, jnp.dtype(dtype).name))
+    rows = WordRows.encode(
+        pages, RowLayout(jnp.dtype(FORMATS[kind]).name, 32, 8, jnp.dtype(dtype).name)
+    )
     q = q.astype(dtype)
     decode = functools.partial(
         paged_sparse_attention, scale=SCALE, value_dim=32, implementation=implementation
@@ -292,19 +294,19 @@ def test_decoding_over_pages_in_eight_bits(t, kind, dtype, implementation, monke
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_no_copy_races_when_decoding(name, kind):
     q, latents, pages, table, topk = paged_problem(1, 4, jnp.float32)
-    rows = pages if kind is None else WordRows.of(pages, Layout(kind, 32, 8, "float32"))
+    rows = pages if kind is None else WordRows.encode(pages, RowLayout(kind, 32, 8, "float32"))
     got = paged_sparse_attention(
         q, rows, table, topk, scale=SCALE, value_dim=32, implementation=watched(name)
     )
     expected = answer(*(np.asarray(a) for a in (q, latents)), np.zeros((B, 1, N, 32)), topk)
     np.testing.assert_allclose(got[0], expected[0], atol=2e-5 if kind is None else 0.1)
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
 
 
 @over_pallas_forms(KERNEL)
 def test_pallas_forms_refuse_rows_of_another_precision(name):
     q, _, pages, table, topk = paged_problem(1, 4, jnp.float32)
-    rows = WordRows.of(pages, Layout("int8", 32, 8, "bfloat16"))
+    rows = WordRows.encode(pages, RowLayout("int8", 32, 8, "bfloat16"))
     decode = functools.partial(paged_sparse_attention, scale=SCALE, value_dim=32)
     with pytest.raises(ValueError, match="float32 and (rows|latents) bfloat16"):
         decode(q, rows, table, topk, implementation=interpreted(name))
@@ -335,4 +337,4 @@ def test_what_a_tpu_cannot_take(dtypes, k, words):
     shapes = (1, 4, 2, 8), (1, 9, 8)
     q, latents = (jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True))
     topk = jax.ShapeDtypeStruct((1, 4, k), "int32")
-    assert words in tpu.refuse(q, latents, topk, 8)
+    assert words in tpu.unsupported_reason(q, latents, topk, 8)

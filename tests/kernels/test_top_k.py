@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import compat, dispatch
+from pallas_kernels import backends, compat
 from pallas_kernels.top_k import gpu, top_k
 from tests.kernels.implementations import (
     interpreted,
@@ -67,7 +67,7 @@ def test_has_no_races(name):
     scores = rows(S)[:2]
     run = jax.jit(lambda x: top_k(x, 600, implementation=watched(name)))
     first = jax.block_until_ready(run(scores))
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     np.testing.assert_array_equal(first, run(scores))
     np.testing.assert_array_equal(first, expected(scores, 600))
 
@@ -77,7 +77,7 @@ def test_only_places_between_the_bounds_are_taken():
     scores, bounds = rows(S), np.array([[0, S], [5, 4096], [9000, 9003], [4097, S - 1]])
     bounds = np.concatenate([bounds, [[0, 0], [7, 7], [8192, 20000], [1, 13000]]]).astype(np.int32)
     padded = np.pad(scores, ((0, 0), (0, -S % gpu.STAGE)), constant_values=np.inf)
-    got = gpu.select_rows(padded, bounds, 100, interpret=compat.emulator("gpu"))
+    got = gpu.select_rows(padded, bounds, 100, interpret=compat.emulator_params("gpu"))
     place = np.arange(S)
     inside = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
     np.testing.assert_array_equal(got, oracle.select(scores[None], inside[None], 100)[0])
@@ -87,14 +87,14 @@ def test_ordered_integers_compare_like_scores():
     x = np.array(
         [np.nan, -np.inf, -3e38, -1, -1e-40, -0.0, 0.0, 1e-40, 1, 3e38, np.inf], np.float32
     )
-    got = np.asarray(gpu.ordered(jnp.asarray(x))).tolist()
+    got = np.asarray(gpu.to_ordered_bits(jnp.asarray(x))).tolist()
     assert got == sorted(got) and len(set(got)) == len(x) - 2
     assert got[0] == got[1] and got[5] == got[6] and got[0] > gpu.INVISIBLE
 
 
 def test_refuses_what_does_not_fit():
-    named = dispatch.interpreted("gpu", compat.emulator("gpu"))
+    named = backends.make_interpreted("gpu", compat.emulator_params("gpu"))
     with pytest.raises(ValueError, match="not float32"):
         top_k(jnp.zeros((1, 8), jnp.bfloat16), 2, implementation=named)
-    with pytest.raises(ValueError, match=f"room for k = {gpu.LARGEST_K}, not {gpu.LARGEST_K + 1}"):
-        top_k(jnp.zeros((1, 99999)), gpu.LARGEST_K + 1, implementation=named)
+    with pytest.raises(ValueError, match=f"room for k = {gpu.MAX_K}, not {gpu.MAX_K + 1}"):
+        top_k(jnp.zeros((1, 99999)), gpu.MAX_K + 1, implementation=named)

@@ -195,7 +195,7 @@ def test_no_races(name):
     x, x_scale, w, w_scale = problem(m=40, k=128, n=256)
     args = (x, x_scale, w, w_scale, jnp.asarray(FEW))
     got = runner(watched(name), grouped=True)(*args)
-    assert not compat.races_found(name)
+    assert not compat.has_races(name)
     np.testing.assert_array_equal(got, runner("ref", grouped=True)(*args))
 
 
@@ -214,7 +214,11 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="uint8.*both are int8"):
         w4a8_matmul(x, x_scale, w.astype(jnp.uint8), w_scale)
     shape = jax.ShapeDtypeStruct
-    assert "groups of 64" in tpu.refuse(x, w, shape((K // 64, N), jnp.float32))
-    assert "groups of 2048" in tpu.refuse(shape((8, 2048), jnp.int8), w, shape((1, N), jnp.float32))
-    assert "VMEM" in tpu.refuse(shape((8, 1 << 18), jnp.int8), w, shape((1 << 11, N), jnp.float32))
-    assert tpu.refuse(x, w, w_scale) is None
+    assert "groups of 64" in tpu.unsupported_reason(x, w, shape((K // 64, N), jnp.float32))
+    assert "groups of 2048" in tpu.unsupported_reason(
+        shape((8, 2048), jnp.int8), w, shape((1, N), jnp.float32)
+    )
+    assert "VMEM" in tpu.unsupported_reason(
+        shape((8, 1 << 18), jnp.int8), w, shape((1 << 11, N), jnp.float32)
+    )
+    assert tpu.unsupported_reason(x, w, w_scale) is None

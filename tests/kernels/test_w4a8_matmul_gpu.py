@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Replicated
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat, hopper
-from pallas_kernels.w4a8_matmul import Static, gpu, w4a8_grouped_matmul, weave
+from pallas_kernels.w4a8_matmul import Static, gpu, int4_layout, w4a8_grouped_matmul
 from tests.kernels.implementations import watched
 
 RNG = np.random.default_rng(0)
@@ -31,29 +31,29 @@ def test_wide_blocks_of_rows_of_many_experts(monkeypatch):
         jax.jit(lambda *args, form=form: w4a8_grouped_matmul(*args, implementation=form))(*args)
         for form in (watched("gpu"), "ref")
     )
-    assert not compat.races_found("gpu")
+    assert not compat.has_races("gpu")
     np.testing.assert_array_equal(got, wanted)
 
 
 def test_what_is_refused():
     shape = jax.ShapeDtypeStruct
     x, w = shape((8, 2048), jnp.int8), shape((1024, 8), jnp.int8)
-    assert "groups of 64" in gpu.refuse(x, w, shape((32, 8), jnp.float32))
-    assert "groups of 2048" in gpu.refuse(x, w, shape((1, 8), jnp.float32))
-    assert gpu.refuse(x, w, shape((16, 8), jnp.float32)) is None
+    assert "groups of 64" in gpu.unsupported_reason(x, w, shape((32, 8), jnp.float32))
+    assert "groups of 2048" in gpu.unsupported_reason(x, w, shape((1, 8), jnp.float32))
+    assert gpu.unsupported_reason(x, w, shape((16, 8), jnp.float32)) is None
 
 
 def test_products_have_widths_that_exist():
     """Of int8, 8, 16 and 24 columns and multiples of 16."""
     shape = jax.ShapeDtypeStruct
     for m in range(1, 140):
-        static = Static(None, 128, m, jnp.dtype("bfloat16"))
-        plan = gpu.plan_of(shape((m, 256), jnp.int8), shape((1, 2, 256), jnp.float32), static)
+        static = Static(backend=None, group=128, expected_rows=m, out_dtype=jnp.dtype("bfloat16"))
+        plan = gpu.make_plan(shape((m, 256), jnp.int8), shape((1, 2, 256), jnp.float32), static)
         assert plan.rows in (8, 24) or plan.rows % 16 == 0, m
 
 
 class Numbers:
-    """`weave.Mlir` on integers."""
+    """`int4_layout.MlirRegisters` on integers."""
 
     def word(self, register, v):
         return sum(int(byte) % 256 << 8 * i for i, byte in enumerate(register))
@@ -122,45 +122,49 @@ def through_registers(function, inputs, layout, out_layout, shape, results):
     return np.stack(outs).reshape(results, *shape)
 
 
-@pytest.mark.parametrize("v", weave.WIDTHS)
+@pytest.mark.parametrize("v", int4_layout.WIDTHS)
 def test_bytes_become_operands(v):
-    packed = RNG.integers(-128, 128, (weave.ROWS, weave.WIDTHS[v])).astype(np.int8)
+    packed = RNG.integers(-128, 128, (int4_layout.ROWS, int4_layout.WIDTHS[v])).astype(np.int8)
     got = through_registers(
-        lambda registers: weave.to_operands(registers[0], v, Numbers()),
+        lambda registers: int4_layout.to_operands(registers[0], v, Numbers()),
         [packed],
-        weave.bytes_layout(v),
+        int4_layout.bytes_layout(v),
         plgpu.Layout.WGMMA_8BIT,
-        (64, 2 * weave.ROWS),
+        (64, 2 * int4_layout.ROWS),
         v // 2,
     )
-    np.testing.assert_array_equal(got.astype(np.int8), weave.unpack(EMULATED, jnp.asarray(packed)))
+    np.testing.assert_array_equal(
+        got.astype(np.int8), int4_layout.unpack(EMULATED, jnp.asarray(packed))
+    )
 
 
-@pytest.mark.parametrize("v", weave.WIDTHS)
+@pytest.mark.parametrize("v", int4_layout.WIDTHS)
 def test_numbers_by_column_come_by_row(v):
-    numbers = np.arange(weave.WIDTHS[v])
+    numbers = np.arange(int4_layout.WIDTHS[v])
     row = hopper.WGMMA.reduce(1)
     got = through_registers(
-        lambda registers: weave.to_rows(registers[0], v, Numbers()),
+        lambda registers: int4_layout.to_rows(registers[0], v, Numbers()),
         [numbers],
-        weave.column_layout(v),
+        int4_layout.column_layout(v),
         row,
         (64,),
         v // 2,
     )
-    np.testing.assert_array_equal(got, weave.spread(EMULATED, jnp.asarray(numbers)))
+    np.testing.assert_array_equal(got, int4_layout.spread_scales(EMULATED, jnp.asarray(numbers)))
 
 
-@pytest.mark.parametrize("v", weave.WIDTHS)
+@pytest.mark.parametrize("v", int4_layout.WIDTHS)
 def test_sums_leave_by_column(v):
     sums = list(RNG.integers(0, 1 << 30, (v // 2, 64, 24)))
-    shape = 24, weave.WIDTHS[v]
+    shape = 24, int4_layout.WIDTHS[v]
     got = through_registers(
-        lambda registers: [weave.to_columns(registers, shape, Numbers())],
+        lambda registers: [int4_layout.to_columns(registers, shape, Numbers())],
         sums,
         hopper.WGMMA,
-        weave.out_layout(v),
+        int4_layout.out_layout(v),
         shape,
         1,
     )
-    np.testing.assert_array_equal(got[0], weave.join(EMULATED, list(map(jnp.asarray, sums))))
+    np.testing.assert_array_equal(
+        got[0], int4_layout.join_columns(EMULATED, list(map(jnp.asarray, sums)))
+    )

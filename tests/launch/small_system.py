@@ -60,25 +60,25 @@ def roles(config: System, command) -> list[Role]:
 
     def server(name: str, port: int, *words: str, **more) -> Role:
         argv = ["{python}", SMALL, "{host}", "{port}", "{ready}", *words]
-        return Role(name, argv, port=port, grace=20, restarts=limits, **more)
+        return Role(name=name, argv=argv, port=port, grace_s=20, restarts=limits, **more)
 
-    limits = Restarts(limit=config.limit, delay=0.05, longest_delay=0.05)
+    limits = Restarts(max_restarts=config.limit, initial_delay_s=0.05, max_delay_s=0.05)
     own = [str(config.seconds), str(config.deaths), config.lives]
     words = ["{python}", "-c", TRAIN, "{hub.url}", *own]
     words += ["{distributed}"] if config.train_hosts > 1 else []
     hosts, devices = config.train_hosts, config.train_devices
     engines = dict(count=2, devices=config.engine_devices, tpu_topology="2x2x1")
-    engines |= dict(memory=config.engine_memory, cpus=config.engine_cpus)
+    engines |= dict(memory_gib=config.engine_memory, cpus=config.engine_cpus)
     return [
         Role(
-            "train",
-            words,
+            name="train",
+            argv=words,
             hosts=hosts,
             devices=devices,
             tpu_topology=config.tpu_topology,
             main=True,
             restarts=limits,
-            settle_seconds=0.05,
+            settle_s=0.05,
             env={"WANDB_MODE": "off line"},
         ),
         server("hub", config.hub_port, "{gateway.url}", *command),

@@ -7,12 +7,12 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
 from launch.buffers import (
-    Buffer,
-    dumped,
-    large_buffers,
-    largest_allocations,
-    needed_and_available,
-    temporaries,
+    DeviceBuffer,
+    find_large_buffers,
+    parse_allocations,
+    parse_memory_error,
+    read_dump,
+    temporary_bytes,
 )
 
 GIB = 2**30
@@ -71,24 +71,24 @@ Peak buffers:
 
 
 def test_an_error_says_what_a_program_needs_and_what_there_is():
-    found = needed_and_available(TPU_REFUSES)
+    found = parse_memory_error(TPU_REFUSES)
     assert found == (round(223.52 * GIB), round(95.74 * GIB))
-    assert needed_and_available(TPU_LISTS) == (round(21.95 * GIB), round(15.48 * GIB))
+    assert parse_memory_error(TPU_LISTS) == (round(21.95 * GIB), round(15.48 * GIB))
     early = "Aborting early: unlikely to have enough memory. Requires 3.50T, has 14.49G available."
-    assert needed_and_available(early) == (round(3.5 * 1024 * GIB), round(14.49 * GIB))
-    assert needed_and_available(GPU_LISTS) is None
+    assert parse_memory_error(early) == (round(3.5 * 1024 * GIB), round(14.49 * GIB))
+    assert parse_memory_error(GPU_LISTS) is None
 
 
 def test_allocations_that_an_error_lists_are_named_by_what_made_them():
-    assert largest_allocations(TPU_LISTS) == [
+    assert parse_allocations(TPU_LISTS) == [
         (round(4.5 * GIB), "jit(train)/while/body/tanh"),
         (512 * 2**20, "copy.2 = copy(fusion.5)"),
     ]
-    assert largest_allocations(GPU_LISTS) == [
+    assert parse_allocations(GPU_LISTS) == [
         (6 * 2**20, "jit(f)/concatenate"),
         (384 * 1024, "f32[256,128,3]"),
     ]
-    assert largest_allocations(TPU_REFUSES) == []
+    assert parse_allocations(TPU_REFUSES) == []
 
 
 # What libtpu 0.0.42 makes of a scan that keeps two arrays of each layer, shortened.
@@ -152,22 +152,22 @@ HloLiveRange (max 84):
 def test_buffers_alive_at_the_peak_are_named_by_what_fills_them():
     kept = 12 * 64 * 32 * 4
     alive = [
-        Buffer(
+        DeviceBuffer(
             kept, "jit(saved)/while/body/tanh", "f32[12,64,32]"
         ),  # what goes from layer to layer
-        Buffer(kept, "jit(saved)/while/body/sub", "f32[12,64,32]"),
-        Buffer(49152, "w", "f32[12,32,32]"),
-        Buffer(24576, "convert of w", "bf16[12,32,32]"),
-        Buffer(84, "jit(saved)/pair", "bf16[6,7]"),
+        DeviceBuffer(kept, "jit(saved)/while/body/sub", "f32[12,64,32]"),
+        DeviceBuffer(49152, "w", "f32[12,32,32]"),
+        DeviceBuffer(24576, "convert of w", "bf16[12,32,32]"),
+        DeviceBuffer(84, "jit(saved)/pair", "bf16[6,7]"),
     ]
     text = KEPT.replace("calls=%unknown, ", "calls=%pairs, ").replace(
         "ENTRY", "%pairs (p: f32[12,32,32]) -> (f32[8], bf16[6,7]) {\n"
         "  ROOT %made = (f32[8]{0}, bf16[6,7]{1,0}) custom-call()\n}\n\nENTRY"
     )  # fmt: skip
-    assert large_buffers(text, 1, RANGES) == alive
-    assert large_buffers(text, 25000, RANGES) == alive[:3]
+    assert find_large_buffers(text, 1, RANGES) == alive
+    assert find_large_buffers(text, 25000, RANGES) == alive[:3]
     with pytest.raises(ValueError, match="live-range"):
-        large_buffers(text, 1, "nothing")
+        find_large_buffers(text, 1, "nothing")
 
 
 @pytest.mark.parametrize(
@@ -176,11 +176,11 @@ def test_buffers_alive_at_the_peak_are_named_by_what_fills_them():
 )  # fmt: skip
 def test_only_what_is_in_a_chips_large_memory_counts(layout, counts):
     text = f"HloModule f\n\nENTRY %main (x: f32[8,8]) -> f32[8,8] {{\n  ROOT %x = f32[8,8]{layout} parameter(0)\n}}\n"
-    assert len(large_buffers(text, 1)) == counts
+    assert len(find_large_buffers(text, 1)) == counts
 
 
 def test_without_live_ranges_every_large_array_counts_once():
-    found = large_buffers(KEPT, 10_000)
+    found = find_large_buffers(KEPT, 10_000)
     assert [b.shape for b in found] == ["f32[12,64,32]"] * 2 + ["f32[12,32,32]", "bf16[12,32,32]"]
     assert [b.what.rpartition("/")[2] for b in found[:2]] == ["tanh", "sub"]
 
@@ -204,20 +204,20 @@ def test_buffers_of_a_program_that_is_compiled_here(tmp_path, no_cache):
         jax.ShapeDtypeStruct((512, 64), "float32"),
     )
     with pytest.raises(FileNotFoundError, match="xla_dump_to"):
-        dumped(tmp_path)
-    assert temporaries(tmp_path) is None
+        read_dump(tmp_path)
+    assert temporary_bytes(tmp_path) is None
     lowered = jax.jit(jax.grad(saved)).lower(*shapes)
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(tmp_path)})
-    assert temporaries(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
-    text, ranges = dumped(tmp_path)
-    found = large_buffers(text, 12 * 512 * 64 * 4, ranges)
+    assert temporary_bytes(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
+    text, ranges = read_dump(tmp_path)
+    found = find_large_buffers(text, 12 * 512 * 64 * 4, ranges)
     assert found and {b.shape for b in found} == {"f32[12,512,64]"}
     kept = [
         b.what for b in found
     ]  # each layer's input, which is the tanh before it, and tanh's slope
     assert kept == [f"jit(saved)/jvp()/while/body/closed_call/{n}" for n in ("tanh", "tanh", "sub")]
     memory = compiled.memory_analysis()
-    everything = sum(b.num_bytes for b in large_buffers(text, 0, ranges))
+    everything = sum(b.num_bytes for b in find_large_buffers(text, 0, ranges))
     in_use = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert 0.8 < everything / in_use <= 1
 
@@ -231,4 +231,4 @@ allocation 2: size 1000, preallocated-temp:
 allocation 3: size 33554432, color 1, preallocated-temp:
 allocation 4: size 20, preallocated-temp:
 """)
-    assert temporaries(tmp_path) == 1020
+    assert temporary_bytes(tmp_path) == 1020

@@ -7,11 +7,11 @@ import pytest
 
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.model.dispatch import crossing_share
+from glm5_jax.model.expert_dispatch import crossing_share
 from glm5_jax.training.step_flops import trace_step
 from launch import compile as pod, pods, program_report, run
 from launch.program_report import SHAPES
-from launch.programs import kept_bytes
+from launch.programs import saved_activation_bytes
 
 # Few layers, matrices without Newton-Schulz and no MTP, which take most of the time to trace.
 SMALL_POD = [
@@ -40,10 +40,10 @@ def report(program):
 
 
 def test_describes_step_from_shapes(report):
-    out = program_report.described(report)
+    out = program_report.describe(report)
     assert "train step on 8 devices of no topology, fsdp 4, expert 2" in out
     assert "8 rows of 128 tokens, 128 tokens per device" in out
-    assert "kept activations" in out and "temporaries" not in out
+    assert "saved activations" in out and "temporaries" not in out
 
 
 @pytest.mark.parametrize("name", ["tpu7x:2x2x1", "v5p:2x2x2"])
@@ -64,11 +64,20 @@ def test_passes_options_and_shortcuts_of_pod_to_its_compiler(name, program, monk
     assert options == target.options | target.shortcuts
 
 
-def test_prints_json_and_hashes_of_program(report, capsys):
+def test_prints_report_as_json(report, capsys):
     assert pod.main([*SMALL_POD, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    same = {"hash": report.hash, "held": report.held, "kept": report.kept, "fits": None}
+    same = {
+        "hash": report.hash,
+        "argument_bytes": report.argument_bytes,
+        "saved_activation_bytes": report.saved_activation_bytes,
+        "fits": None,
+    }
     assert {name: told[name] for name in same} == same
+
+
+@pytest.mark.slow
+def test_prints_another_hash_for_another_program(report, capsys):
     assert pod.main([*SMALL_POD, "--experiment.optimizer.weight_decay=0.5", "--hash"]) == 0
     [other] = capsys.readouterr().out.splitlines()
     assert len(other) == len(report.hash) and other != report.hash
@@ -80,6 +89,7 @@ def test_prints_hash_of_json(report, capsys):
     assert capsys.readouterr().out == f"{report.hash}\n"
 
 
+@pytest.mark.slow
 def test_report_on_a_step_that_learns_from_samples(capsys):
     fields = {"mesh.fsdp": 2, "mesh.expert": 2, "rows": 8, "length": 64}
     flags = [f"--experiment.{name}={value}" for name, value in fields.items()]
@@ -92,21 +102,18 @@ def test_report_on_a_step_that_learns_from_samples(capsys):
 def test_reports_bytes_of_each_kind(report):
     """float32 weights and moments, of which each device has an eighth."""
     whole = 4 * run.parse(SMALL_POD).config.model.num_stored_parameters
-    assert whole / 8 <= report.held["params"] < 1.2 * whole / 8
-    assert report.held["batch"] == 5 * 4 * 128
-    assert report.kept > 0 and report.fits is None and report.model_flops > 0
+    assert whole / 8 <= report.argument_bytes["params"] < 1.2 * whole / 8
+    assert report.argument_bytes["batch"] == 5 * 4 * 128
+    assert report.saved_activation_bytes > 0 and report.fits is None and report.model_flops > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "share"),
     [
         ({"accumulate": "local"}, 1),
-        pytest.param({"accumulate": "local", "rows_per_device": 4}, 1 / 2, marks=pytest.mark.slow),
-        pytest.param(
-            {"accumulate": "local", "rows_per_device": 4, "remat": "offload"},
-            0,
-            marks=pytest.mark.slow,
-        ),
+        ({"accumulate": "local", "rows_per_device": 4}, 1 / 2),
+        ({"accumulate": "local", "rows_per_device": 4, "remat": "offload"}, 0),
     ],
 )
 def test_counts_kept_bytes_of_microbatch(step, share):
@@ -119,7 +126,7 @@ def test_counts_kept_bytes_of_microbatch(step, share):
     model = config.model
     layers = model.num_hidden_layers + model.num_nextn_predict_layers
     inputs = layers * 1024 * model.hidden_size * 4
-    assert kept_bytes(made.traced.jaxpr.jaxpr) == share * inputs
+    assert saved_activation_bytes(made.traced.jaxpr.jaxpr) == share * inputs
 
 
 def test_counts_share_of_tokens_that_crosses_to_a_slice():
@@ -154,9 +161,9 @@ def test_a_run_trains_with_the_program_that_is_told_beforehand(
     small += [f"--experiment.{name}={value}" for name, value in fields.items()]
     assert pod.main([*small, "--topology=cpu", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    run.parse(small).config.stage(tmp_path).run()
+    run.parse(small).config.make_stage(tmp_path).run()
     logged = column(read(tmp_path), "program")[1]
-    assert told["hash"] in logged and told["temporaries"] > 0
+    assert told["hash"] in logged and told["temporary_bytes"] > 0
 
 
 @pytest.mark.parametrize(
@@ -164,9 +171,9 @@ def test_a_run_trains_with_the_program_that_is_told_beforehand(
     [
         (
             "lifecycle.py:tiny",
-            "is not one stage of training, nor does it serve; give the one to compile",
+            "is neither one stage of training nor a server; name one that is",
         ),
-        ("reward_model.py:tiny", "reward_model:tiny learns by a step of its own"),
+        ("reward_model.py:tiny", "reward_model:tiny does not train by make_step"),
     ],
 )
 def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys):
@@ -188,11 +195,11 @@ def test_what_is_not_lowered_is_answered_in_one_line(experiment, message, capsys
             ["--experiment.mesh.fsdp=3"],
             "batch.start is 1024 tokens; it must be a multiple of 768 (sequence length 128 * 6 devices",
         ),
-        (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
+        (["--topology=abacus:2x2"], "'abacus:2x2' is not a pod"),
         (["--topology=v5p:2x2x1", "--experiment.nonsense=1"], "nonsense"),
         (["--topology=cpu", "--hlo=/nowhere/text"], "--hlo=/nowhere/text cannot be written"),
         (["--topology=cpu", "--hlo=/"], "--hlo=/ cannot be written"),
-        (["--hlo=text"], "--hlo=text is for what is compiled; give a --topology"),
+        (["--hlo=text"], "--hlo=text needs compiled programs; give a --topology"),
         (["--hash", "--hlo=text"], "--hash compiles nothing that --hlo could write; leave out one"),
     ],
 )

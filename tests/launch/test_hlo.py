@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
 from glm5_jax.core.mesh import make_mesh
-from launch.hlo import Collective, axes_of, collectives, groups_along
+from launch.hlo import Collective, axes_of, find_collectives, groups_along
 
 
 def test_collectives_of_a_program_that_is_compiled_here():
@@ -27,17 +27,29 @@ def test_collectives_of_a_program_that_is_compiled_here():
     rows = P(("fsdp", "expert"))
     run = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
     text = jax.jit(run).lower(np.ones((16, 8), np.float32)).compile().as_text()
-    found = {axes_of(c, mesh) + (c.kind,): c for c in collectives(text)}
+    found = {axes_of(c, mesh) + (c.kind,): c for c in find_collectives(text)}
     fsdp, expert = groups_along(mesh, "fsdp"), groups_along(mesh, "expert")
     swapped = tuple((i, (i + 4) % 8) for i in range(8))
     plain = {k: c._replace(op_name="", pairs=tuple(sorted(c.pairs))) for k, c in found.items()}
     assert plain == {
-        ("expert", "all-reduce"): Collective("all-reduce", 64, 15, True, expert, 96),
-        ("fsdp", "all-reduce"): Collective("all-reduce", 64, 3, True, fsdp, 64),
-        ("fsdp", "collective-permute"): Collective(
-            "collective-permute", 64, 1, False, (), 64, swapped
+        ("expert", "all-reduce"): Collective(
+            kind="all-reduce", num_bytes=64, times=15, in_loop=True, groups=expert, moved=96
         ),
-        ("expert", "all-to-all"): Collective("all-to-all", 64, 1, False, expert, 48),
+        ("fsdp", "all-reduce"): Collective(
+            kind="all-reduce", num_bytes=64, times=3, in_loop=True, groups=fsdp, moved=64
+        ),
+        ("fsdp", "collective-permute"): Collective(
+            kind="collective-permute",
+            num_bytes=64,
+            times=1,
+            in_loop=False,
+            groups=(),
+            moved=64,
+            pairs=swapped,
+        ),
+        ("expert", "all-to-all"): Collective(
+            kind="all-to-all", num_bytes=64, times=1, in_loop=False, groups=expert, moved=48
+        ),
     }
     assert "while/body" in found["fsdp", "all-reduce"].op_name
 
@@ -78,19 +90,64 @@ ENTRY %main (x: bf16[64,256]) -> bf16[64,256] {
 def test_collectives_of_a_tpu_program():
     fours, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
     part, whole, everyone = 16 * 256 * 2, 64 * 256 * 2, (tuple(range(8)),)
-    assert collectives(TPU) == [
-        Collective("reduce-scatter", part, 75, True, fours, 3 * part),
-        Collective("all-gather", whole, 75, True, fours, whole * 3 // 4),
-        Collective("all-reduce", 8 * 4 + 4, 75, True, pairs, 8 * 4 + 4),
-        Collective("ragged-all-to-all", 32 * 512, 1, False, ((0, 1), (2, 3)), 16 * 512),
-        Collective("collective-permute", 16, 1, False, (), 16, ((0, 1), (1, 0))),
-        Collective("all-reduce", 24, 1, False, everyone, 2 * 24 * 7 // 8, (), "jit(step)/psum"),
+    assert find_collectives(TPU) == [
+        Collective(
+            kind="reduce-scatter",
+            num_bytes=part,
+            times=75,
+            in_loop=True,
+            groups=fours,
+            moved=3 * part,
+        ),
+        Collective(
+            kind="all-gather",
+            num_bytes=whole,
+            times=75,
+            in_loop=True,
+            groups=fours,
+            moved=whole * 3 // 4,
+        ),
+        Collective(
+            kind="all-reduce",
+            num_bytes=8 * 4 + 4,
+            times=75,
+            in_loop=True,
+            groups=pairs,
+            moved=8 * 4 + 4,
+        ),
+        Collective(
+            kind="ragged-all-to-all",
+            num_bytes=32 * 512,
+            times=1,
+            in_loop=False,
+            groups=((0, 1), (2, 3)),
+            moved=16 * 512,
+        ),
+        Collective(
+            kind="collective-permute",
+            num_bytes=16,
+            times=1,
+            in_loop=False,
+            groups=(),
+            moved=16,
+            pairs=((0, 1), (1, 0)),
+        ),
+        Collective(
+            kind="all-reduce",
+            num_bytes=24,
+            times=1,
+            in_loop=False,
+            groups=everyone,
+            moved=2 * 24 * 7 // 8,
+            pairs=(),
+            op_name="jit(step)/psum",
+        ),
     ]
 
 
 def test_rows_that_exist_travel_not_the_room_for_the_worst_case():
     there, back = (
-        next(c for c in collectives(text) if c.kind == "ragged-all-to-all")
+        next(c for c in find_collectives(text) if c.kind == "ragged-all-to-all")
         for text in (TPU.replace("%y = bf16[96,", "%y = bf16[8,"), TPU)
     )
     assert (there.moved, back.moved) == (8 * 512 // 2, 32 * 512 // 2)
@@ -158,13 +215,13 @@ def test_the_halves_of_an_asynchronous_collective_count_once(begun, ended, kind,
     text = STARTED.format(begun=begun, ended=ended)
     if kind != "reduce-scatter" or "async" not in begun:
         text = text.replace("reduce-scatter(%p)", "slice(%p)")
-    (found,) = collectives(text)
+    (found,) = find_collectives(text)
     assert (found.kind, found.num_bytes, found.times) == (kind, num_bytes, 1)
 
 
 def test_groups_in_another_form_are_not_taken_for_all_devices():
-    with pytest.raises(ValueError, match="replica_groups=ring.* is in a form that is not known"):
-        collectives(summed("ring['a'=2,'b'=2]{b}"))
+    with pytest.raises(ValueError, match="replica_groups=ring.* has an unsupported form"):
+        find_collectives(summed("ring['a'=2,'b'=2]{b}"))
 
 
 def summed(groups: str) -> str:
@@ -191,7 +248,7 @@ def summed(groups: str) -> str:
     ],
 )
 def test_groups_by_the_axes_of_a_mesh(said, groups):
-    [found] = collectives(summed(said))
+    [found] = find_collectives(summed(said))
     assert tuple(sorted(tuple(sorted(group)) for group in found.groups)) == groups
 
 
@@ -204,7 +261,9 @@ def test_groups_along_an_axis():
 
 
 def over(groups, pairs=()):
-    return Collective("all-gather", 8, 1, False, groups, 8, pairs)
+    return Collective(
+        kind="all-gather", num_bytes=8, times=1, in_loop=False, groups=groups, moved=8, pairs=pairs
+    )
 
 
 def test_axes_of_a_collective_are_found_from_its_groups():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.hlo_text import elements, parse, runs, shape_bytes
+from launch.hlo_text import count_runs, parse_hlo, shape_bytes, tuple_elements
 
 LOOP = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -70,7 +70,7 @@ SIMPLE = {
     ],
 )
 def test_trips_of_a_loop_follow_from_a_counter_that_meets_a_constant(changed, times):
-    found = runs(parse(LOOP.format(**(SIMPLE | changed))))
+    found = count_runs(parse_hlo(LOOP.format(**(SIMPLE | changed))))
     assert found["body"] == (times, True)
     assert found["condition"] == (None if times is None else times + 1, True)
     assert found["main"] == (1, False)
@@ -113,7 +113,7 @@ def test_runs_multiply_along_calls_and_add_up_over_callers():
     ends = "".join(
         f"%{n} (z: f32[8]) -> f32[8] {{\n  ROOT %z = f32[8] parameter(0)\n}}\n\n" for n in names
     )
-    found = runs(parse(NESTED.replace("%inner (", ends + "%inner (", 1)))
+    found = count_runs(parse_hlo(NESTED.replace("%inner (", ends + "%inner (", 1)))
     assert found["outer"] == (3, True)
     assert found["inner"] == (15, True)
     assert found["test"] == (3 * 6, True)
@@ -126,9 +126,9 @@ def test_bytes_and_elements_of_shapes():
     assert shape_bytes("(f32[8]{0}, pred[4]{0}, s4[3], u32[], token[])") == 32 + 4 + 2 + 4
     assert shape_bytes("f8e4m3fn[5,2]") == 10
     nested = "((f32[8]{0:T(8,128)}, s32[]), /*index=1*/bf16[2,2]{1,0}, (u32[]))"
-    assert elements(nested) == ["(f32[8]{0:T(8,128)}, s32[])", "bf16[2,2]{1,0}", "(u32[])"]
-    assert elements("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
-    assert elements("()") == []
+    assert tuple_elements(nested) == ["(f32[8]{0:T(8,128)}, s32[])", "bf16[2,2]{1,0}", "(u32[])"]
+    assert tuple_elements("f32[2,3]{1,0}") == ["f32[2,3]{1,0}"]
+    assert tuple_elements("()") == []
 
 
 def test_instructions_have_operands_names_and_where_they_come_from():
@@ -141,7 +141,7 @@ ENTRY %main.1 (x: f32[8,8]) -> f32[8,8] {
 metadata={op_name="jit(f)/a(b)/dot_general" source_line=3}
 }
 """
-    module = parse(text)
+    module = parse_hlo(text)
     main = module.computations["main.1"]
     assert (module.entry, module.num_devices, main.root) == ("main.1", 8, "dot.2")
     dot = main.instructions["dot.2"]
@@ -149,4 +149,4 @@ metadata={op_name="jit(f)/a(b)/dot_general" source_line=3}
     assert dot.op_name == "jit(f)/a(b)/dot_general"
     assert [p.name for p in main.parameters()] == ["x.1"]
     with pytest.raises(ValueError, match="no ENTRY.*as_text"):
-        parse("HloModule nothing\n")
+        parse_hlo("HloModule nothing\n")

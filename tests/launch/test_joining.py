@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from glm5_jax.core.server import free_port
+from glm5_jax.core.server import find_free_port
 from launch import run
 from tests.contracts.source_tree import ROOT
 
@@ -18,8 +18,8 @@ import sys
 from launch import run
 run.join_pod(sys.argv[1])
 import jax
-from glm5_jax.core import hosts
-print(hosts.everyones(jax.process_index()), jax.device_count(), jax.local_device_count())
+from glm5_jax.core import multihost
+print(multihost.all_gather_objects(jax.process_index()), jax.device_count(), jax.local_device_count())
 """
 
 
@@ -67,7 +67,7 @@ def job_with_a_free_port() -> int:
 
 
 def test_processes_of_a_list_of_hosts_are_one_program():
-    port = free_port("127.0.0.1")
+    port = find_free_port("127.0.0.1")
     said = joined([(f"localhost:{port},2,{index}", {}) for index in range(2)])
     assert said == ["[0, 1] 4 2"] * 2
 
@@ -100,7 +100,7 @@ def test_hosts_of_slices_of_tpus_are_one_program(slices):
             "MEGASCALE_SLICE_ID": str(index // hosts),
             "JAX_COORDINATOR_PORT": str(port),
         }
-        for port in [free_port("127.0.0.1")]
+        for port in [find_free_port("127.0.0.1")]
         for index in range(2)
     ]
     assert joined([("auto", own) for own in each], TPU) == ["[0, 1] 4 2"] * 2
@@ -109,7 +109,7 @@ def test_hosts_of_slices_of_tpus_are_one_program(slices):
 @pytest.mark.slow
 def test_a_list_of_hosts_means_the_same_inside_of_a_task_of_slurm():
     """As of programs that a task starts itself: neither their number nor their devices are the task's."""
-    task, port = slurm(1, 1), free_port("127.0.0.1")
+    task, port = slurm(1, 1), find_free_port("127.0.0.1")
     said = joined([(f"localhost:{port},2,{index}", task) for index in range(2)])
     assert said == ["[0, 1] 4 2"] * 2
 
@@ -132,7 +132,9 @@ def test_who_has_a_host_for_itself_takes_all_its_gpus(environment, alone, monkey
 
     told = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: told.append(given))
-    machine = local.Machine("cuda", [str(number) for number in range(8)], [0])
+    machine = local.LocalMachine(
+        platform="cuda", devices=[str(number) for number in range(8)], cores=[0]
+    )
     monkeypatch.setattr(local, "this_machine", lambda: machine)
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from experiments import rl_agentic, serve as serving
-from experiments.rl_agentic import LayoutConfig
-from experiments.rl_reasoning import Share
-from glm5_jax.core.placement import Role, ordered
-from glm5_jax.core.roles import Roles
+from experiments.rl_agentic import ClusterConfig
+from experiments.rl_reasoning import TaskWeight
+from glm5_jax.core.placement import Role, topological_order
 from glm5_jax.core.server import read_key
+from glm5_jax.core.supervisor import RoleSupervisor
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.rl.keys import KEY_FILE
 from glm5_jax.text.tokenizer import Tokenizer
@@ -25,9 +25,9 @@ ROLES = ["engine", "gateway", "hub", "task", "task", "train"]
 
 
 def tiny(port=0):
-    tasks = tuple(Share(TaskConfig(kind, size=20)) for kind in ("products", "chain"))
+    tasks = tuple(TaskWeight(TaskConfig(kind=kind, size=20)) for kind in ("products", "chain"))
     options = dict(checkpoint="nowhere", length=4096, tasks=tasks)
-    return dataclasses.replace(rl_agentic.tiny(), layout=LayoutConfig(port=port), **options)
+    return dataclasses.replace(rl_agentic.tiny(), cluster=ClusterConfig(port=port), **options)
 
 
 def flags(workdir, port=7000):
@@ -103,9 +103,9 @@ def by_placement(host):
 
     def commands(workdir):
         found = rl_agentic.roles(tiny(), flags(workdir, port=0))
-        roles = [dataclasses.replace(role, health=None, settle_seconds=0.01) for role in found]
+        roles = [dataclasses.replace(role, health=None, settle_s=0.01) for role in found]
         there = Recorder(host)
-        with Roles(roles, there, workdir / "roles", look=0.01):
+        with RoleSupervisor(roles, there, workdir / "roles", poll_interval_s=0.01):
             return there.commands
 
     return commands
@@ -133,7 +133,9 @@ def test_starts_every_role_with_words_of_launcher(launcher, tmp_path, monkeypatc
         if place.role == "train":
             assert place.hub and place.engines
             continue
-        monkeypatch.setattr(found.module, "tokenizer_of", lambda config: Tokenizer.load("bytes"))
+        monkeypatch.setattr(
+            found.module, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
+        )
         server = found.module.PROGRAMS[place.role](found.config, found.workdir)
         config = getattr(server, "config", server)
         assert read_key(config.api_key_file) == read_key(tmp_path / KEY_FILE)
@@ -147,11 +149,11 @@ def test_starts_every_role_with_words_of_launcher(launcher, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_gives_each_replica_its_own_address(count, tmp_path):
-    role = Role("web", ["{python}", "{port}", "{self.url}"], port=7000, count=count)
+    role = Role(name="web", argv=["{python}", "{port}", "{self.url}"], port=7000, count=count)
     there = Recorder("10.0.0.5")
-    assert ordered([role]) == (role,) and role.needs == ()
+    assert topological_order([role]) == (role,) and role.needs == ()
     roles = [dataclasses.replace(role, health=None, main=True)]
-    with Roles(roles, there, tmp_path, look=0.01):
+    with RoleSupervisor(roles, there, tmp_path, poll_interval_s=0.01):
         pass
     found = sorted(argv[1:] for argv in there.commands)
     assert found == [[str(7000 + i), f"http://10.0.0.5:{7000 + i}"] for i in range(count)]
@@ -160,9 +162,15 @@ def test_gives_each_replica_its_own_address(count, tmp_path):
 @pytest.mark.parametrize(
     "role, message",
     [
-        (lambda: Role("self", ["a"]), "role name 'self' stands for the role itself"),
-        (lambda: ordered([Role("web", ["{self.url}"])]), "neither {ready} nor a port"),
-        (lambda: ordered([Role("web", ["{self.urls}"], port=1)]), "needs|self.urls"),
+        (lambda: Role(name="self", argv=["a"]), "role name 'self' stands for the role itself"),
+        (
+            lambda: topological_order([Role(name="web", argv=["{self.url}"])]),
+            "neither {ready} nor a port",
+        ),
+        (
+            lambda: topological_order([Role(name="web", argv=["{self.urls}"], port=1)]),
+            "needs|self.urls",
+        ),
     ],
 )
 def test_rejects_role_without_address_of_its_own(role, message):

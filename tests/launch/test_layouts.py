@@ -18,19 +18,19 @@ REPORT = {
     "options": pods.parse(LAYOUTS[0].topology).options,
     "mesh": {"data": 1, "fsdp": 2, "expert": 4},
     "batch": {"rows": 4096, "length": 8},
-    "held": {"params": 2_000_000_000, "optimizer": 1_000_000_000},
-    "temporaries": 6_500_000_000,
-    "not_reused": 300_000_000,
-    "code": 200_000_000,
-    "available": 20_000_000_000,
+    "argument_bytes": {"params": 2_000_000_000, "optimizer": 1_000_000_000},
+    "temporary_bytes": 6_500_000_000,
+    "unaliased_result_bytes": 300_000_000,
+    "code_bytes": 200_000_000,
+    "available_bytes": 20_000_000_000,
     "fits": True,
-    "cached": None,
+    "max_cached_tokens": None,
     "model_flops": 3e15,
     "parts": {"experts": 3.96e15, "newton_schulz": 0.04e15},
     "traffic": [
-        {"kind": "ragged-all-to-all", "near": 2e9, "far": 1e9},
-        {"kind": "all-gather", "near": 4e9, "far": 0},
-        {"kind": "reduce-scatter", "near": 0.5e9, "far": 0},
+        {"kind": "ragged-all-to-all", "near_bytes": 2e9, "far_bytes": 1e9},
+        {"kind": "all-gather", "near_bytes": 4e9, "far_bytes": 0},
+        {"kind": "reduce-scatter", "near_bytes": 0.5e9, "far_bytes": 0},
     ],
     "overweight": ["all-reduce of 476 MB, 4 times"],
     "seconds": {"products": 4.0, "memory": 1.0},
@@ -63,7 +63,7 @@ def test_the_mesh_takes_all_devices_of_the_pod(own):
 
 
 def test_a_row_of_the_table():
-    [_, _, row, *rest] = layouts.tables(told(LAYOUTS[0])).splitlines()
+    [_, _, row, *rest] = layouts.format_tables(told(LAYOUTS[0])).splitlines()
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     found = dict(zip(layouts.TRAINING, cells, strict=True))
     assert found["layout"] == LAYOUTS[0].name
@@ -73,15 +73,15 @@ def test_a_row_of_the_table():
     assert found["GB sent: rows / rest"] == "3 / 4.5"
     assert found["summed whole"] == "476 MB, 4 times"
     assert found["least seconds a step"] == "**products 4**, memory 1"
-    assert layouts.tables(told(LAYOUTS[0], overweight=[])).count("| none |") == 1
+    assert layouts.format_tables(told(LAYOUTS[0], overweight=[])).count("| none |") == 1
     assert found["utilisation"] == "75%" and found["compiled"] == "61 s, 2.0 GiB"
     assert not any(LAYOUTS[0].name in line for line in rest)
 
 
 def test_what_serves_has_a_table_of_its_own_and_what_does_not_fit_is_named():
     first, second = LAYOUTS[:2]
-    serving = told(first, program="decode", cached=202_752) | told(second, fits=False)
-    training, _, rest = layouts.tables(serving).partition("\n\n")
+    serving = told(first, program="decode", max_cached_tokens=202_752) | told(second, fits=False)
+    training, _, rest = layouts.format_tables(serving).partition("\n\n")
     assert len(training.splitlines()) == 2, "no row"
     served, _, others = rest.partition("\n\n")
     assert "on up to 202,752" in served and second.name not in served
@@ -133,7 +133,7 @@ def test_what_is_of_another_program_by_now_is_compiled_again(now, tmp_path, monk
     ("compiler", "why"),
     [
         ("echo 'error: no such mesh' >&2; exit 2", "no such mesh\n"),
-        ("echo 'compiling  9:00' >&2; kill -9 $$", "killed by signal 9, for want of memory if"),
+        ("echo 'compiling  9:00' >&2; kill -9 $$", "killed by signal 9, out of memory unless"),
     ],
 )
 def test_why_a_compilation_failed_is_told_and_rows_stay(
@@ -155,9 +155,9 @@ def test_why_a_compilation_failed_is_told_and_rows_stay(
     ("flag", "why"),
     [
         ("--only=no such pod", "matches no layout; there are"),
-        ("--only=(", "--only=( is no regular expression: missing ), unterminated"),
-        ("--results=missing/file.jsonl", "is in no folder; make missing first"),
-        ("more", "is no flag of this program"),
+        ("--only=(", "--only=( is not a regular expression: missing ), unterminated"),
+        ("--results=missing/file.jsonl", "has no folder; make missing first"),
+        ("more", "is not a flag of this program"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_compiled(flag, why, capsys):
@@ -172,4 +172,4 @@ def test_the_tables_are_those_of_the_results():
     assert known, "nothing was compiled"
     commands = {own.name: shlex.join(own.command) for own in LAYOUTS}
     assert {name: row["command"] for name, row in known.items()}.items() <= commands.items()
-    assert layouts.tables(known) in (ROOT / "experiments/README.md").read_text()
+    assert layouts.format_tables(known) in (ROOT / "experiments/README.md").read_text()

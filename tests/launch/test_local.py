@@ -9,9 +9,9 @@ import time
 import pytest
 
 from glm5_jax.core.placement import Role
-from glm5_jax.core.roles import read_events
+from glm5_jax.core.supervisor import read_events
 from launch import local, xla_flags
-from launch.local import LocalPlacement, Machine, this_machine, visibility
+from launch.local import LocalMachine, LocalPlacement, this_machine, visibility
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends, is_running
 
@@ -37,11 +37,11 @@ def seen(placement: LocalPlacement, roles: list[Role], variable: str, tmp_path) 
 
 def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_path):
     roles = [
-        Role("engine", ["true"], count=2, devices=2),
-        Role("train", ["true"], hosts=2, devices=1),
-        Role("hub", ["true"]),
+        Role(name="engine", argv=["true"], count=2, devices=2),
+        Role(name="train", argv=["true"], hosts=2, devices=1),
+        Role(name="hub", argv=["true"]),
     ]
-    machine = Machine("cuda", ["1", "2", "3", "4", "6", "7"], CORES)
+    machine = LocalMachine(platform="cuda", devices=["1", "2", "3", "4", "6", "7"], cores=CORES)
     found = seen(LocalPlacement(machine), roles, "CUDA_VISIBLE_DEVICES", tmp_path)
     assert found == {
         "engine-0.0": "1,2",
@@ -56,8 +56,8 @@ def test_accelerators_are_dealt_out_and_each_is_seen_by_one_process_alone(tmp_pa
 
 
 def test_cores_are_dealt_out_to_those_that_ask(tmp_path):
-    placement = LocalPlacement(Machine("cpu", [], CORES[:1]))
-    roles = [Role("pinned", ["true"], cpus=1), Role("free", ["true"])]
+    placement = LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=CORES[:1]))
+    roles = [Role(name="pinned", argv=["true"], cpus=1), Role(name="free", argv=["true"])]
     placement.check(roles)
     for role, cores in zip(roles, (CORES[:1], CORES)):
         place = placement.claim(role, 0, 0, tmp_path / role.name)
@@ -68,8 +68,8 @@ def test_cores_are_dealt_out_to_those_that_ask(tmp_path):
 
 
 def test_a_cpu_plays_as_many_devices_as_a_role_asks_for(tmp_path):
-    placement = LocalPlacement(Machine("cpu", [], CORES))
-    role = Role("train", ["true"], devices=3)
+    placement = LocalPlacement(LocalMachine(platform="cpu", devices=[], cores=CORES))
+    role = Role(name="train", argv=["true"], devices=3)
     placement.check([role])
     place = placement.claim(role, 0, 0, tmp_path / "train")
     place.start([sys.executable, "-c", "import jax; print(jax.device_count())"])
@@ -151,21 +151,26 @@ def test_the_kind_of_accelerators_is_found_without_jax(files, chip, tmp_path):
 
 def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, monkeypatch):
     roles = [
-        Role("train", ["true"], devices=1),
-        Role("engine", ["true"], devices=1, env={"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}),
-        Role("hub", ["true"]),
+        Role(name="train", argv=["true"], devices=1),
+        Role(
+            name="engine",
+            argv=["true"],
+            devices=1,
+            env={"XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"},
+        ),
+        Role(name="hub", argv=["true"]),
     ]
     monkeypatch.setenv("XLA_FLAGS", "--mine=1")
-    machine = Machine("cuda", ["0", "1"], CORES, "h200")
+    machine = LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES, chip="h200")
     found = seen(LocalPlacement(machine), roles, "XLA_FLAGS", tmp_path)
     assert found == {
-        "train-0.0": xla_flags.words("h200", "--mine=1"),
-        "engine-0.0": xla_flags.words("h200", "--xla_gpu_enable_triton_gemm=true"),
+        "train-0.0": xla_flags.format_flags("h200", "--mine=1"),
+        "engine-0.0": xla_flags.format_flags("h200", "--xla_gpu_enable_triton_gemm=true"),
         "hub-0.0": "--mine=1",
     }
     assert "triton_gemm=false" in found["train-0.0"]
     assert "triton_gemm=false" not in found["engine-0.0"]
-    unknown = Machine("cuda", ["0", "1"], CORES)
+    unknown = LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES)
     assert seen(LocalPlacement(unknown), roles, "XLA_FLAGS", tmp_path)["train-0.0"] == "--mine=1"
 
 
@@ -173,18 +178,18 @@ def test_processes_with_accelerators_have_the_options_of_xla_for_them(tmp_path, 
     ("machine", "role", "message"),
     [
         (
-            Machine("cuda", ["0", "1"], CORES),
-            Role("engine", ["true"], count=3, devices=1),
+            LocalMachine(platform="cuda", devices=["0", "1"], cores=CORES),
+            Role(name="engine", argv=["true"], count=3, devices=1),
             "the roles ask for 3 devices (engine 3), this machine has 2; ask for fewer",
         ),
         (
-            Machine("cpu", [], [0, 1]),
-            Role("engine", ["true"], hosts=3, cpus=1),
+            LocalMachine(platform="cpu", devices=[], cores=[0, 1]),
+            Role(name="engine", argv=["true"], hosts=3, cpus=1),
             "the roles ask for 3 cpus (engine 3), this machine has 2",
         ),
         (
-            Machine("tpu", ["0", "1", "2", "3"], CORES),
-            Role("engine", ["true"], devices=3),
+            LocalMachine(platform="tpu", devices=["0", "1", "2", "3"], cores=CORES),
+            Role(name="engine", argv=["true"], devices=3),
             "role engine asks for 3 chips; a process of a TPU host has 1, 2, 4 or 8",
         ),
     ],
@@ -207,7 +212,7 @@ def test_one_command_starts_all_roles_and_ends_with_the_main_one(tmp_path):
         out, err = command.communicate(timeout=300)
     assert (command.returncode, err) == (0, "")
     lines = [line.split(" ", 1)[1] for line in out.splitlines()]
-    assert "train-0 died was killed by SIGKILL" in lines and "train-0 started (life 2)" in lines
+    assert "train-0 died was killed by SIGKILL" in lines and "train-0 started (start 2)" in lines
     after = lines[lines.index("train-0 finished") + 1 :]
     assert after[:2] == ["hub-0 stopped", "gateway-0 stopped"]
     assert sorted(after[2:]) == ["engine-0 stopped", "engine-1 stopped"]
@@ -232,9 +237,8 @@ def test_what_dies_too_often_is_told_with_the_end_of_its_log(tmp_path):
     assert second.startswith('{"pid":')
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_in_order(tmp_path, number):
     with launched(tmp_path, "--experiment.seconds=600") as command:
         for line in command.stdout:

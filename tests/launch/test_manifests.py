@@ -2,7 +2,7 @@
 
     python -m tests.launch.test_manifests
 
-writes the goldens anew, when what is written is meant to change.
+writes the goldens; run it when their text is meant to change.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
-from glm5_jax.core.placement import AGAIN, Health, Role
+from glm5_jax.core.placement import EXIT_RESTART, Health, Role
 from launch import gke, slurm, xla_flags
-from launch.topology import Topology
+from launch.run_plan import RunPlan
 from tests.contracts.source_tree import ROOT
 from tests.launch.job_set import SCHEMA
 
@@ -91,7 +91,11 @@ def test_a_set_that_is_pre_empted_starts_again_without_being_counted(capsys):
     job = spec["replicatedJobs"][0]["template"]["spec"]
     exits, disrupted = job["podFailurePolicy"]["rules"]
     assert exits["action"] == disrupted["action"] == "FailJob"
-    assert exits["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [AGAIN]}
+    assert exits["onExitCodes"] == {
+        "containerName": "train",
+        "operator": "In",
+        "values": [EXIT_RESTART],
+    }
     assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     pod = job["template"]["spec"]
     assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 300)
@@ -126,13 +130,13 @@ def container_of(role: Role, *flags: str) -> dict:
     """The only container of a JobSet of one role."""
     values = gke.define()
     values(["gke", "--image=i", "--claim=c", *flags])
-    [job] = gke.job_set(Topology("a", (role,), ROOT), values)["spec"]["replicatedJobs"]
+    [job] = gke.make_job_set(RunPlan("a", (role,), ROOT), values)["spec"]["replicatedJobs"]
     [container] = job["template"]["spec"]["template"]["spec"]["containers"]
     return container
 
 
 def test_what_kubernetes_would_replace_in_a_command_is_left_alone():
-    container = container_of(Role("a", ["sh", "-c", "echo $(date) $(ROLE_INDEX)"]))
+    container = container_of(Role(name="a", argv=["sh", "-c", "echo $(date) $(ROLE_INDEX)"]))
     assert container["command"][2] == "echo $$(date) $$(ROLE_INDEX)"
 
 
@@ -145,7 +149,9 @@ def test_who_has_a_node_of_h200_alone_is_on_its_fast_network():
         ("nvidia-h100-80gb", 8),
         ("nvidia-h200-141gb", 0),
     ):
-        found = container_of(Role("a", ["x"], devices=devices), f"--accelerator={accelerator}")
+        found = container_of(
+            Role(name="a", argv=["x"], devices=devices), f"--accelerator={accelerator}"
+        )
         mounts[accelerator, devices] = [one["name"] for one in found["volumeMounts"]]
         assert ("bash" == found["command"][0]) == ("gib" in mounts[accelerator, devices])
     assert mounts.pop(("nvidia-h200-141gb", 8)) == ["workdir", "nvidia", "gib", "shm"]
@@ -171,22 +177,22 @@ def test_pods_with_accelerators_have_the_options_for_them(accelerator, chip, var
         assert limits == ({resource: 4} if role.devices else {})
         return {e["name"]: e.get("value") for e in container["env"]}.get(variable)
 
-    role = Role("train", ["true"], devices=4, tpu_topology="2x2x1")
-    assert found(role) == (xla_flags.words(chip) if chip else None)
+    role = Role(name="train", argv=["true"], devices=4, tpu_topology="2x2x1")
+    assert found(role) == (xla_flags.format_flags(chip) if chip else None)
     name, value = next(iter(xla_flags.FLAGS[chip or "h200"].items()))
     assert value == "true"
     own = f"--{name}=false"
-    assert found(role, f"--xla_flags={own}") == (xla_flags.words(chip, own) if chip else own)
+    assert found(role, f"--xla_flags={own}") == (xla_flags.format_flags(chip, own) if chip else own)
     both = found(dataclasses.replace(role, env={variable: "--b=2"}), f"--xla_flags={own}")
     assert both.endswith(f"{own} --b=2") and f"--{name}=true" not in both
-    assert found(Role("hub", ["true"]), f"--xla_flags={own}") is None
+    assert found(Role(name="hub", argv=["true"]), f"--xla_flags={own}") is None
 
 
 def test_steps_with_accelerators_have_the_options_for_them():
     roles = [
-        Role("hub", ["true"]),
-        Role("engine", ["true"], devices=8, env={"XLA_FLAGS": "--own=1", "A": "b"}),
-        Role("train", ["true"], devices=8),
+        Role(name="hub", argv=["true"]),
+        Role(name="engine", argv=["true"], devices=8, env={"XLA_FLAGS": "--own=1", "A": "b"}),
+        Role(name="train", argv=["true"], devices=8),
     ]
     text = slurm_text(*roles, chip="h100")
     steps = [line.strip() for line in text.splitlines() if line.endswith(" true &")]
@@ -199,7 +205,7 @@ def test_steps_with_accelerators_have_the_options_for_them():
     command = ["bash", "-euc", f'{line}; echo "$xla_flags"']
     for given in ({}, {"XLA_FLAGS": "--mine=1 --too=2"}):
         done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
-        want = xla_flags.words("h100") + f" {given.get('XLA_FLAGS', '')}"
+        want = xla_flags.format_flags("h100") + f" {given.get('XLA_FLAGS', '')}"
         assert done.stdout == want + "\n"
     plain = slurm_text(*roles)
     assert "xla_flags" not in plain and "env XLA_FLAGS=--own=1 A=b true &" in plain
@@ -207,7 +213,7 @@ def test_steps_with_accelerators_have_the_options_for_them():
 
 def test_writes_yaml_that_is_read_as_it_was():
     texts = ["", "yes", "null", "1", "1e3", "a: b", "- a", "#", "a\n b", "it's", '"', "é", "\\"]
-    for text in [*texts, "a b", "~", "{x}"]:
+    for text in [*texts, "a b", "~", "{x}", "😀 \\U0001f600", "\\ud83d", "\x7f\u2028"]:
         nested = {"a": [text, {"b": text, "c": [text]}], text or "d": 3, "e": True}
         assert yaml.safe_load(gke.as_yaml(nested)) == nested, text
 
@@ -221,9 +227,9 @@ def test_writes_yaml_that_is_read_as_it_was():
         (
             slurm,
             [f"{SYSTEM}:tiny"],
-            "role engine listens at any port that is free; Slurm must know it: set its port",
+            "role engine listens at any free port; Slurm must know the port: set it",
         ),
-        (slurm, TRAINING, "--devices is not given; say how many accelerators each host has"),
+        (slurm, TRAINING, "--devices is missing; give the number of accelerators of each host"),
         (
             slurm,
             [*TRAINING, "--devices=16"],
@@ -264,10 +270,10 @@ def test_writes_yaml_that_is_read_as_it_was():
             [*TRAINING, *POD, "--devices=4", "--hosts=4", "--tpu_topology=4x4"],
             "has the TPU topology 4x4; a slice of v5p has 3 dimensions",
         ),
-        (gke, [f"{SYSTEM}:tiny", *POD], "Kubernetes must know it: set its port"),
+        (gke, [f"{SYSTEM}:tiny", *POD], "Kubernetes must know the port: set it"),
         (gke, [f"{SYSTEM}:pod", *POD[1:]], "--image is not given; use --image=REGISTRY/NAME:TAG"),
         (gke, [f"{SYSTEM}:pod", POD[0], *POD[2:]], "--claim is not given; use --claim=NAME"),
-        (gke, [f"{SYSTEM}:pod", *POD[:3]], "is no absolute path; all pods must see it"),
+        (gke, [f"{SYSTEM}:pod", *POD[:3]], "is not an absolute path; all pods must see it"),
         (gke, [f"{SYSTEM}:pod", *POD[:2], POD[3]], "has devices; give --accelerator=NAME"),
         (gke, [*TRAINING, *POD, "--devices=4"], "has the TPU topology ''; give one such as 4x4x4"),
         (
@@ -291,7 +297,7 @@ def test_writes_yaml_that_is_read_as_it_was():
             gke,
             [*TRAINING, *POD[:2], POD[3], "--accelerator=nvidia-h200-141gb", "--devices=8"]
             + ["--hosts=2", "--slices=2"],
-            "role train has 2 slices, which only TPUs have; give it hosts alone",
+            "role train has 2 slices, which only TPUs have; give it only hosts",
         ),
         (gke, [f"{SYSTEM}:pod", *POD, "--slices=2"], "--slices is for one stage of training"),
         (
@@ -335,30 +341,38 @@ def test_mistakes_are_answered_in_one_line(program, flags, message, capsys):
 def refused(program, *roles: Role, name: str = "a") -> str:
     values = program.define()
     values(["program", *POD[:3]] if program is gke else ["program"])
-    write = gke.job_set if program is gke else slurm.script
+    write = gke.make_job_set if program is gke else slurm.make_script
     with pytest.raises(ValueError) as error:
-        write(Topology(name, roles, ROOT), values)
+        write(RunPlan(name, roles, ROOT), values)
     return str(error.value)
 
 
-@pytest.mark.parametrize("given", [{}, {"memory": 8}, {"cpus": 8}])
+@pytest.mark.parametrize("given", [{}, {"memory_gib": 8}, {"cpus": 8}])
 def test_replicas_that_share_a_node_say_what_they_need_of_it(given):
-    role = Role("engine", ["true"], count=4, devices=2, **given)
+    role = Role(name="engine", argv=["true"], count=4, devices=2, **given)
     assert "4 replicas of role engine share a node, and Slurm must know" in refused(slurm, role)
 
 
 def test_roles_that_share_nodes_have_ports_of_their_own():
-    roles = [Role("a", ["true"], port=80, count=2), Role("b", ["true"], port=81)]
-    assert refused(slurm, *roles) == "roles a and b share nodes and port 81; give one another"
+    roles = [
+        Role(name="a", argv=["true"], port=80, count=2),
+        Role(name="b", argv=["true"], port=81),
+    ]
+    assert (
+        refused(slurm, *roles)
+        == "roles a and b share nodes and port 81; give one of them another port"
+    )
 
 
 def test_a_job_is_a_replica_or_a_slice():
-    role = Role("train", ["true"], count=2, hosts=2, slices=2, devices=4, tpu_topology="2x2x1")
+    role = Role(
+        name="train", argv=["true"], count=2, hosts=2, slices=2, devices=4, tpu_topology="2x2x1"
+    )
     assert "2 replicas of 2 slices; a job is a replica or a slice" in refused(gke, role)
 
 
 def test_names_of_pods_are_names_of_hosts():
-    role = Role("r" * 32, ["true"])
+    role = Role(name="r" * 32, argv=["true"])
     message = refused(gke, role, name="s" * 30)
     assert message.endswith("host names have up to 63 letters")
 
@@ -378,7 +392,7 @@ def test_help_is_printed(program, capsys):
 def slurm_text(*roles: Role, **flags) -> str:
     values = slurm.define()
     values(["slurm", *(f"--{name}={value}" for name, value in flags.items())])
-    return slurm.script(Topology("run", roles, ROOT), values)
+    return slurm.make_script(RunPlan("run", roles, ROOT), values)
 
 
 def nodes_of(text: str) -> list[str]:
@@ -387,16 +401,16 @@ def nodes_of(text: str) -> list[str]:
 
 
 def test_slurm_knows_no_tpus():
-    text = slurm_text(Role("train", ["true"], hosts=2, devices=4), chip="v5p")
+    text = slurm_text(Role(name="train", argv=["true"], hosts=2, devices=4), chip="v5p")
     assert "--nodes=2" in text and "LIBTPU_INIT_ARGS=" in text and "gpus" not in text
-    role = Role("engine", ["true"], count=2, devices=4, memory=8, cpus=8)
+    role = Role(name="engine", argv=["true"], count=2, devices=4, memory_gib=8, cpus=8)
     with pytest.raises(ValueError, match="2 replicas of role engine share a node of v5p, which"):
         slurm_text(role, chip="v5p")
     slurm_text(role, chip="v5p", devices_per_node=4)
 
 
 def test_roles_without_accelerators_take_turns_on_their_nodes():
-    text = slurm_text(Role("judge", ["true"], count=3, cpus=4, memory=8), cpu_nodes=2)
+    text = slurm_text(Role(name="judge", argv=["true"], count=3, cpus=4, memory_gib=8), cpu_nodes=2)
     nodes = nodes_of(text)
     assert nodes == ["${nodes[0]}", "${nodes[1]}", "${nodes[0]}"]
     for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--mem=16G"):
@@ -405,7 +419,7 @@ def test_roles_without_accelerators_take_turns_on_their_nodes():
 
 
 def test_replicas_of_several_hosts_have_nodes_of_their_own():
-    text = slurm_text(Role("engine", ["true"], count=2, hosts=2, devices=8))
+    text = slurm_text(Role(name="engine", argv=["true"], count=2, hosts=2, devices=8))
     nodes = nodes_of(text)
     array = "nodes_engine"
     assert "--exact" not in text and "--overlap" not in text, "a step has its nodes for itself"
@@ -414,7 +428,15 @@ def test_replicas_of_several_hosts_have_nodes_of_their_own():
 
 
 def test_replicas_that_share_a_node_have_their_parts_of_it():
-    role = Role("engine", ["true", "{port}"], count=5, devices=2, cpus=16, memory=100, port=7000)
+    role = Role(
+        name="engine",
+        argv=["true", "{port}"],
+        count=5,
+        devices=2,
+        cpus=16,
+        memory_gib=100,
+        port=7000,
+    )
     text = slurm_text(role)
     assert nodes_of(text) == ["${nodes_engine[0]}"] * 4 + ["${nodes_engine[1]}"]
     for line in (
@@ -430,10 +452,12 @@ def test_replicas_that_share_a_node_have_their_parts_of_it():
 
 
 def test_only_what_is_healthy_is_waited_for():
-    a = Role("a", ["true"], port=80, health=Health(path="/well"), start_seconds=7)
-    text = slurm_text(a, Role("b", ["{a.url}"]), Role("c", ["{a.url}"], after=["b"]))
-    lines = [line for line in text.splitlines() if line.startswith("answers ")]
-    assert lines == ['answers 7 "http://${nodes[0]}:80/well"']
+    a = Role(name="a", argv=["true"], port=80, health=Health(path="/well"), start_timeout_s=7)
+    text = slurm_text(
+        a, Role(name="b", argv=["{a.url}"]), Role(name="c", argv=["{a.url}"], after=["b"])
+    )
+    lines = [line for line in text.splitlines() if line.startswith("wait_until_healthy ")]
+    assert lines == ['wait_until_healthy 7 "http://${nodes[0]}:80/well"']
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from glm5_jax.core.roles import Event, read_events
+from glm5_jax.core.supervisor import RoleEvent, read_events
 from launch import on_ray
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends, is_running
-from tests.core.test_roles import asked, told, until
+from tests.core.test_supervisor import asked, told, until
 
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 
@@ -37,7 +37,7 @@ class Launched:
         with open(self._said, "w") as said:
             self.process = subprocess.Popen(argv, cwd=ROOT, stdout=said, stderr=said)
 
-    def seen(self, role: str, what: str, times: int = 1) -> list[Event]:
+    def seen(self, role: str, what: str, times: int = 1) -> list[RoleEvent]:
         """The events of that kind, once there are so many."""
 
         def enough():

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from glm5_jax.core.mesh import AXES, Region, make_mesh, placed, resolve
+from glm5_jax.core.mesh import AXES, Region, device_grid, make_mesh, resolve
 from launch import pods, xla_flags
 from launch.pods import Pod, parse
-from pallas_kernels.chips import CHIPS, KINDS, chip_of
+from pallas_kernels.chips import CHIPS, KINDS, find_chip
 from tests.contracts.source_tree import ROOT
 
 DEVICE_KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
@@ -55,7 +55,7 @@ def arranged(text: str, slices: int = 1, **axes: int) -> np.ndarray:
     sizes = resolve(axes, pod.num_devices)
     if pod.platform == "cuda":
         pods.check_hosts(pod, sizes, slices)
-    found = placed(devices_of(pod), sizes, slices)
+    found = device_grid(devices_of(pod), sizes, slices)
     assert sorted(device.id for device in found.flat) == list(range(pod.num_devices))
     return found.reshape([axes[axis] for axis in AXES if axes.get(axis, 1) > 1])
 
@@ -95,11 +95,11 @@ def test_one_slice_or_partition_need_not_be_said():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("abacus:2x2", "'abacus:2x2' is no pod; there are v5e:16x16"),
-        ("v5p", "'v5p' is no pod"),
-        ("v5p:8x8x16x", "is no pod"),
-        ("v7x:4x4x4", "is no pod"),
-        ("-2*v6e:16x16", "is no pod"),
+        ("abacus:2x2", "'abacus:2x2' is not a pod; use v5e:16x16"),
+        ("v5p", "'v5p' is not a pod"),
+        ("v5p:8x8x16x", "is not a pod"),
+        ("v7x:4x4x4", "is not a pod"),
+        ("-2*v6e:16x16", "is not a pod"),
         ("v5p:8x8", "a slice of v5p has 3 dimensions; give one such as v5p:8x8x16"),
         ("v6e:4x4x4", "a slice of v6e has 2 dimensions; give one such as v6e:16x16"),
         ("h200:1024", "give hosts x GPUs as in h200:128x8"),
@@ -121,7 +121,7 @@ def test_what_is_no_pod_is_answered_in_one_line(text, message):
 def test_without_its_compiler_it_is_said_how_to_get_it(text, pin, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as refused:
-        pods.mesh(parse(text), {"fsdp": -1})
+        pods.make_pod_mesh(parse(text), {"fsdp": -1})
     message = str(refused.value)
     assert message.startswith(
         f"target '{text}': its compiler is not installed; python -m pip install {pin}"
@@ -190,9 +190,9 @@ def test_slices_lie_along_the_outer_part_of_expert_where_asked():
 )
 def test_a_region_knows_along_which_axes_there_are_other_slices(axes, slices, far):
     mesh = make_mesh(axes, devices=devices_of(parse("4*v6e:4x4")), expert_slices=slices)
-    assert Region.of(mesh).far == far
+    assert Region.of(mesh).dcn_axes == far
     alone = make_mesh(axes, devices=devices_of(parse("v5p:4x4x4")))
-    assert Region.of(alone).far == ()
+    assert Region.of(alone).dcn_axes == ()
 
 
 def test_the_gpus_of_a_host_are_next_to_each_other_on_the_innermost_axes():
@@ -211,8 +211,8 @@ def test_a_slice_of_experts_is_a_host_s_gpus_and_context_is_across_hosts():
 def test_a_real_mesh_has_the_same_axes(monkeypatch):
     import jax
 
-    monkeypatch.setattr(pods, "devices", lambda pod: jax.devices())
-    found = pods.mesh(parse("h200:1x8"), {"fsdp": 4, "expert": -1})
+    monkeypatch.setattr(pods, "list_devices", lambda pod: jax.devices())
+    found = pods.make_pod_mesh(parse("h200:1x8"), {"fsdp": 4, "expert": -1})
     assert found == make_mesh(fsdp=4, expert=2)
 
 
@@ -274,7 +274,7 @@ def test_a_device_has_its_share_of_a_chip():
     for name in ("bandwidth", "link", "network", "memory"):
         assert getattr(half, name) == getattr(chip, name) / 2, name
     assert half.flops["float8"] == 2307e12 and (half.num_devices, half.per_host) == (1, 8)
-    assert half.device == half == chip_of("TPU7x") and chip_of("cpu") is None
+    assert half.device == half == find_chip("TPU7x") and find_chip("cpu") is None
     unknown = dataclasses.replace(chip, network=None)
     assert unknown.device.network is None
 
@@ -291,39 +291,41 @@ def test_the_compiler_and_the_table_agree_on_a_gpu(name):
         "memory_bandwidth": CHIPS[name].bandwidth,
     }
     [kind] = set(re.findall(r'(?:\n  name|device_description_str): "(.*)"', text))
-    assert chip_of(kind) == CHIPS[name]
+    assert find_chip(kind) == CHIPS[name]
 
 
 # -- options of XLA ------------------------------------------------------------------------------------------
 
 
 def test_what_a_user_says_counts_more_than_what_a_chip_should_have():
-    ours = xla_flags.words("v6e").split()
+    ours = xla_flags.format_flags("v6e").split()
     assert "--xla_tpu_scoped_vmem_limit_kib=81920" in ours and len(ours) == len(
         xla_flags.FLAGS["v6e"]
     )
     own = "--xla_tpu_scoped_vmem_limit_kib=1 --xla_tpu_other=2"
-    found = xla_flags.words("v6e", own).split()
+    found = xla_flags.format_flags("v6e", own).split()
     assert found == [*(o for o in ours if "vmem" not in o), *own.split()]
-    assert xla_flags.environment("h200", {"XLA_FLAGS": "--a=1"})["XLA_FLAGS"].endswith(" --a=1")
-    assert list(xla_flags.environment("v5p", {})) == ["LIBTPU_INIT_ARGS"]
-    assert xla_flags.environment(None, {"XLA_FLAGS": "--a=1"}) == {}
+    assert xla_flags.flag_environment("h200", {"XLA_FLAGS": "--a=1"})["XLA_FLAGS"].endswith(
+        " --a=1"
+    )
+    assert list(xla_flags.flag_environment("v5p", {})) == ["LIBTPU_INIT_ARGS"]
+    assert xla_flags.flag_environment(None, {"XLA_FLAGS": "--a=1"}) == {}
 
 
 def test_what_shortens_compilations_is_not_set_where_a_program_runs():
     for chip, own in xla_flags.OFFLINE.items():
         assert parse(f"{chip}:2x2x1").shortcuts == own
         assert not own.keys() & xla_flags.FLAGS[chip].keys()
-        assert not any(name in xla_flags.words(chip) for name in own)
+        assert not any(name in xla_flags.format_flags(chip) for name in own)
     assert parse("v5p:2x2x1").shortcuts == parse("h200:1x4").shortcuts == {}
 
 
 def test_of_a_gpu_jax_takes_what_is_told_unless_a_user_says_otherwise():
-    share = pods.parse("h200:1x8").usable / CHIPS["h200"].memory
-    assert 0.9 < share < 0.95 and pods.parse("v5p:2x2x2").usable == int(CHIPS["v5p"].memory)
+    share = pods.parse("h200:1x8").usable_bytes / CHIPS["h200"].memory
+    assert 0.9 < share < 0.95 and pods.parse("v5p:2x2x2").usable_bytes == int(CHIPS["v5p"].memory)
     for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}):
         found = dict(given)
-        xla_flags.claim(found)
+        xla_flags.reserve_gpu_memory(found)
         assert found == (given or {"XLA_CLIENT_MEM_FRACTION": str(xla_flags.GPU_SHARE)})
     code = "import os, sys; from launch import run; run.main(['run']); print(os.environ['XLA_CLIENT_MEM_FRACTION'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -333,7 +335,7 @@ def test_of_a_gpu_jax_takes_what_is_told_unless_a_user_says_otherwise():
 def test_jax_starts_with_the_options_for_gpus_and_the_last_of_two_counts():
     """An option that XLA does not know would end the process, be it one of a CPU."""
     flags = "--xla_force_host_platform_device_count"
-    value = xla_flags.words("h200", f"{flags}=2 {flags}=3")
+    value = xla_flags.format_flags("h200", f"{flags}=2 {flags}=3")
     code = f"import os; os.environ['XLA_FLAGS'] = {value!r}; import jax; print(jax.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "3\n", done.stderr

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import make_mesh
-from launch.replication import Replicated, replicated
+from launch.replication import Replicated, find_replicated
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def compiled(mesh, local, in_specs, out_specs, *shapes):
 def found(text, mesh, limit=4096):
     return [
         (one.where, one.num_bytes, one.what.rpartition("/")[2])
-        for one in replicated(text, mesh, limit)
+        for one in find_replicated(text, mesh, limit)
     ]
 
 
@@ -160,7 +160,7 @@ ENTRY %main (a: f32[64]) -> f32[64] {{
 )
 def test_what_a_loop_changes_is_followed_through_all_its_runs(sharding, made, where):
     mesh = AbstractMesh((2, 4), ("fsdp", "expert"))
-    ones = replicated(TEXT.format(sharding=sharding, made=made), mesh, 256)
+    ones = find_replicated(TEXT.format(sharding=sharding, made=made), mesh, 256)
     assert {one.where for one in ones} == where
     assert {one.what for one in ones} <= {"state['w']", "jit(f)/while"}
     assert [one for one in ones if one.where == "loop"] == [
@@ -177,6 +177,6 @@ def test_axes_that_cut_a_parameter_are_found_whatever_their_order():
         text = TEXT.format(sharding=sharding, made="negate(%x)")
         for kind in (groups, "[4,2]<=[2,4]T(1,0)" if groups == "[2,4]<=[8]" else "[2,4]<=[8]"):
             made = f"  ROOT %end = f32[64]{{0}} {gathered.format(groups=kind)}\n}}\n"
-            whole = replicated(text[: text.index("  ROOT %end")] + made, mesh, 256)
+            whole = find_replicated(text[: text.index("  ROOT %end")] + made, mesh, 256)
             assert [one.where for one in whole] == ["output"] * (kind == groups)
     assert np.prod(list(mesh.shape.values())) == 8

@@ -34,8 +34,11 @@ def refused(capsys, workdir, *argv) -> str:
     "argv,message",
     [
         ([], "no experiment given; try --experiment=experiments/pretrain.py:tiny"),
-        (["--experiment=nowhere.py:tiny"], "nowhere.py is no experiment's file; there are "),
-        (["--experiment=README.md:tiny"], "README.md is no experiment's file; there are "),
+        (
+            ["--experiment=nowhere.py:tiny"],
+            "nowhere.py is not the file of an experiment; there are ",
+        ),
+        (["--experiment=README.md:tiny"], "README.md is not the file of an experiment; there are "),
         ([f"--experiment={ROOT}/launch/run.py"], "has no get_config(variant)"),
         ([TINY + "y"], "unknown variant 'tinyy'; use one of tiny, small, glm5"),
         ([TINY, "--workdri=x"], "Unknown command line flag 'workdri'"),
@@ -53,15 +56,15 @@ def refused(capsys, workdir, *argv) -> str:
             "batch.start is 100 tokens; it must be a multiple",
         ),
         (
-            [TINY, "--experiment.data.streams=3"],
-            "batch.start is 8 rows, which cannot be dealt out to data.streams 3; use a divisor",
+            [TINY, "--experiment.data.num_shards=3"],
+            "batch.start is 8 rows, which cannot be divided among data.num_shards 3; use a divisor",
         ),
         ([TINY, "--experiment.tokenizer=none.json"], "no tokenizer at none.json"),
         ([TINY, "--experiment.model.vocab_size=2000"], "the tokenizer has 2048 ids"),
         ([TINY, "--experiment.checkpoint=nowhere"], "checkpoint nowhere does not exist"),
         (
             [f"--experiment={ROOT}/experiments/dsa_warmup.py:tiny"],
-            "dsa_warmup:tiny goes on from trained weights; give --experiment.checkpoint=PATH",
+            "dsa_warmup:tiny starts from trained weights; give --experiment.checkpoint=PATH",
         ),
         ([TINY, "--experiment.optimizer.clip_norm=0.0"], "clip_norm is 0.0; it must be positive"),
         ([TINY, "--experiment.schedule.warmup_steps=900000"], "warmup_steps 900000 must be in"),
@@ -87,7 +90,7 @@ def refused(capsys, workdir, *argv) -> str:
         ),
         (
             [TINY, f"--experiment.checkpoint={ROOT}/launch"],
-            "is no checkpoint; give a run's workdir",
+            "is not a checkpoint; give a run's workdir",
         ),
         (
             [TINY, f"--experiment.checkpoint={ROOT}/tests/goldens/hf_tiny_a"],
@@ -111,7 +114,7 @@ def refused(capsys, workdir, *argv) -> str:
         ),
         (
             [f"--experiment={ROOT}/experiments/serve.py:tiny"],
-            "has no workdir; what it reads is --experiment.checkpoint=",
+            "has no workdir; to read this folder use --experiment.checkpoint=",
         ),
         (
             [f"--experiment={ROOT}/experiments/serve.py:tiny", "--distributed=localhost:1,2,0"],
@@ -119,7 +122,7 @@ def refused(capsys, workdir, *argv) -> str:
         ),
         (
             [LIFE, "--experiment.midtrain_32k.model.num_experts_per_tok=3"],
-            "midtrain_32k: what pretrain:tiny trains is of a model with num_experts_per_tok 2 (here 3); set ",
+            "midtrain_32k: the checkpoint of pretrain:tiny is of a model with num_experts_per_tok 2 (here 3); set ",
         ),
         (
             [LIFE, "--experiment.midtrain_32k.batch.start=100"],
@@ -127,7 +130,7 @@ def refused(capsys, workdir, *argv) -> str:
         ),
         (
             [LIFE, "--experiment.midtrain_32k.model.hidden_size=64"],
-            "midtrain_32k: what pretrain:tiny trains does not fit this model",
+            "midtrain_32k: the checkpoint of pretrain:tiny does not fit this model",
         ),
     ],
 )
@@ -225,7 +228,7 @@ def test_a_stage_of_several_programs_leaves_accelerators_to_them(monkeypatch, tm
     words = ("--experiment=a.py:small", "--experiment.tasks=({'folder': 'x y'},)")
     assert run.run_programs(words, tmp_path / "rl_agentic") == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: rl_agentic: this stage is several programs, on accelerators")
+    assert line.startswith("error: rl_agentic: this stage is several programs, and this program")
     start = line[line.index("launch.local ") :].partition(" (or")[0]
     assert shlex.split(start)[1:] == [*words, f"--workdir={tmp_path / 'rl_agentic'}"]
 

@@ -15,7 +15,7 @@ from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.serving_cost import BOUND
-from glm5_jax.inference.steps import sized
+from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.model import glm5
 from launch import compile as command, programs as pod, run, serving_programs
 from launch.serving_programs import arguments_of, lower_decode, lower_prefill
@@ -32,7 +32,7 @@ CFG = dataclasses.replace(
 )
 PLAIN = dataclasses.replace(CFG, int4_group=None)
 AXES = {"fsdp": 2, "expert": 2, "tensor": 2}  # four groups of two devices
-SMALL = EngineConfig(max_length=32, max_batch=2, page_size=8, chunk=16)
+SMALL = EngineConfig(max_length=32, max_num_seqs=2, page_size=8, prefill_chunk=16)
 LOWER = {"prefill": lower_prefill, "decode": lower_decode}
 
 
@@ -47,14 +47,14 @@ def runner_of(mesh, options: EngineConfig, quantised: bool) -> Runner:
         params, cfg = table.quantise(*rotation.rotate(params, cfg), GROUP)
     if mesh is not None:
         params = jax.device_put(params, glm5.param_shardings(cfg, mesh, params))
-    (shape, _), plan = sized(cfg, options), options.plan()
-    return Runner(glm5.Glm5(cfg, params=params, mesh=mesh), shape, plan)
+    (shape, _), execution = resolve_shapes(cfg, options), options.execution()
+    return Runner(glm5.Glm5(cfg, params=params, mesh=mesh), shape, execution)
 
 
 KINDS = {
     "plain": (SMALL, False),
     "w4a8": (dataclasses.replace(SMALL, index_cache="int8", latent_cache="fp8"), True),
-    "drafts": (dataclasses.replace(SMALL, num_draft=2), False),
+    "drafts": (dataclasses.replace(SMALL, num_speculative_tokens=2), False),
 }
 
 
@@ -76,10 +76,13 @@ def test_lowers_program_of_engine(kind, name):
     options, quantised = KINDS.get(kind, KINDS["drafts"])
     runner = runner_of(mesh, options, quantised)
     program = LOWER[name](CFG if quantised else PLAIN, mesh, "cpu", options, quantised)
-    own, held = runner.lower_idle(name)
+    own, held = runner.lower_dummy(name)
     assert program.lowered.as_text() == own.as_text()
     for part, tree in held.items():
-        arrays, shapes = flatten(serving_programs.plain(tree)), flatten(program.arguments[part])
+        arrays, shapes = (
+            flatten(serving_programs.flatten_leaves(tree)),
+            flatten(program.arguments[part]),
+        )
         assert {path: (x.shape, x.dtype) for path, x in shapes.items()} == {
             path: (a.shape, a.dtype) for path, a in arrays.items()
         }
@@ -113,10 +116,13 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
     waiting = text.count("stablehlo.optimization_barrier %arg")
     assert waiting == CFG.num_hidden_layers - 1, "layers' weights wait for no activations"
     assert "i8" in text and {*program.arguments} == {"weights", "cache", "inputs"}
-    assert max(pod.replicated(program.arguments["weights"]).values()) < 10_000
+    assert max(pod.replicated_bytes(program.arguments["weights"]).values()) < 10_000
     assert (program.rows, program.length) == {"prefill": (4, 16), "decode": (8, 1)}[name]
-    assert program.cached == 32 and min(program.parts["experts"], program.parts["indexer"]) > 0
-    assert {cost.dtype for cost in program.least} == {"bfloat16", "int8"}
+    assert (
+        program.max_cached_tokens == 32
+        and min(program.parts["experts"], program.parts["indexer"]) > 0
+    )
+    assert {cost.dtype for cost in program.min_costs} == {"bfloat16", "int8"}
 
 
 @pytest.mark.slow
@@ -124,7 +130,7 @@ def test_they_lower_for_chips_that_are_not_there(name, platform):
 def test_products_are_counted_by_part_and_are_those_of_the_mathematics(quantised):
     """Four layers of GLM-5's own sizes: what the program does beside is little, whatever chip it is for."""
     cfg = dataclasses.replace(presets.glm5(), num_hidden_layers=4)
-    options = EngineConfig(max_length=32_768, max_batch=2, chunk=2048)
+    options = EngineConfig(max_length=32_768, max_num_seqs=2, prefill_chunk=2048)
     found = {}
     for platform, chip in CHIPS.items():
         mesh = abstract_mesh({"expert": 8}, chip)
@@ -139,14 +145,14 @@ def test_products_are_counted_by_part_and_are_those_of_the_mathematics(quantised
     for name, program in found.items():
         done = sum(program.parts.values())
         assert done == pytest.approx(program.model_flops, rel=0.03), name
-        assert program.model_flops == sum(cost.flops for cost in program.least)
+        assert program.model_flops == sum(cost.flops for cost in program.min_costs)
 
 
 def test_pages_are_in_the_form_of_the_chip():
     """A TPU's rows of latents are words in whole lanes, whatever the tests run on."""
     cfg = dataclasses.replace(PLAIN, dtype="bfloat16")
     cfg = dataclasses.replace(cfg, kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
-    options = EngineConfig(max_length=1024, max_batch=1, page_size=64, chunk=16)
+    options = EngineConfig(max_length=1024, max_num_seqs=1, page_size=64, prefill_chunk=16)
     rows = {}
     for platform, chip in CHIPS.items():
         mesh = abstract_mesh({"expert": 8}, chip)
@@ -160,7 +166,7 @@ def test_bytes_on_a_device_are_what_the_shapes_say():
     """Pages for the whole batch, cut over the groups; of the weights half a byte and a scale for each group."""
     mesh = abstract_mesh({"expert": 8}, CHIPS["cuda"])
     cfg = dataclasses.replace(PLAIN, dtype="bfloat16", index_head_dim=28)
-    options = dataclasses.replace(SMALL, max_length=64, max_batch=1)
+    options = dataclasses.replace(SMALL, max_length=64, max_num_seqs=1)
     held = {}
     for quantised in (False, True):
         own = dataclasses.replace(cfg, int4_group=GROUP if quantised else None)
@@ -177,7 +183,7 @@ def test_bytes_on_a_device_are_what_the_shapes_say():
 def test_more_sequences_take_more_pages_and_no_more_weights():
     mesh = abstract_mesh(AXES)
     one, two = (
-        arguments_of("decode", PLAIN, mesh, dataclasses.replace(SMALL, max_batch=batch))
+        arguments_of("decode", PLAIN, mesh, dataclasses.replace(SMALL, max_num_seqs=batch))
         for batch in (2, 4)
     )
     assert total(two["cache"]["layers"]) == 2 * total(one["cache"]["layers"])
@@ -190,7 +196,7 @@ def test_true_size_is_placed_in_seconds_and_in_no_memory():
     cfg, mesh = presets.glm5(), abstract_mesh({"expert": 8})
     plain, packed = (
         pod.bytes_on_device(
-            serving_programs.plain(serving_programs.abstract_weights(cfg, mesh, quantised))
+            serving_programs.flatten_leaves(serving_programs.abstract_weights(cfg, mesh, quantised))
         )
         for quantised in (False, True)
     )
@@ -208,13 +214,13 @@ def test_true_size_is_placed_in_seconds_and_in_no_memory():
     ("cfg", "changes", "message"),
     [
         (CFG, {"max_length": 4096}, "exceeds max_position_embeddings"),
-        (CFG, {"max_batch": 0}, "max_batch is 0; it must be positive"),
+        (CFG, {"max_num_seqs": 0}, "max_num_seqs is 0; it must be positive"),
         (CFG, {"page_size": 0}, "page_size is 0"),
-        (presets.ablation("gqa"), {}, "an engine serves full attention"),
+        (presets.ablation("gqa"), {}, "the engine serves only full attention"),
         (
             dataclasses.replace(CFG, num_nextn_predict_layers=0),
-            {"num_draft": 1},
-            "num_draft is 1, and the model has no MTP layer; use 0",
+            {"num_speculative_tokens": 1},
+            "num_speculative_tokens is 1, and the model has no MTP layer; use 0",
         ),
     ],
 )
@@ -244,7 +250,7 @@ def test_the_report_tells_of_both_programs(capsys):
     assert (
         out.count(BOUND) == 2 and "chip-seconds for a million, 64 sequences decoded at once" in out
     )
-    assert "kept activations" not in out
+    assert "saved activations" not in out
 
 
 @pytest.mark.slow
@@ -253,7 +259,7 @@ def test_prints_json_with_bytes_of_each_kind(capsys):
     assert command.main([*SERVED, *flags, "--json"]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [own["program"] for own in told] == [*LOWER]
-    assert told[0]["held"]["weights"] == told[1]["held"]["weights"]
+    assert told[0]["argument_bytes"]["weights"] == told[1]["argument_bytes"]["weights"]
     assert told[1]["fits"] is None and told[1]["token_costs"][0]["batch"] == 64
     cfg = dataclasses.replace(presets.tiny(), num_hidden_layers=2, dtype="bfloat16")
     mesh, options = abstract_mesh({"fsdp": 2, "expert": 4}), run.parse(SERVED[:-1]).config.engine
@@ -262,9 +268,9 @@ def test_prints_json_with_bytes_of_each_kind(capsys):
         for own in (cfg, dataclasses.replace(cfg, int4_group=32))
     )
     assert total(packed["weights"]) < 0.75 * total(plain["weights"])
-    for kind, size in told[1]["held"].items():
+    for kind, size in told[1]["argument_bytes"].items():
         assert size == total(packed[kind]), kind
-    assert told[1]["held"]["cache"] == total(plain["cache"])
+    assert told[1]["argument_bytes"]["cache"] == total(plain["cache"])
 
 
 def test_reads_model_of_checkpoint(tmp_path):
@@ -274,7 +280,10 @@ def test_reads_model_of_checkpoint(tmp_path):
     flag = f"--experiment.checkpoint={tmp_path}"
     config = run.parse([*SERVED[:2], flag]).config
     for quantised in (False, True):
-        assert command.served(config, "tiny", ["compile"], quantised) == (PLAIN, quantised)
+        assert command.read_served_model(config, "tiny", ["compile"], quantised) == (
+            PLAIN,
+            quantised,
+        )
 
 
 @pytest.mark.parametrize(
@@ -285,13 +294,16 @@ def test_reads_model_of_checkpoint(tmp_path):
         (["--model.heads=3"], "--model.heads: no field 'heads'; did you mean index_n_heads"),
         (["--model.num_attention_heads=0"], "--model."),
         (["--experiment.checkpoint=nowhere"], "both name a model; give one"),
-        (["--experiment.engine.num_draft=2", "--model.num_nextn_predict_layers=0"], "no MTP layer"),
+        (
+            ["--experiment.engine.num_speculative_tokens=2", "--model.num_nextn_predict_layers=0"],
+            "no MTP layer",
+        ),
         (["--experiment.engine.max_length=1000000"], "exceeds max_position_embeddings"),
-        (["--experiment.engine.max_batch=0"], "max_batch is 0; it must be positive"),
+        (["--experiment.engine.max_num_seqs=0"], "max_num_seqs is 0; it must be positive"),
         (["--experiment.engine.latent_cache=int3"], "latent_cache is 'int3'"),
         (["--experiment.mesh.expert=3"], "mesh axis expert=3 does not divide n_routed_experts"),
         (["--experiment.mesh.expert=-1"], "mesh axis expert is left open (-1)"),
-        (["--topology=abacus:2x2"], "'abacus:2x2' is no pod"),
+        (["--topology=abacus:2x2"], "'abacus:2x2' is not a pod"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(changes, message, capsys):
@@ -304,4 +316,4 @@ def test_mistakes_are_answered_in_one_line(changes, message, capsys):
 @pytest.mark.parametrize("flag", ["--quantised", "--model.num_hidden_layers=4"])
 def test_flags_of_what_serves_are_no_flags_of_a_stage(flag, capsys):
     assert command.main(["compile", "--experiment=experiments/pretrain.py:tiny", flag]) == 2
-    assert f"{flag} is of what serves" in capsys.readouterr().err
+    assert f"{flag} is for experiments that serve" in capsys.readouterr().err

@@ -12,8 +12,8 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.core.placement import AGAIN
-from glm5_jax.core.server import free_port
+from glm5_jax.core.placement import EXIT_RESTART
+from glm5_jax.core.server import find_free_port
 from launch import slurm
 from tests.contracts.source_tree import ROOT
 from tests.core.test_process import ends
@@ -43,7 +43,7 @@ esac
 def run_script(tmp_path, *flags: str, state: str = "RUNNING") -> subprocess.Popen:
     """The script of the small system, on the commands of Slurm that a node has."""
     while True:  # ports that are free, the engines' two in a row
-        engine, gateway, hub = free_port(), free_port(), free_port()
+        engine, gateway, hub = find_free_port(), find_free_port(), find_free_port()
         if len({engine, engine + 1, gateway, hub}) == 4:
             break
     ports = {"engine": engine, "gateway": gateway, "hub": hub}
@@ -146,7 +146,7 @@ def test_a_job_that_slurm_ends_saves_and_goes_back_into_the_queue(tmp_path, whom
             time.sleep(0.05)
         os.kill(script.pid if whom == "script" else int(found[1]), signal.SIGTERM)
         out, err = script.communicate(timeout=300)
-    assert script.returncode == AGAIN, err
+    assert script.returncode == EXIT_RESTART, err
     assert "train-0 ended with code 75" in out and out.count("train-0 started") == 1
     assert out.endswith("requeued\n") == again
     assert (tmp_path / "lives").read_text() == "life\nsaved\n"

@@ -20,7 +20,7 @@ def lines(*asked):
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(dict(page_size=64, max_batch=1)) as running:  # few programs
+    with serving(dict(page_size=64, max_num_seqs=1)) as running:  # few programs
         yield running
 
 
@@ -32,19 +32,19 @@ def talk(server, capsys, *asked, **options):
 
 
 def test_questions_are_answered_and_remembered(server, capsys):
-    before = server.engine.counts.prompt_tokens
+    before = server.engine.stats.prompt_tokens
     code, shown = talk(server, capsys, "hi", "and?")
-    assert code == 0 and shown.out.startswith("tiny: /new forgets")
+    assert code == 0 and shown.out.startswith("tiny: /new starts")
     assert shown.out.count("(cut off)") == 2
-    both = server.engine.counts.prompt_tokens - before
+    both = server.engine.stats.prompt_tokens - before
     talk(server, capsys, "hi", "/new", "and?")
-    apart = server.engine.counts.prompt_tokens - before - both
+    apart = server.engine.stats.prompt_tokens - before - both
     assert both > apart  # the second question came with the first, or without
 
 
 def test_thinking_is_turned_off(server, capsys):
     code, shown = talk(server, capsys, "/think", "hi", "/what", "/quit", "never asked")
-    assert code == 0 and "thinking is off" in shown.out and shown.out.count("/new forgets") == 2
+    assert code == 0 and "thinking is off" in shown.out and shown.out.count("/new starts") == 2
     assert shown.out.count("(cut off)") == 1
 
 

@@ -6,9 +6,9 @@ import re
 import pytest
 from aiohttp import web
 
-from glm5_jax.core.server import HttpServer, ListenConfig, as_json
+from glm5_jax.core.server import HttpServer, ListenConfig, json_response
+from glm5_jax.core.terminal import make_printable
 from launch import chat
-from launch.chat import make_printable
 
 CLIPBOARD, TITLE, EIGHT_BIT = "\x1b]52;c;cm0gLXJm\x07", "\x1b]0;root\x1b\\", "\x9d0;x\x9c"
 ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -32,12 +32,12 @@ class Hostile(HttpServer):
         return {"POST": chats, "GET": {"/v1/models": self._models}}
 
     async def _models(self, request):
-        return as_json({"data": [{"id": f"m{TITLE}"}]})
+        return json_response({"data": [{"id": f"m{TITLE}"}]})
 
     async def _chat(self, request):
         body = json.loads(await request.read())
         if body["messages"][-1]["content"] == "fail":
-            return as_json({"error": {"message": f"no{CLIPBOARD}"}}, 400)
+            return json_response({"error": {"message": f"no{CLIPBOARD}"}}, 400)
         # A sequence may come in two pieces.
         call = {"index": 0, "function": {"name": f"f{TITLE}", "arguments": EIGHT_BIT}}
         deltas = [
@@ -64,7 +64,7 @@ class Refusing(Hostile):
     """A server that refuses to say what it serves."""
 
     async def _models(self, request):
-        return as_json({"error": {"message": f"no{CLIPBOARD}"}}, 400)
+        return json_response({"error": {"message": f"no{CLIPBOARD}"}}, 400)
 
 
 def test_lets_no_control_sequence_of_an_error_through(capsys):

@@ -5,9 +5,15 @@ import math
 import pytest
 
 from glm5_jax.core.mesh import make_mesh
-from launch.hlo import Collective, axes_of, collectives
+from launch.hlo import Collective, axes_of, find_collectives
 from launch.pods import parse
-from launch.program_report import Traffic, bounds, filled, leaving, traffic
+from launch.program_report import (
+    Traffic,
+    leaving_bytes,
+    scale_to_existing_rows,
+    summarize_traffic,
+    time_bounds,
+)
 from pallas_kernels.cost import Cost
 from tests.launch.test_pods import devices_of
 
@@ -19,7 +25,16 @@ def mesh_of(pod: str, **axes):
 
 
 def over(kind, moved, groups=(), pairs=(), **more) -> Collective:
-    return Collective(kind, moved, 1, False, groups, moved, pairs, **more)
+    return Collective(
+        kind=kind,
+        num_bytes=moved,
+        times=1,
+        in_loop=False,
+        groups=groups,
+        moved=moved,
+        pairs=pairs,
+        **more,
+    )
 
 
 # -- what leaves a chip, a host or a slice -------------------------------------------------------------------------
@@ -46,21 +61,31 @@ FOUR = (tuple(range(4)),)
     ],
 )
 def test_members_of_an_island_bring_in_once_what_all_of_them_get(one, islands, out):
-    assert leaving(one, islands) == out
+    assert leaving_bytes(one, islands) == out
 
 
 def test_of_a_host_s_gpus_what_is_left_goes_over_their_links():
     mesh = mesh_of("h200:2x8", fsdp=16)
-    [row] = traffic([over("all-gather", 15 * MB, (tuple(range(16)),))], mesh)
-    assert row == Traffic("all-gather", ("fsdp",), 1, 1, 14 * MB, 1 * MB, 15 * MB)
+    [row] = summarize_traffic([over("all-gather", 15 * MB, (tuple(range(16)),))], mesh)
+    assert row == Traffic(
+        kind="all-gather",
+        axes=("fsdp",),
+        count=1,
+        runs=1,
+        near_bytes=14 * MB,
+        far_bytes=1 * MB,
+        largest_bytes=15 * MB,
+    )
 
 
 def test_of_a_tpu_what_its_two_devices_send_each_other_goes_over_no_link():
     mesh = mesh_of("tpu7x:2x2x1", fsdp=8)
-    [row] = traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh)
-    assert (row.near, row.far) == (3 * MB, 0)
-    [row] = traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh_of("v5p:2x2x2", fsdp=8))
-    assert (row.near, row.far) == (7 * MB, 0)
+    [row] = summarize_traffic([over("all-gather", 7 * MB, (tuple(range(8)),))], mesh)
+    assert (row.near_bytes, row.far_bytes) == (3 * MB, 0)
+    [row] = summarize_traffic(
+        [over("all-gather", 7 * MB, (tuple(range(8)),))], mesh_of("v5p:2x2x2", fsdp=8)
+    )
+    assert (row.near_bytes, row.far_bytes) == (7 * MB, 0)
 
 
 def test_kinds_and_axes_are_summed_each_run_once():
@@ -71,20 +96,56 @@ def test_kinds_and_axes_are_summed_each_run_once():
         over("all-gather", 2 * MB, inside),
         over("all-reduce", MB, inside)._replace(times=None, in_loop=True),
     ]
-    assert traffic(found, mesh) == (
-        Traffic("all-gather", ("expert",), 2, 6, 7 * MB, 0, 2 * MB),
-        Traffic("all-reduce", ("expert",), 1, 1, MB, 0, MB),
+    assert summarize_traffic(found, mesh) == (
+        Traffic(
+            kind="all-gather",
+            axes=("expert",),
+            count=2,
+            runs=6,
+            near_bytes=7 * MB,
+            far_bytes=0,
+            largest_bytes=2 * MB,
+        ),
+        Traffic(
+            kind="all-reduce",
+            axes=("expert",),
+            count=1,
+            runs=1,
+            near_bytes=MB,
+            far_bytes=0,
+            largest_bytes=MB,
+        ),
     )
 
 
 def test_seconds_of_each_resource():
-    rows = [Traffic("all-gather", ("fsdp",), 1, 1, 6 * 10**11, 0, 1)]
+    rows = [
+        Traffic(
+            kind="all-gather",
+            axes=("fsdp",),
+            count=1,
+            runs=1,
+            near_bytes=6 * 10**11,
+            far_bytes=0,
+            largest_bytes=1,
+        )
+    ]
     least = [Cost(459e12, 2.765e12), Cost(918e12, 0, "int8")]
-    assert bounds(least, rows, parse("v5p:2x2x1")) == pytest.approx(
+    assert time_bounds(least, rows, parse("v5p:2x2x1")) == pytest.approx(
         {"products": 2.0, "memory": 1.0, "links": 1.0}
     )
-    far = [Traffic("all-gather", ("fsdp",), 1, 1, 0, 25 * 10**9, 1)] * 2
-    found = bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
+    far = [
+        Traffic(
+            kind="all-gather",
+            axes=("fsdp",),
+            count=1,
+            runs=1,
+            near_bytes=0,
+            far_bytes=25 * 10**9,
+            largest_bytes=1,
+        )
+    ] * 2
+    found = time_bounds([Cost(918e12, 0)], far, parse("2*v6e:2x2"))
     assert found == pytest.approx({"products": 1.0, "memory": 0.0, "links": 0.0, "network": 4.0})
 
 
@@ -93,21 +154,24 @@ def test_of_rows_to_slices_and_inside_them_those_are_counted_that_exist():
     mesh = make_mesh(expert=8)
     halves, pairs = ((0, 1, 2, 3), (4, 5, 6, 7)), tuple((i, i + 4) for i in range(4))
     inside = over("ragged-all-to-all", 6 * MB, halves)
-    assert filled(inside, mesh, 2, 0.75).moved == 3 * MB
+    assert scale_to_existing_rows(inside, mesh, 2, 0.75).moved == 3 * MB
     for other in (
         over("all-gather", 6 * MB, halves),
         over("collective-permute", 6 * MB, pairs=((0, 1), (1, 0))),
     ):
-        assert filled(other, mesh, 2, 0.5) == other
-    assert filled(inside, mesh, 1, 0.5) == inside
+        assert scale_to_existing_rows(other, mesh, 2, 0.5) == other
+    assert scale_to_existing_rows(inside, mesh, 1, 0.5) == inside
     crossing = over("ragged-all-to-all", 6 * MB, pairs)
-    assert filled(crossing, mesh, 2, 0.75)._replace(moved=6 * MB) == crossing
-    assert filled(crossing, mesh, 2, 0.75).moved == 4.5 * MB
+    assert scale_to_existing_rows(crossing, mesh, 2, 0.75)._replace(moved=6 * MB) == crossing
+    assert scale_to_existing_rows(crossing, mesh, 2, 0.75).moved == 4.5 * MB
     square = make_mesh(fsdp=2, expert=4)
     within, across = ((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7))
-    assert filled(over("ragged-all-to-all", 6 * MB, within), square, 2, 0.75).moved == 3 * MB
+    assert (
+        scale_to_existing_rows(over("ragged-all-to-all", 6 * MB, within), square, 2, 0.75).moved
+        == 3 * MB
+    )
     crossing = over("ragged-all-to-all", 6 * MB, across)
-    assert filled(crossing, square, 2, 0.75).moved == 4.5 * MB
+    assert scale_to_existing_rows(crossing, square, 2, 0.75).moved == 4.5 * MB
 
 
 # -- several slices ------------------------------------------------------------------------------------------------
@@ -145,7 +209,7 @@ def between(kind, target, sent, got, attributes=""):
     for word, value in words.items():
         line = line.replace(word, value)
     text = TEXT + line + "  ROOT %out = bf16[1024,8192]{1,0} copy(%param)\n}\n"
-    return collectives(text, mesh_of("4*v6e:2x2", data=2, fsdp=8))
+    return find_collectives(text, mesh_of("4*v6e:2x2", data=2, fsdp=8))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +232,8 @@ def test_what_the_hosts_of_slices_send_is_a_collective(
     mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
     assert one.between_slices and one.num_bytes == got * 16_384 and one.moved == moved * 16_384
     assert axes_of(one, mesh, partly=True) == axes
-    [row] = traffic([one], mesh)
-    assert (row.near, row.far) == (0, one.moved)
+    [row] = summarize_traffic([one], mesh)
+    assert (row.near_bytes, row.far_bytes) == (0, one.moved)
 
 
 def test_a_transfer_of_another_kind_is_not_passed_over():
@@ -180,11 +244,11 @@ def test_a_transfer_of_another_kind_is_not_passed_over():
 def test_groups_of_a_slice_are_those_of_every_slice():
     line = "  ROOT %g = bf16[4096,8192]{1,0} all-gather(%param), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}\n}\n"
     mesh = mesh_of("4*v6e:2x2", data=2, fsdp=8)
-    [one] = collectives(TEXT + line, mesh)
+    [one] = find_collectives(TEXT + line, mesh)
     assert one.groups == tuple(tuple(range(i, i + 4)) for i in range(0, 16, 4))
     assert axes_of(one, mesh) == () and axes_of(one, mesh, partly=True) == ("fsdp",)
-    [row] = traffic([one], mesh)
-    assert (row.near, row.far) == (3 * 1024 * 16_384, 0)
+    [row] = summarize_traffic([one], mesh)
+    assert (row.near_bytes, row.far_bytes) == (3 * 1024 * 16_384, 0)
 
 
 def test_a_gather_that_goes_on_beside_products_counts_once():
@@ -199,7 +263,7 @@ def test_a_gather_that_goes_on_beside_products_counts_once():
     begins = part.replace("NAME", "a").replace(
         "WHAT", 'custom-call(%g), custom_call_target="AsyncCollectiveStart"'
     )
-    goes_on = part.replace("NAME", "b").replace("WHAT", "copy(%g)")
+    requires_checkpoint = part.replace("NAME", "b").replace("WHAT", "copy(%g)")
     ends = part.replace("NAME", "c").replace(
         "WHAT", 'custom-call(%g), custom_call_target="AsyncCollectiveDone"'
     )
@@ -210,5 +274,7 @@ def test_a_gather_that_goes_on_beside_products_counts_once():
   ROOT %z = bf16[1024,8]{1,0} fusion(%p), kind=kCustom, calls=%c
 }
 """
-    [one] = collectives("HloModule m, num_partitions=4\n\n" + begins + goes_on + ends + main)
+    [one] = find_collectives(
+        "HloModule m, num_partitions=4\n\n" + begins + requires_checkpoint + ends + main
+    )
     assert (one.times, one.moved) == (1, math.prod((1024, 8, 2)) * 3 // 4)

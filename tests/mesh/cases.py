@@ -10,7 +10,8 @@ import numpy as np
 from glm5_jax import presets
 from glm5_jax.core.sharding import sharding_of
 from glm5_jax.model import glm5
-from glm5_jax.training.step import Rates, StepConfig, gradient_function
+from glm5_jax.training.gradients import Rates, gradient_function
+from glm5_jax.training.step import StepConfig
 
 ROWS, LENGTH = 8, 32
 RATES = Rates(jnp.float32(0.3), jnp.float32(1e-3))
@@ -19,7 +20,7 @@ STEP = StepConfig(
     balance_weight=0.01,
     z_weight=1e-3,
     index_weight=0.5,
-    index_target="served",
+    index_target="shared_layers",
     loss_chunk=100,
     query_block=8,
     gather_block=4,

@@ -16,7 +16,7 @@ from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.step import make_step
-from launch.hlo import collectives, groups_along
+from launch.hlo import find_collectives, groups_along
 from tests.mesh import cases
 
 STEPS = 3
@@ -59,7 +59,7 @@ def main() -> None:
     expert = groups_along(mesh, "expert")
     exchanges = [
         c
-        for c in collectives(compiled.as_text())
+        for c in find_collectives(compiled.as_text())
         if c.kind == "all-to-all" and tuple(sorted(c.groups)) == expert
     ]
     json.dump(

@@ -42,4 +42,4 @@ def test_heads_that_cannot_be_shared_out_are_refused():
     cfg, tokens = cases.config("dense", **fields), np.ones((8, 32), np.int32)
     with pytest.raises(ValueError, match="6 attention heads do not divide .* context . tensor = 4"):
         mesh = make_mesh(context=2, tensor=2, data=2)
-        jax.eval_shape(lambda p: glm5.forward(p, tokens, cfg, mesh=mesh), glm5.abstract(cfg))
+        jax.eval_shape(lambda p: glm5.forward(p, tokens, cfg, mesh=mesh), glm5.abstract_params(cfg))

@@ -22,7 +22,7 @@ def test_an_agreement_on_a_mesh_and_a_fault_there():
     prompt = np.random.default_rng(0).integers(0, CFG.vocab_size, 20).tolist()
     [reply] = made.generate([prompt], Sampling(max_tokens=8))
     logp = [np.nan] * len(prompt) + reply.logprobs
-    record = TokenRecord(prompt + reply.ids, ~np.isnan(logp), rollout_logp=logp)
+    record = TokenRecord(token_ids=prompt + reply.ids, loss_mask=~np.isnan(logp), rollout_logp=logp)
     found = compare(params, [record], made, CFG, mesh=mesh)
     assert found.keys.layer.tolist() == [0, 1] and found.experts.layer.tolist() == [1, 2]
     assert found.metrics["agreement/layer"] == -1

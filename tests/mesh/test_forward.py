@@ -10,12 +10,12 @@ from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from tests.mesh import cases
 from tests.mesh.test_gradients import assert_shards, close
 
 CFG = cases.small()
-PLAN = Plan(query_block=8, gather_block=4)
+EXECUTION = ExecutionConfig(query_block=8, gather_block=4)
 
 
 def inputs():
@@ -29,7 +29,7 @@ def inputs():
 @functools.partial(jax.jit, static_argnames="mesh")
 def forward(params, tokens, segments, cache=None, mesh=None):
     return glm5.forward(
-        params, tokens, CFG, segment_ids=segments, cache=cache, mesh=mesh, plan=PLAN
+        params, tokens, CFG, segment_ids=segments, cache=cache, mesh=mesh, execution=EXECUTION
     )
 
 
@@ -55,6 +55,7 @@ def test_logits_hidden_states_and_statistics_are_those_of_one_device():
     np.testing.assert_allclose(out.stats.max_logit, want.stats.max_logit, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_on_a_mesh_equal_the_full_forward_on_one_device():
     mesh = make_mesh(fsdp=2, expert=2, tensor=2)
     params, cache = on(mesh), init_cache(CFG, cases.ROWS, cases.LENGTH)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax import presets
 from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
-from glm5_jax.core.sharding import gather, spec_of, stationary
+from glm5_jax.core.sharding import gather, kept_sharded_axes, spec_of
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from tests.mesh.traffic import traffic
@@ -62,7 +62,7 @@ def test_an_axis_that_does_not_divide_a_dimension_leaves_it_whole():
 def test_every_matrix_of_glm5_is_cut_over_all_batch_axes(sizes, smaller):
     """Of more devices than heads, the latents' keys (4.7e8) are not."""
     cfg = presets.glm5()
-    letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
+    letters, shapes = flatten(glm5.axis_letters(cfg)), flatten(glm5.abstract_params(cfg))
     for path, x in shapes.items():
         spec = spec_of(letters[path], x.shape, sizes)
         used = {a for entry in spec if entry for a in np.atleast_1d(entry)}
@@ -96,14 +96,17 @@ def test_a_gathered_weight_is_whole_but_for_its_stationary_axes(
 ):
     """And its gradient is the sum of what every device asks for."""
     mesh = make_mesh(axes)
-    region = dataclasses.replace(Region.of(mesh), far=far)
+    region = dataclasses.replace(Region.of(mesh), dcn_axes=far)
     spec = spec_of(letters, shape, mesh.shape)
     w = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    keep = stationary(letters)
+    keep = kept_sharded_axes(letters)
     whole = P(
-        *(keep.get(letter) and region.live(keep[letter]) or None for letter in letters.split())
+        *(
+            keep.get(letter) and region.nontrivial_axes(keep[letter]) or None
+            for letter in letters.split()
+        )
     )
-    rest = tuple(a for a in region.live(AXES) if not any(a in (e or ()) for e in whole))
+    rest = tuple(a for a in region.nontrivial_axes(AXES) if not any(a in (e or ()) for e in whole))
 
     def local(w):
         out, pull = jax.vjp(
@@ -131,7 +134,7 @@ def test_slices_send_each_other_a_device_s_part_of_a_weight(letters):
     shape = {"d q": (48, 16), "q d": (16, 48), "q n hr": (48, 1, 16)}[letters]
     mesh = make_mesh(expert=4, fsdp=2)
     spec = spec_of(letters, shape, mesh.shape)
-    region = dataclasses.replace(Region.of(mesh), far=("fsdp",))
+    region = dataclasses.replace(Region.of(mesh), dcn_axes=("fsdp",))
 
     def local(w):
         whole, pull = jax.vjp(lambda w: gather(w, letters, spec, region, jnp.float32), w)
@@ -154,7 +157,7 @@ def test_everyones_tokens_come_in_their_order_and_each_gets_its_own_gradient_bac
     asked = np.cos(x)
 
     def local(x, asked):
-        whole, pull = jax.vjp(region.whole_sequence, x)
+        whole, pull = jax.vjp(region.gather_sequence, x)
         share = 1.0 + region.index(("context", "tensor"))
         return whole, *pull(asked * share)
 

@@ -9,7 +9,7 @@ import pytest
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.training.step import gradient_function
+from glm5_jax.training.gradients import gradient_function
 from tests.mesh import cases
 
 LONG = [
@@ -107,7 +107,7 @@ def test_tokens_that_cross_to_a_slice_once_leave_the_gradients_as_they_are(axes,
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sparse", "dense"])
 def test_rows_that_are_dealt_by_their_cost_leave_the_gradients_as_they_are(attention):
-    """Of these, tests/training/test_balance.py shows that some move."""
+    """Of these, tests/training/test_row_balancing.py shows that some move."""
     step = dataclasses.replace(cases.STEP, balance_rows=True, rows_per_device=2)
     compare(cases.config(attention), step, make_mesh(fsdp=2, context=2, tensor=2))
 

@@ -7,7 +7,7 @@ import pytest
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.training.step import gradient_function
+from glm5_jax.training.gradients import gradient_function
 from tests.mesh import cases
 from tests.mesh.test_gradients import compare, name
 from tests.mesh.traffic import traffic
@@ -55,7 +55,9 @@ def test_microbatches_add_up_to_the_batch_of_one_device(mode, axes):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["experts", "local"])
 def test_frozen_weights_are_whole_too(mode):
-    frozen = [path for path in flatten(glm5.letters(cases.config("sparse"))) if "experts" in path]
+    frozen = [
+        path for path in flatten(glm5.axis_letters(cases.config("sparse"))) if "experts" in path
+    ]
     step = step_of(rows_per_device=1, accumulate=mode)
     compare(cases.config("sparse"), step, make_mesh(AXES), frozen)
 
@@ -72,7 +74,7 @@ def sent(mode):
     step, mesh = cases.step_of(cfg), make_mesh(AXES)
     step = dataclasses.replace(step, rows_per_device=1, accumulate=mode, remat="none")
     return traffic(
-        gradient_function(cfg, step, mesh), glm5.abstract(cfg), cases.batch(), cases.RATES
+        gradient_function(cfg, step, mesh), glm5.abstract_params(cfg), cases.batch(), cases.RATES
     )
 
 

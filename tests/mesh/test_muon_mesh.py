@@ -38,8 +38,8 @@ def choose(values, pattern=LEAVES):
     return tree.unflatten({p: v for p, v in tree.flatten(values).items() if re.search(pattern, p)})
 
 
-LETTERS = choose(glm5.letters(presets.tiny()))
-SHAPES = choose(glm5.abstract(presets.tiny()))
+LETTERS = choose(glm5.axis_letters(presets.tiny()))
+SHAPES = choose(glm5.abstract_params(presets.tiny()))
 
 
 def draw(shapes, seed=0):
@@ -61,7 +61,7 @@ def alone():
 def on_mesh(axes, carried="owned"):
     """(compiled, update, {(r, c): number of blocks that one device iterates on})."""
     mesh, blocks = make_mesh(dict(axes)), collections.Counter()
-    name = {"owned": "on_whole_blocks", "everywhere": "on_gathered_blocks"}[carried]
+    name = {"owned": "apply_to_owned_blocks", "everywhere": "apply_to_gathered_blocks"}[carried]
     exchange = getattr(muon, name)
 
     def recorded(function, *args):
@@ -163,7 +163,10 @@ def test_the_whole_optimizer_on_a_mesh():
         presets.tiny(),
         r"moe_layers/(attn/q_b|attn_norm|experts/up|router|indexer)|embed",
     )
-    letters, shapes = choose(glm5.letters(cfg), pattern), choose(glm5.abstract(cfg), pattern)
+    letters, shapes = (
+        choose(glm5.axis_letters(cfg), pattern),
+        choose(glm5.abstract_params(cfg), pattern),
+    )
     config, mesh = OptimizerConfig(ns_dtype="float32"), make_mesh(fsdp=2, expert=4)
     placed = cases.shardings_of(letters, shapes, mesh)
 
@@ -207,8 +210,8 @@ def test_the_whole_optimizer_on_a_mesh():
 
 def test_the_largest_weights_lower_on_1024_devices():
     cfg = presets.glm5()
-    letters = choose(glm5.letters(cfg), r"moe_layers/(attn/o|experts/gate)$")
-    shapes = choose(glm5.abstract(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    letters = choose(glm5.axis_letters(cfg), r"moe_layers/(attn/o|experts/gate)$")
+    shapes = choose(glm5.abstract_params(cfg), r"moe_layers/(attn/o|experts/gate)$")
     mesh = jax.sharding.AbstractMesh((1, 16, 64, 1, 1), AXES, (AxisType.Auto,) * 5)
     tx = muon.orthogonalize(letters, mesh=mesh)
     args = jax.tree.map(

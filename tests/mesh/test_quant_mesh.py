@@ -12,6 +12,7 @@ SMALL = cases.small("dense", int4_group=2, index_topk=None)
 STEP = dataclasses.replace(cases.step_of(SMALL), remat="none")
 
 
+@pytest.mark.slow
 def test_agrees_with_one_device_on_fsdp_expert_and_tensor():
     compare(SMALL, STEP, make_mesh(fsdp=2, expert=2, tensor=2))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint import models
-from glm5_jax.checkpoint.manifest import travelling
+from glm5_jax.checkpoint.manifest import transfer_dtypes
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference import runner
@@ -31,7 +31,7 @@ from tests.mesh import cases
 
 CFG = cases.small("dense", dtype="bfloat16")
 LARGER = cases.config(dtype="bfloat16")
-OPTIONS = dict(page_size=8, max_length=32, max_batch=2, num_pages=10, chunk=32)
+OPTIONS = dict(page_size=8, max_length=32, max_num_seqs=2, num_pages=10, prefill_chunk=32)
 TRAINER = {"fsdp": 2, "expert": 2}
 
 
@@ -72,10 +72,8 @@ PLACES = {
 }
 
 
-FIRST, *REST = PLACES
-
-
-@pytest.mark.parametrize("place", [FIRST, *(pytest.param(p, marks=pytest.mark.slow) for p in REST)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
 def test_engines_get_the_trainer_s_bits_where_theirs_lie(place):
     axes, where = PLACES[place]
     devices = where and jax.devices()[where]
@@ -108,7 +106,7 @@ def test_quantised_engines_quantise_what_arrives_and_leave_it_where_theirs_lies(
     axes, devices = {"expert": 2, "tensor": 2}, jax.devices()[4:]
     held, params = engine(axes, devices, quantised, cfg), trainer()
     Reshard([held]).push(params, 1)
-    kinds = travelling(cfg)
+    kinds = transfer_dtypes(cfg)
     narrow = map_with_path(lambda path, x: jnp.asarray(np.asarray(x), kinds[path]), params)
     assert_same(held, engine(axes, devices, table.quantise(narrow, CFG, 4)[0], cfg))
 
@@ -120,7 +118,7 @@ def test_no_second_copy_of_the_model_is_made(monkeypatch):
     held, params = engine({"expert": 4}, devices, cfg=LARGER), trainer(LARGER)
     size = {path: x.size * 2 for path, x in flatten(params).items()}
     limit = sorted(size.values())[-2]
-    monkeypatch.setattr(runner, "LOADED_BYTES", limit)
+    monkeypatch.setattr(runner, "MAX_LOAD_BYTES", limit)
     original, most = reshard.fingerprint, {"there": [], "here": []}
 
     def on(where):
@@ -161,7 +159,7 @@ def test_a_mesh_pushes_over_the_network_and_through_a_folder(tmp_path):
     params, want = trainer(), engine({"expert": 4}, jax.devices()[4:])
     want.update_weights(jax.tree.map(np.asarray, params), 1)
     held = engine({"expert": 4}, jax.devices()[4:])
-    loader = models.loader_like(glm5.Glm5(CFG, params=cases.params(CFG)))
+    loader = models.make_weight_loader(glm5.Glm5(CFG, params=cases.params(CFG)))
     config = SyncConfig(bucket_bytes=2**14)
     with Server(held, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
         one = Network(CFG, [url], config).push(params, 1)
@@ -201,7 +199,7 @@ def test_a_pod_pushes_what_its_processes_have_together(tmp_path):
     held = engine({"expert": 4}, jax.devices()[4:])
     want = engine({"expert": 4}, jax.devices()[4:])
     want.update_weights(jax.tree.map(np.asarray, trainer()), 1)
-    loader = models.loader_like(glm5.Glm5(CFG, params=cases.params(CFG)))
+    loader = models.make_weight_loader(glm5.Glm5(CFG, params=cases.params(CFG)))
     with Server(held, Tokenizer.default(), ServerConfig(port=0), loader).running() as url:
         with socket.socket() as probe:
             probe.bind(("localhost", 0))

@@ -56,7 +56,9 @@ def load(name: str) -> Golden:
 def under_hf_names(cfg, leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by leaf path, as transformers holds them in memory: its names, experts fused."""
     out, every_layer = {}, frozenset(range(cfg.num_hidden_layers))
-    for piece in hf_names.pieces(cfg, glm5.letters(cfg), glm5.abstract(cfg), every_layer):
+    for piece in hf_names.pieces(
+        cfg, glm5.axis_letters(cfg), glm5.abstract_params(cfg), every_layer
+    ):
         tensor = out.setdefault(piece.name, np.full(piece.view.shape, np.nan, np.float32))
         piece.view.of(tensor)[...] = leaves[piece.path][piece.at]
     assert not any(np.isnan(tensor).any() for tensor in out.values())
@@ -102,7 +104,7 @@ def traced_forward(cfg):
                 lambda args, _: seen["index_scores"].append(_scores(*args)),
             ),
             spy(block, "mlp", lambda args, out: feed_forwards.append(out)),
-            spy(block, "mixture", lambda args, out: feed_forwards.append(out[0])),
+            spy(block, "moe", lambda args, out: feed_forwards.append(out[0])),
             spy(block, "route", lambda args, out: seen["routing"].append(out)),
         ):
             out = glm5.forward(params, tokens, cfg, positions=positions, segment_ids=segments)

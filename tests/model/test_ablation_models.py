@@ -12,11 +12,11 @@ from glm5_jax import presets
 from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import generate as decoding, glm5
-from glm5_jax.model.ablations.convert import completed, convert
-from glm5_jax.model.ablations.layer import linear
+from glm5_jax.model.ablations.convert import add_missing_weights, convert
+from glm5_jax.model.ablations.layer import linear_attention
 from glm5_jax.model.cache import init_cache
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.generate import generate
-from glm5_jax.model.plan import Plan
 from tests.oracles import ablations as oracle, attention
 
 BASE = dataclasses.replace(
@@ -49,7 +49,7 @@ MODELS = {
     ),
 }
 B, T, NEW = 2, 20, 4
-PLAN = Plan(query_block=8)
+EXECUTION = ExecutionConfig(query_block=8)
 OLD = functools.partial(dataclasses.replace, layer_attention=None)
 
 
@@ -65,7 +65,7 @@ def params(cfg):
 
 @functools.partial(jax.jit, static_argnums=2)
 def forward(params, tokens, cfg, segments=None):
-    return glm5.forward(params, tokens, cfg, segment_ids=segments, plan=PLAN).logits
+    return glm5.forward(params, tokens, cfg, segment_ids=segments, execution=EXECUTION).logits
 
 
 TOKENS = np.random.default_rng(0).integers(0, 32, (B, T + NEW), dtype=np.int32)
@@ -86,7 +86,9 @@ def test_generation_is_the_full_forward(name, monkeypatch):
     monkeypatch.setattr(decoding, "advance", spied)
     mask = np.ones((B, T), np.int32)
     mask[0, :3] = 0
-    got = generate(params(cfg), TOKENS[:, :T], cfg, NEW, mask=mask, prefill_chunk=10, plan=PLAN)
+    got = generate(
+        params(cfg), TOKENS[:, :T], cfg, NEW, mask=mask, prefill_chunk=10, execution=EXECUTION
+    )
     segments = np.pad(mask, ((0, 0), (0, NEW)), constant_values=1)
     full = np.asarray(forward(params(cfg), got, cfg, segments))[:, T - 1 : -1]
     np.testing.assert_allclose(np.stack(seen[1:], 1), full, atol=2e-5 * np.abs(full).max())
@@ -115,7 +117,7 @@ def test_linear_attention_on_the_heads_of_mla(kind):
         dataclasses.replace(BASE, dtype="float64", simple_gdn_beta=0.6),
         np.random.default_rng(1),
     )
-    tree = glm5.abstract(cfg)["moe_layers"]
+    tree = glm5.abstract_params(cfg)["moe_layers"]
     w, gates = (
         {name: rng.standard_normal(x.shape[1:]) for name, x in tree[part].items()}
         for part in ("attn", "gdn")
@@ -139,8 +141,18 @@ def test_linear_attention_on_the_heads_of_mla(kind):
         @jax.jit
         def run(w, gates, x, segments):
             none = jnp.zeros((B, T, 2))
-            context = glm5.Context(cfg, PLAN, Region(), none, none, 0, T, segments, segments)
-            return linear(w, gates if kind == "gdn" else None, x, None, context)
+            context = glm5.ForwardContext(
+                cfg=cfg,
+                execution=EXECUTION,
+                region=Region(),
+                cos=none,
+                sin=none,
+                start=0,
+                num_keys=T,
+                segments=segments,
+                key_segments=segments,
+            )
+            return linear_attention(w, gates if kind == "gdn" else None, x, None, context)
 
         got = run(w, gates, x, jnp.asarray(segments))
     np.testing.assert_allclose(got.y, np.einsum("btnu,nud->btd", out, w["o"]), atol=1e-9)
@@ -180,7 +192,7 @@ def test_a_converted_model_keeps_every_weight(projections):
     before = params(old)
     after, cfg = convert(before, old, list(kinds))
     assert cfg == dataclasses.replace(BASE, **projections)
-    shapes = flatten(glm5.abstract(cfg))
+    shapes = flatten(glm5.abstract_params(cfg))
     after, before = flatten(after), flatten(before)
     assert {p: x.shape for p, x in after.items()} == {p: x.shape for p, x in shapes.items()}
     new = set(after) - set(before)
@@ -227,7 +239,7 @@ def test_weights_that_a_model_lacks_begin_as_in_a_new_one(mesh):
     sparse = dataclasses.replace(dense, attention="sparse", index_topk=7, index_head_dim=12)
     mesh = mesh and make_mesh(mesh)
     old = glm5.init_params(dense, jax.random.key(1), mesh=mesh)
-    made = flatten(completed(old, sparse, jax.random.key(2), mesh=mesh))
+    made = flatten(add_missing_weights(old, sparse, jax.random.key(2), mesh=mesh))
     fresh, old = flatten(glm5.init_params(sparse, jax.random.key(2), mesh=mesh)), flatten(old)
     assert made.keys() == fresh.keys() and made.keys() > old.keys()
     for path, weight in made.items():

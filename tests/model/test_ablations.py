@@ -12,9 +12,9 @@ from glm5_jax.core.mesh import Region
 from glm5_jax.model.ablations.gdn import gdn
 from glm5_jax.model.ablations.gqa import gqa, gqa_heads, rotate_last
 from glm5_jax.model.ablations.simple_gdn import simple_gdn
-from glm5_jax.model.cache import State
+from glm5_jax.model.cache import RecurrentState
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Queries
-from glm5_jax.model.plan import Plan
 from tests.kernels.implementations import in_tiers
 from tests.oracles import ablations as oracle, attention, gated_delta
 
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     key_segments: jax.Array | None
     start: int | jax.Array = 0
     cfg: Numbers = CFG
-    plan: Plan = Plan(query_block=16)
+    execution: ExecutionConfig = ExecutionConfig(query_block=16)
     region: Region = Region()
 
 
@@ -127,7 +127,7 @@ def test_without_segments_a_row_is_one_document(kind):
 
 def empty(kind):
     conv = jnp.zeros((B, W - 1, N, 2 * (H + R) + U), jnp.float64) if kind == "gdn" else None
-    return State(jnp.zeros((B, N, H + R, U), jnp.float64), conv)
+    return RecurrentState(jnp.zeros((B, N, H + R, U), jnp.float64), conv)
 
 
 CUTS = (0, 16, 32, *range(33, 38), 53, 69, *range(70, 76))  # single tokens where documents end
@@ -177,7 +177,7 @@ def test_grouped_queries(window):
             q, k, v = gqa_heads(w, x)
             queries = Queries(rotate_last(q, cos, sin), 0, segments)
             keys = rotate_last(k, cos, sin)
-            return gqa(w, queries, keys, v, segments, CFG, Plan(query_block=16), window)
+            return gqa(w, queries, keys, v, segments, CFG, ExecutionConfig(query_block=16), window)
 
         got, top = run(w, x, turns.real, turns.imag, SEGMENTS)
     want = np.einsum("btnu,nud->btd", out, w["o"])

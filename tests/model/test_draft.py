@@ -52,7 +52,7 @@ def states(monkeypatch):
     def spied(plain):
         def run(*args, **kwargs):
             out = plain(*args, **kwargs)
-            state = out if isinstance(out, draft.State) else out[0]
+            state = out if isinstance(out, draft.DraftState) else out[0]
             logits = HOT * np.log(np.asarray(state.draft_probs))
             seen.append((np.asarray(state.position), np.asarray(state.drafts), logits))
             return out
@@ -72,7 +72,7 @@ def drafted(states, params):
         prompts,
         cfg,
         NEW,
-        num_draft=DRAFTS,
+        num_speculative_tokens=DRAFTS,
         mask=MASK,
         temperature=HOT,
         key=jax.random.key(3),
@@ -160,7 +160,7 @@ def test_greedy_text_is_generate_s():
     cfg, params, prompts, *_ = fixture()
     params = foresighted(params)
     expected = generate(params, prompts, cfg, NEW, mask=MASK)
-    got = speculate(params, prompts, cfg, NEW, num_draft=DRAFTS, mask=MASK)
+    got = speculate(params, prompts, cfg, NEW, num_speculative_tokens=DRAFTS, mask=MASK)
     np.testing.assert_array_equal(got.tokens, expected)
     assert (got.accepted.sum(1) == (NEW - 1, NEW - 1, 2)).all()
     # The same weights without an end: the second verification keeps three at once.
@@ -231,7 +231,7 @@ def letters():
 
 
 # Of one shape, so that these tests share a program.
-spelled = functools.partial(speculate, cfg=LETTERS, num_new=LENGTH, num_draft=2)
+spelled = functools.partial(speculate, cfg=LETTERS, num_new=LENGTH, num_speculative_tokens=2)
 
 
 @pytest.mark.slow
@@ -283,7 +283,7 @@ def test_windows_and_grouped_queries_draft_as_well():
     )
     params = jax.tree.map(lambda x: 12 * x, glm5.init_params(cfg, jax.random.key(1)))
     prompts = np.random.default_rng(0).integers(0, cfg.vocab_size, (64, 3))
-    got = speculate(params, prompts, cfg, LENGTH, num_draft=2)
+    got = speculate(params, prompts, cfg, LENGTH, num_speculative_tokens=2)
     np.testing.assert_array_equal(got.tokens, generate(params, prompts, cfg, LENGTH))
     assert len({tuple(row) for row in got.accepted}) > 3
 
@@ -293,7 +293,7 @@ def test_windows_and_grouped_queries_draft_as_well():
     [
         (dict(temperature=1.0), "temperature 1.0 needs a key"),
         (dict(temperature=-1.0), "temperature is -1.0; it must be 0"),
-        (dict(num_draft=0), "num_draft is 0; it must be positive"),
+        (dict(num_speculative_tokens=0), "num_speculative_tokens is 0; it must be positive"),
         (dict(num_new=0), "num_new is 0; it must be positive"),
         (dict(num_new=501), "sequence length 513 exceeds max_position_embeddings 512"),
         (
@@ -302,11 +302,13 @@ def test_windows_and_grouped_queries_draft_as_well():
         ),
         (
             dict(cfg=dataclasses.replace(LETTERS, layer_attention=("simple_gdn",))),
-            "has simple_gdn layers, whose state cannot give back the drafts .* use generate",
+            "has simple_gdn layers, whose state cannot be rolled back when .* use generate",
         ),
     ],
 )
 def test_what_cannot_be_is_refused(changes, message):
     cfg, params, prompts, *_ = fixture()
     with pytest.raises(ValueError, match=message):
-        speculate(params, prompts, **(dict(cfg=cfg, num_new=NEW, num_draft=DRAFTS) | changes))
+        speculate(
+            params, prompts, **(dict(cfg=cfg, num_new=NEW, num_speculative_tokens=DRAFTS) | changes)
+        )

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import FETCHING_QUERIES, PagedCache, init_pages
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 from tests.kernels.implementations import in_tiers
 from tests.model import golden as goldens
 from tests.oracles import glm5 as oracle
@@ -43,7 +43,7 @@ def test_bytes_per_token(kind):
 
 def test_rows_of_a_tpu_are_whole_lanes(monkeypatch):
     """XLA would lay out all pages anew at every call, to have them so."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(backends, "platform", lambda: "tpu")
     assert num_bytes(presets.glm5(), latent_cache="fp8") == 78 * (1024 + 256)
     assert num_bytes(presets.glm5()) == 78 * (1536 + 256)
     assert num_bytes(presets.glm5(), dtype="float32") == 78 * (2560 + 512)

@@ -14,7 +14,7 @@ from glm5_jax.core import axes
 from glm5_jax.core.flops import count_flops
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from tests.model import golden as goldens
 
 CFG = dataclasses.replace(
@@ -37,7 +37,7 @@ CONFIGS |= {name: goldens.load(name).cfg for name in goldens.NAMES} | {"biased":
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_leaf_has_letters_that_fit_its_shape(name):
     cfg = CONFIGS[name]
-    letters, shapes = flatten(glm5.letters(cfg)), flatten(glm5.abstract(cfg))
+    letters, shapes = flatten(glm5.axis_letters(cfg)), flatten(glm5.abstract_params(cfg))
     assert letters.keys() == shapes.keys()
     widths = {
         "mlp": cfg.intermediate_size,
@@ -57,7 +57,9 @@ def test_every_leaf_has_letters_that_fit_its_shape(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_counts_are_those_of_the_weights(name):
     cfg = CONFIGS[name]
-    sizes = {path: math.prod(leaf.shape) for path, leaf in flatten(glm5.abstract(cfg)).items()}
+    sizes = {
+        path: math.prod(leaf.shape) for path, leaf in flatten(glm5.abstract_params(cfg)).items()
+    }
     assert cfg.num_stored_parameters == sum(sizes.values())
     inner = {path: size for path, size in sizes.items() if not path.startswith("mtp/")}
     assert cfg.num_parameters == sum(n for p, n in inner.items() if not p.endswith("router/bias"))
@@ -66,7 +68,7 @@ def test_counts_are_those_of_the_weights(name):
 def test_goldens_have_the_declared_shapes():
     for name in goldens.NAMES:
         golden = goldens.load(name)
-        declared = glm5.abstract(golden.cfg)
+        declared = glm5.abstract_params(golden.cfg)
         jax.tree.map(lambda x, y: x.shape == y.shape or pytest.fail(), golden.params, declared)
 
 
@@ -164,7 +166,7 @@ def test_a_missing_or_misshapen_parameter_is_named():
 def test_a_sequence_beyond_the_positions_is_refused():
     tokens = np.zeros((1, 1025), np.int32)
     with pytest.raises(ValueError, match="1025 exceeds max_position_embeddings 1024; shorten"):
-        glm5.forward(glm5.abstract(CFG), tokens, CFG)
+        glm5.forward(glm5.abstract_params(CFG), tokens, CFG)
 
 
 def test_drafting_without_an_mtp_layer_is_refused():
@@ -177,13 +179,13 @@ def test_drafting_without_an_mtp_layer_is_refused():
 def gradient_flops(remat, **changes):
     cfg = dataclasses.replace(CFG, num_hidden_layers=1, first_k_dense_replace=0, indexer_types=None)
     cfg = dataclasses.replace(cfg, **changes)
-    plan = Plan(remat=remat, query_block=64, gather_block=64)
+    execution = ExecutionConfig(remat=remat, query_block=64, gather_block=64)
 
     def loss(params, tokens):
-        return glm5.forward(params, tokens, cfg, plan=plan).logits.sum()
+        return glm5.forward(params, tokens, cfg, execution=execution).logits.sum()
 
     tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
-    return count_flops(jax.grad(loss), glm5.abstract(cfg), tokens, while_trips=2)
+    return count_flops(jax.grad(loss), glm5.abstract_params(cfg), tokens, while_trips=2)
 
 
 def test_remat_computes_layers_again():
@@ -203,7 +205,7 @@ def test_an_unknown_remat_is_refused():
     with pytest.raises(
         ValueError, match="remat is 'some'; use one of none, full, topk, dots, offload"
     ):
-        Plan(remat="some")
+        ExecutionConfig(remat="some")
 
 
 def test_padding_reaches_no_expert():

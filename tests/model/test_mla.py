@@ -10,8 +10,8 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.model import block
+from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, cheapest_form, mla
-from glm5_jax.model.plan import Plan
 from glm5_jax.model.rope import rope_table
 from pallas_kernels.mla_prologue import mla_prologue
 from tests.kernels.implementations import in_tiers
@@ -52,13 +52,13 @@ def inputs():
 @functools.partial(jax.jit, static_argnums=0)
 def attend(form, w, queries, keys, topk):
     """(y, largest logit, gradients of sum(sin(y)) by all weights and inputs)."""
-    plan = Plan(attention_form=form, query_block=8, gather_block=8)
+    execution = ExecutionConfig(attention_form=form, query_block=8, gather_block=8)
     start = queries.start
 
     def loss(floats):
         w, q, latent = floats
         own = Queries(q, start, queries.segments)
-        y, top, *_ = mla(w, own, Keys(latent, keys.segments), CFG, plan, topk)
+        y, top, *_ = mla(w, own, Keys(latent, keys.segments), CFG, execution, topk)
         return jnp.sum(jnp.sin(y)), (y, top)
 
     floats = (w, queries.q, keys.latent)
@@ -95,9 +95,9 @@ def test_a_window_is_the_selection_of_the_last_keys(form):
     w, queries, keys, *_ = inputs()
     last = S - T + np.arange(T)[:, None] - np.arange(4)[::-1]
     topk = jnp.asarray(np.broadcast_to(last, (B, T, 4)), jnp.int32)
-    plan = Plan(attention_form=form, query_block=8)
+    execution = ExecutionConfig(attention_form=form, query_block=8)
     attended = jax.jit(
-        lambda topk, window: mla(w, queries, keys, CFG, plan, topk, window), static_argnums=1
+        lambda topk, window: mla(w, queries, keys, CFG, execution, topk, window), static_argnums=1
     )
     want, got = attended(topk, None), attended(None, 4)
     for a, b in zip(got[:2], want[:2], strict=True):
@@ -139,7 +139,7 @@ def test_the_cheapest_form():
 
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="attention form 'flash'; use expanded"):
-        mla(*inputs()[:3], CFG, Plan(attention_form="flash"))
+        mla(*inputs()[:3], CFG, ExecutionConfig(attention_form="flash"))
 
 
 def test_up_to_k_keys_nothing_is_selected(monkeypatch):

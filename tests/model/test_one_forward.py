@@ -11,12 +11,13 @@ from glm5_jax import presets
 from glm5_jax.model import block, glm5
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.generate import generate
-from glm5_jax.training.step import Rates, StepConfig, gradient_function, loss_function
+from glm5_jax.training.gradients import Rates, gradient_function, loss_function
+from glm5_jax.training.step import StepConfig
 from tests.model import golden as goldens
 
 # Of a length that no other test has, so that no layer was traced before `mla` breaks.
 CFG = dataclasses.replace(presets.tiny(), max_position_embeddings=999)
-PARAMS = glm5.abstract(CFG)
+PARAMS = glm5.abstract_params(CFG)
 TOKENS = jax.ShapeDtypeStruct((2, 64), jnp.int32)
 ONE = jax.ShapeDtypeStruct((2, 1), jnp.int32)
 HIDDEN = jax.ShapeDtypeStruct((2, 64, CFG.hidden_size), jnp.float32)

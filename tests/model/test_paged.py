@@ -10,7 +10,7 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache, init_pages
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 from pallas_kernels.sparse_flash_attention import WordRows
 from tests.kernels.implementations import in_tiers
 
@@ -127,7 +127,7 @@ def test_many_queries_of_one_row_are_attended_as_in_training(name):
 @pytest.mark.slow
 def test_pages_as_a_tpu_holds_them_give_the_same_bits(monkeypatch):
     """In float32 and in bfloat16, of few queries and of many of one row."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
+    monkeypatch.setattr(backends, "platform", lambda: "tpu")
     words = {t: init_pages(SPARSE, PAGES, SIZE, t) for t in ("float32", "bfloat16")}
     monkeypatch.undo()
     cfg, params, tokens, _ = made("sparse")
@@ -149,7 +149,7 @@ def test_pages_as_a_tpu_holds_them_give_the_same_bits(monkeypatch):
 def test_logits_of_one_token_of_each_row():
     cfg, params, tokens, whole = made()
     only = np.array([[3], [0], [7]], np.int32)
-    out = forward(params, tokens[:, :8], cfg=cfg, cache=empty(cfg, 1), only=only)
+    out = forward(params, tokens[:, :8], cfg=cfg, cache=empty(cfg, 1), logit_positions=only)
     assert out.logits.shape == (3, 1, cfg.vocab_size) and out.hidden.shape[1] == 8
     np.testing.assert_allclose(out.logits[:, 0], whole[np.arange(3), only[:, 0]], atol=2e-5)
 

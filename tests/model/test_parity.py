@@ -11,7 +11,8 @@ import pytest
 
 from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
-from glm5_jax.training.step import Rates, StepConfig, gradient_function
+from glm5_jax.training.gradients import Rates, gradient_function
+from glm5_jax.training.step import StepConfig
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.kernels.implementations import in_tiers
 from tests.model import golden as goldens

@@ -14,7 +14,7 @@ from glm5_jax.model import glm5, quant
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.draft import speculate
 from glm5_jax.model.generate import generate, prepare
-from glm5_jax.training.step import gradient_function
+from glm5_jax.training.gradients import gradient_function
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_w4
 from tests.kernels.implementations import in_tiers
 from tests.mesh import cases
@@ -97,11 +97,11 @@ def test_what_stands_for_a_weight_is_exact_and_its_gradient_the_identity(dtype):
     draw = np.random.default_rng(0)
     w, c = (draw.standard_normal((3, 16, 5)).astype(np.float32) for _ in range(2))
     w = jnp.asarray(w, dtype)
-    got = jax.jit(quant.imitate, static_argnums=1)(w, 8)
+    got = jax.jit(quant.quantize_dequantize, static_argnums=1)(w, 8)
     assert got.dtype == jnp.float32
     same_bits({"w": got}, {"w": jax.jit(lambda w: dequantize_w4(*quantize_w4(w, 8)))(w)})
-    same_bits({"w": got}, {"w": jax.jit(quant.imitate, static_argnums=1)(got, 8)})
-    gradient = jax.grad(lambda w: jnp.sum(c * quant.imitate(w, 8)))(w)
+    same_bits({"w": got}, {"w": jax.jit(quant.quantize_dequantize, static_argnums=1)(got, 8)})
+    gradient = jax.grad(lambda w: jnp.sum(c * quant.quantize_dequantize(w, 8)))(w)
     same_bits({"w": gradient}, {"w": jnp.asarray(c, dtype)})
 
 
@@ -135,7 +135,7 @@ def test_decoded_text_is_that_of_the_dequantised_weights():
     prompts = cases.batch()["token_ids"][:2, :6]
     want = generate(dequantised(), prompts, PLAIN, 6)
     np.testing.assert_array_equal(generate(cases.params(PLAIN), prompts, CFG, 6), want)
-    drafted = speculate(cases.params(PLAIN), prompts, CFG, 6, num_draft=2)
+    drafted = speculate(cases.params(PLAIN), prompts, CFG, 6, num_speculative_tokens=2)
     np.testing.assert_array_equal(drafted.tokens, want)
     assert np.any(want != generate(cases.params(PLAIN), prompts, PLAIN, 6))
 

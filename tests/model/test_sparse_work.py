@@ -9,7 +9,7 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.core.flops import count_flops
 from glm5_jax.model import block, glm5
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from pallas_kernels import blocks
 from tests.kernels.implementations import in_tiers
 
@@ -32,25 +32,28 @@ def scoped(monkeypatch):
     monkeypatch.setattr(block, "mla", mla)
 
 
-def after_selection(cfg, t, plan=Plan()):
+def after_selection(cfg, t, execution=ExecutionConfig()):
     tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
 
     def forward(params, tokens):
-        return glm5.forward(params, tokens, cfg, plan=plan).logits
+        return glm5.forward(params, tokens, cfg, execution=execution).logits
 
-    return count_flops(forward, glm5.abstract(cfg), tokens, scope="after_selection")
+    return count_flops(forward, glm5.abstract_params(cfg), tokens, scope="after_selection")
 
 
-GATHERED = Plan(attention_form="gathered")
+GATHERED = ExecutionConfig(attention_form="gathered")
 
 
 @pytest.mark.usefixtures("scoped")
 @pytest.mark.parametrize(
-    "preset,plan",
-    in_tiers([("glm5", GATHERED)], [("tiny", Plan()), ("small", Plan()), ("glm5_2", GATHERED)]),
+    "preset,execution",
+    in_tiers(
+        [("glm5", GATHERED)],
+        [("tiny", ExecutionConfig()), ("small", ExecutionConfig()), ("glm5_2", GATHERED)],
+    ),
 )
 @pytest.mark.parametrize("t", in_tiers([32768], [16384]))
-def test_attention_after_selection_is_linear_in_the_length(preset, plan, t):
+def test_attention_after_selection_is_linear_in_the_length(preset, execution, t):
     cfg = dataclasses.replace(presets.get(preset), max_position_embeddings=32768)
     n, h, r, u = (
         cfg.num_attention_heads,
@@ -60,7 +63,7 @@ def test_attention_after_selection_is_linear_in_the_length(preset, plan, t):
     )
     c = cfg.kv_lora_rank
     per_query = n * (c * h + cfg.index_topk * 2 * (c + r) + c * u + u * cfg.hidden_size)
-    assert after_selection(cfg, t, plan) == 2 * cfg.num_hidden_layers * t * per_query
+    assert after_selection(cfg, t, execution) == 2 * cfg.num_hidden_layers * t * per_query
 
 
 @pytest.mark.slow
@@ -68,8 +71,8 @@ def test_attention_after_selection_is_linear_in_the_length(preset, plan, t):
 @pytest.mark.parametrize("form", ["expanded", "absorbed"])
 def test_a_dense_mask_in_chunks_would_be_seen(form):
     """The same result by masking all keys: its work quadruples."""
-    cfg, plan = presets.glm5(), Plan(attention_form=form)
-    at_16k, at_32k = (after_selection(cfg, t, plan) for t in (16384, 32768))
+    cfg, execution = presets.glm5(), ExecutionConfig(attention_form=form)
+    at_16k, at_32k = (after_selection(cfg, t, execution) for t in (16384, 32768))
     assert at_32k / at_16k > 3
 
 
@@ -82,12 +85,12 @@ SMALL = dataclasses.replace(
 )
 
 
-def temporary_bytes(cfg, t, plan=Plan()):
+def temporary_bytes(cfg, t, execution=ExecutionConfig()):
     def forward(params, tokens):
-        return glm5.forward(params, tokens, cfg, plan=plan).hidden
+        return glm5.forward(params, tokens, cfg, execution=execution).hidden
 
     tokens = jax.ShapeDtypeStruct((1, t), jnp.int32)
-    compiled = jax.jit(forward).lower(glm5.abstract(cfg), tokens).compile()
+    compiled = jax.jit(forward).lower(glm5.abstract_params(cfg), tokens).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 

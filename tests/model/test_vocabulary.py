@@ -11,7 +11,7 @@ import pytest
 from glm5_jax.core.flops import count_flops, jaxprs_of
 from glm5_jax.core.mesh import Region
 from glm5_jax.model import glm5, vocabulary
-from glm5_jax.model.plan import Plan
+from glm5_jax.model.execution import ExecutionConfig
 from tests.model import small
 
 V, D, BLOCK = 60, 16, 16  # 60 tokens in parts of at most 16 are four of 15
@@ -30,13 +30,18 @@ def tables(tied: bool):
 
 def parts(tied: bool, block: int | None):
     cfg, params = tables(tied)
-    plan = Plan(vocab_block=block)
-    weights, tokens = glm5.Weights(cfg, Region(), plan), jnp.arange(70).reshape(5, 14) % V
+    execution = ExecutionConfig(vocab_block=block)
+    weights, tokens = (
+        glm5.WeightGatherer(cfg, Region(), execution),
+        jnp.arange(70).reshape(5, 14) % V,
+    )
 
     def loss(params, hidden):
-        x = vocabulary.embed(params, weights, tokens, plan.vocab_block)
+        x = vocabulary.embed(params, weights, tokens, execution.vocab_block)
         rows = (hidden + x).reshape(-1, D)
-        nll, logz = vocabulary.cross_entropy(params, weights, rows, tokens.reshape(-1), 7, plan)
+        nll, logz = vocabulary.cross_entropy(
+            params, weights, rows, tokens.reshape(-1), 7, execution
+        )
         return jnp.sum(nll * jnp.arange(70)) + jnp.sum(logz**2), (x, nll, logz)
 
     return loss, (params, jnp.ones((5, 14, D)))
@@ -65,7 +70,7 @@ def test_no_mask_is_kept_that_is_as_wide_as_the_rows():
 def test_tokens_beyond_the_vocabulary_have_no_row():
     """Not the last one's, as a gather would give without being told."""
     cfg, params = tables(False)
-    weights = glm5.Weights(cfg, Region(), Plan())
+    weights = glm5.WeightGatherer(cfg, Region(), ExecutionConfig())
     assert jnp.isnan(vocabulary.embed(params, weights, jnp.array([V]))).all()
 
 
@@ -74,7 +79,10 @@ def test_a_frequent_token_is_learnt_from_each_time(block):
     """A sum in bfloat16 stays at 256 when ones are added to it."""
     cfg, params = tables(False)
     cfg = dataclasses.replace(cfg, dtype="bfloat16")
-    tokens, weights = jnp.full((4096,), 7), glm5.Weights(cfg, Region(), Plan(vocab_block=block))
+    tokens, weights = (
+        jnp.full((4096,), 7),
+        glm5.WeightGatherer(cfg, Region(), ExecutionConfig(vocab_block=block)),
+    )
 
     def total(table):
         return jnp.sum(vocabulary.embed({"embed": {"weight": table}}, weights, tokens, block))
@@ -88,14 +96,14 @@ def test_what_many_parts_ask_of_a_hidden_state_is_summed_wide():
     """256, and then 59 times 1, of parts of one token each: the backward pass goes through them from the last."""
     cfg, _ = tables(False)
     cfg = dataclasses.replace(cfg, dtype="bfloat16")
-    plan = Plan(vocab_block=1)
+    execution = ExecutionConfig(vocab_block=1)
     column = jnp.ones((D, V)).at[:, -1].set(256.0)
     params = {"lm_head": {"weight": column}}
-    weights, hidden = glm5.Weights(cfg, Region(), plan), jnp.zeros((1, D), jnp.bfloat16)
+    weights, hidden = glm5.WeightGatherer(cfg, Region(), execution), jnp.zeros((1, D), jnp.bfloat16)
 
     def logz(hidden):
         return jnp.sum(
-            V * vocabulary.cross_entropy(params, weights, hidden, jnp.array([0]), 1, plan)[1]
+            V * vocabulary.cross_entropy(params, weights, hidden, jnp.array([0]), 1, execution)[1]
         )
 
     gradient = jax.jit(jax.grad(logz))(hidden)
@@ -129,9 +137,9 @@ def test_the_backward_multiplies_no_more_than_that_of_the_whole():
 
 def test_parts_cannot_be_smaller_than_what_devices_hold_together():
     cfg, params = tables(False)
-    weights = glm5.Weights(cfg, Region(), Plan())
+    weights = glm5.WeightGatherer(cfg, Region(), ExecutionConfig())
     own = {"embed": {"weight": params["embed"]["weight"][:15]}}  # of four devices
-    with pytest.raises(ValueError, match="vocab_block is 3; 4 parts of the vocabulary are cut"):
+    with pytest.raises(ValueError, match="vocab_block is 3; the vocabulary has 4 shards"):
         vocabulary.embed(own, weights, jnp.arange(4), 3)
     with pytest.raises(
         ValueError, match="equal parts of 32003 tokens on 1 devices have 1 or 32003"

@@ -128,7 +128,7 @@ def mla(p, config, x, turns, visible, topk, sparse):
     query = np.concatenate([q[..., :h], q_rope], axis=-1)
     key = np.concatenate([kv[..., :h], k_rope], axis=-1)
     out = attention.attend(query, key, kv[..., h:], keep, scale)
-    probs = indexer_kl.head_probs(query, key, keep, scale)
+    probs = indexer_kl.summed_attention_probs(query, key, keep, scale)
     return linear(out.reshape(b, t, n * u), p, "o_proj"), topk, keep, scores, probs
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tests.oracles.attention import softmax
 
 
-def head_probs(q, k, keep, scale):
+def summed_attention_probs(q, k, keep, scale):
     """[b t s]: attention probabilities of q [b t n x] over k [b s n x] where keep bool [b t s], summed over heads."""
     logits = np.einsum("btnx,bsnx->bnts", q, k) * scale
     return softmax(np.where(keep[:, None], logits, -np.inf)).sum(1)
@@ -43,7 +43,7 @@ def pull_scores(idx_q, idx_w, idx_k, d_scores):
 
 def indexer_kl(idx_q, idx_w, idx_k, q, k, keep, scale, weight):
     """kl [b t], loss (the sum of weight [b t] times kl), and the loss's gradients, as a dict."""
-    p = head_probs(q, k, keep, scale)
+    p = summed_attention_probs(q, k, keep, scale)
     p = p / np.maximum(p.sum(-1, keepdims=True), np.finfo(np.float64).tiny)
     scores, _ = index_scores(idx_q, idx_w, idx_k)
     guess = softmax(np.where(keep, scores, -np.inf))

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from launch import pods, xla_flags
-from launch.hlo import collectives
-from launch.program_report import traffic
-from pallas_kernels.chips import CHIPS, chip_of
+from launch.hlo import find_collectives
+from launch.program_report import summarize_traffic
+from pallas_kernels.chips import CHIPS, find_chip
 from tests.contracts.source_tree import ROOT
 from tests.kernels.offline import TOO_MUCH, pod_of
 
@@ -30,7 +30,7 @@ MOST = {"v5p": 65472}  # of it, as libtpu says
 
 def program(pod: pods.Pod, rows: int = 512):
     """A product of a gathered weight in a scanned layer, whose gradient is summed, lowered for all devices."""
-    mesh = pods.mesh(pod, {"fsdp": -1})
+    mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def loss(weights, x):
         def layer(x, w):
@@ -62,7 +62,7 @@ def test_the_compiler_takes_the_options_of_a_chip_and_no_others(chip):
 
 def repeated(pod: pods.Pod):
     """Products of weights that are gathered one after the other, as in layers that are no loop."""
-    mesh = pods.mesh(pod, {"fsdp": -1})
+    mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def forward(weights, x):
         for w in weights:
@@ -82,13 +82,13 @@ def repeated(pod: pods.Pod):
 def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
     """Collectives, and memory, in less time of processors."""
     pod = pod_of(SMALL[chip])
-    mesh, lowered, told, seconds = pods.mesh(pod, {"fsdp": -1}), repeated(pod), [], []
+    mesh, lowered, told, seconds = pods.make_pod_mesh(pod, {"fsdp": -1}), repeated(pod), [], []
     # The shorter one first: it starts libtpu too.
     for options in (pod.options | pod.shortcuts, pod.options):
         began = time.process_time()
         compiled = lowered.compile(compiler_options=options)
         seconds.append(time.process_time() - began)
-        sent = traffic(collectives(compiled.as_text(), mesh), mesh)
+        sent = summarize_traffic(find_collectives(compiled.as_text(), mesh), mesh)
         stats = compiled.memory_analysis()
         told.append((sent, stats.temp_size_in_bytes, stats.argument_size_in_bytes))
     assert told[0] == told[1] and told[0][0][0].count == LAYERS
@@ -97,7 +97,7 @@ def test_what_shortens_compilations_changes_nothing_that_is_told(chip):
 
 START = """
 from launch import pods
-print(len(pods.devices(pods.parse("v6e:2x2"))))
+print(len(pods.list_devices(pods.parse("v6e:2x2"))))
 """
 
 
@@ -106,7 +106,7 @@ def test_libtpu_starts_with_the_options_of_a_chip_and_no_others(chip):
     """As the launchers say them. Libtpu reads them once for all kinds of chips."""
     pod_of(SMALL[chip])
     for own, code in (("", 0), ("--xla_tpu_warp_speed=true", 1)):
-        env = os.environ | {"LIBTPU_INIT_ARGS": xla_flags.words(chip, own)}
+        env = os.environ | {"LIBTPU_INIT_ARGS": xla_flags.format_flags(chip, own)}
         command = [sys.executable, "-c", START]
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout == "4\n") == (code, code == 0), done.stderr
@@ -146,7 +146,7 @@ def test_libtpu_does_not_warn_of_an_option_of_a_chip(chip, tmp_path):
 
 def gated(pod: pods.Pod):
     """GLM-5's dense feed-forward over 8,192 tokens with its gradients, on one device each."""
-    mesh = pods.mesh(pod, {"fsdp": -1})
+    mesh = pods.make_pod_mesh(pod, {"fsdp": -1})
 
     def loss(x, up, down):
         inside = jax.nn.silu(jnp.einsum("btd,df->btf", x, up))
@@ -183,19 +183,19 @@ def test_products_take_no_more_cycles_with_the_memory_that_a_chip_is_told(chip):
 )
 def test_compilers_know_as_many_devices_as_a_name_says(text):
     pod = pod_of(text)
-    found = pods.devices(pod)
-    assert len(found) == pod.num_devices and chip_of(found[0].device_kind) == pod.device
+    found = pods.list_devices(pod)
+    assert len(found) == pod.num_devices and find_chip(found[0].device_kind) == pod.device
     if pod.platform == "tpu" and pod.num_slices > 1:
         slices = [device.slice_index for device in found]
         assert sorted(slices) == sorted(list(range(pod.num_slices)) * pod.devices_per_slice)
     hosts = {device.process_index for device in found}
     assert len(hosts) == max(1, len(found) // pod.device.per_host)
-    assert pods.mesh(pod, {"data": pod.num_slices, "fsdp": -1}).size == pod.num_devices
+    assert pods.make_pod_mesh(pod, {"data": pod.num_slices, "fsdp": -1}).size == pod.num_devices
 
 
 def test_what_the_compiler_does_not_know_is_told_in_one_line():
     with pytest.raises(ValueError, match="target 'v6e:3x5': its compiler says: ") as refused:
-        pods.devices(pod_of("v6e:3x5"))
+        pods.list_devices(pod_of("v6e:3x5"))
     assert "\n" not in str(refused.value)
 
 
@@ -203,7 +203,7 @@ def test_what_the_compiler_does_not_know_is_told_in_one_line():
 def test_the_table_has_the_memory_that_libtpu_allows(chip):
     """Its refusal of a program says how much there is, in GiB to two places."""
     pod = pod_of(SMALL[chip])
-    where = NamedSharding(pods.mesh(pod, {"fsdp": -1}), P())
+    where = NamedSharding(pods.make_pod_mesh(pod, {"fsdp": -1}), P())
     x = jax.ShapeDtypeStruct((int(CHIPS[chip].memory) >> 20, 2**20), jnp.int8, sharding=where)
     with pytest.raises(Exception) as refused:
         jax.jit(lambda x: x + 1).lower(x).compile()

@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.core.mesh import AXES
-from launch.buffers import dumped, large_buffers, needed_and_available, temporaries
-from launch.hlo import axes_of, collectives
-from launch.replication import replicated
+from launch.buffers import find_large_buffers, parse_memory_error, read_dump, temporary_bytes
+from launch.hlo import axes_of, find_collectives
+from launch.replication import find_replicated
 from tests.kernels.offline import pod_of
 from tests.pod.test_offline_compilers import mesh_of
 
@@ -72,7 +72,7 @@ def scanned(request):
 def test_collectives_run_and_send_as_the_program_says(scanned):
     mesh, text = scanned
     times, moved = collections.Counter(), collections.Counter()
-    for one in collectives(text):
+    for one in find_collectives(text):
         key = one.kind, *axes_of(one, mesh)
         times[key] += one.times
         moved[key] += one.times * one.moved
@@ -101,7 +101,7 @@ def test_collectives_run_and_send_as_the_program_says(scanned):
 
 def test_a_table_on_every_device_is_found_and_a_cut_weight_is_not(scanned):
     mesh, text = scanned
-    found = {(one.where, one.what) for one in replicated(text, mesh, MIB)}
+    found = {(one.where, one.what) for one in find_replicated(text, mesh, MIB)}
     assert {("parameter", "table"), ("loop", "table")} <= found
     assert "w" not in {what for _, what in found}
 
@@ -122,17 +122,17 @@ def test_what_fills_the_memory_is_named_also_where_the_compiler_refuses(target, 
     lowered = jax.jit(jax.grad(saved, 1)).lower(*given)
     if target.startswith("h200"):  # XLA:GPU compiles what does not fit
         compiled = lowered.compile(compiler_options=options)
-        assert temporaries(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
+        assert temporary_bytes(tmp_path) == compiled.memory_analysis().temp_size_in_bytes
     else:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED") as refused:
             lowered.compile(compiler_options=options | BOUNDED)
-        needed, available = needed_and_available(str(refused.value))
+        needed, available = parse_memory_error(str(refused.value))
         assert available == pytest.approx(1500 * MIB, rel=0.01)
         assert needed == pytest.approx(2.17e9, rel=0.05)
         x, w = (s.dtype.itemsize * math.prod(s.shape) for s in given)
-        assert temporaries(tmp_path) + x + 2 * w == pytest.approx(needed, rel=0.01)
-    text, ranges = dumped(tmp_path)
-    found = large_buffers(text, 150 * MIB, ranges)
+        assert temporary_bytes(tmp_path) + x + 2 * w == pytest.approx(needed, rel=0.01)
+    text, ranges = read_dump(tmp_path)
+    found = find_large_buffers(text, 150 * MIB, ranges)
     stacks = [b.what for b in found if b.shape == f"f32[{layers},6554,{width}]"]
     assert len(stacks) >= 2
     assert {what.rpartition("/")[2] for what in stacks} == {"tanh", "sub"}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import AXES, Region, placed
-from glm5_jax.model.dispatch import routed_experts
+from glm5_jax.core.mesh import AXES, Region, device_grid
+from glm5_jax.model.expert_dispatch import routed_experts
 from launch import pods
-from launch.hlo import Collective, collectives
+from launch.hlo import Collective, find_collectives
 
 pytestmark = pytest.mark.aot
 
@@ -20,11 +20,11 @@ ROW = 2 * WIDTH  # bytes
 def compiled(target: str, slices: int) -> list[Collective]:
     """Those of the mixture's gradient, on all chips of two slices, or of two hosts of GPUs."""
     pod = pods.parse(target)
-    if pods.missing(pod):
+    if pods.install_hint(pod):
         pytest.skip("the compilers are not installed; bash launch/test.sh aot installs them")
-    devices = sorted(pods.devices(pod), key=lambda d: (getattr(d, "slice_index", 0), d.id))
+    devices = sorted(pods.list_devices(pod), key=lambda d: (getattr(d, "slice_index", 0), d.id))
     count = len(devices)
-    cut = placed(devices, (1, 1, count, 1, 1), SLICES)
+    cut = device_grid(devices, (1, 1, count, 1, 1), SLICES)
     mesh = Mesh(cut, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def shape(*dims, dtype=jnp.bfloat16):
@@ -47,7 +47,7 @@ def compiled(target: str, slices: int) -> list[Collective]:
 
     traced = jax.jit(jax.grad(loss, (0, 1, 3))).trace(w, shape(TOKENS, WIDTH), ids, weights)
     program = traced.lower(lowering_platforms=(pod.platform,)).compile()
-    return [c for c in collectives(program.as_text(), mesh) if c.kind == "ragged-all-to-all"]
+    return [c for c in find_collectives(program.as_text(), mesh) if c.kind == "ragged-all-to-all"]
 
 
 def groups(found) -> set:

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax import presets
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache, init_pages
-from pallas_kernels import dispatch
+from pallas_kernels import backends
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.kernels.offline import compile_for, form_of
 
@@ -64,7 +64,9 @@ def config(attention: str):
 
 
 def params_of(cfg):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), glm5.abstract(cfg))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), glm5.abstract_params(cfg)
+    )
 
 
 def kernels(text: str) -> set[str]:
@@ -114,7 +116,7 @@ def test_decoding_over_pages(chip, kind, monkeypatch):
         "index_head_dim": 128,
     }
     cfg, count = dataclasses.replace(config("sparse"), **widths), 1024
-    monkeypatch.setattr(dispatch, "platform", lambda: form_of(chip))
+    monkeypatch.setattr(backends, "platform", lambda: form_of(chip))
     layers = jax.eval_shape(
         lambda: init_pages(cfg, count, 64, "bfloat16", index_cache=kind, latent_cache=kind)
     )

@@ -71,7 +71,8 @@ def reinforcement():
 STAGES = [long_context, warm_up, adaptation, fine_tuning, reinforcement]
 
 
-@pytest.mark.parametrize("make", [pretraining, *map(slow, STAGES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [pretraining, *STAGES])
 def test_the_step_lowers_for_a_thousand_tpus(make):
     config, mesh, step = lowered(make)
     assert mesh.size == CHIPS
@@ -79,7 +80,7 @@ def test_the_step_lowers_for_a_thousand_tpus(make):
     text = step.lowered.as_text()
     assert f"mhlo.num_partitions = {CHIPS}" in text
     assert "ragged_all_to_all" in text, "rows do not travel between the experts' devices"
-    assert f"tensor<{config.first_rows}x{config.row_length}xi32>" in text
+    assert f"tensor<{config.first_batch_rows}x{config.row_length}xi32>" in text
     assert "approx" not in text.lower(), "what is selected depends on how long the row is"
 
 
@@ -136,20 +137,20 @@ def test_the_largest_batch_of_the_ramp_keeps_no_more_than_the_first():
     ramp = dataclasses.replace(config.batch, start=config.batch.end)
     last = pod.lower_step(dataclasses.replace(config, batch=ramp), mesh)
     assert last.rows == 4 * step.rows
-    assert 0 < last.kept <= step.kept
+    assert 0 < last.saved_activation_bytes <= step.saved_activation_bytes
 
 
 @LAYOUTS
 def test_nothing_above_a_gibibyte_is_replicated(make):
     config, mesh, step = lowered(make)
     arguments = step.arguments
-    assert max(pod.replicated(arguments).values()) < 0.01 * GIB
+    assert max(pod.replicated_bytes(arguments).values()) < 0.01 * GIB
     assert max(pod.bytes_on_device(arguments).values()) < GIB
     # While they are used, one layer's and a part of the tables'.
-    used = pod.gathered(config.model, mesh, config.step.vocab_block)
+    used = pod.gathered_bytes(config.model, mesh, config.step.vocab_block)
     assert max(used.values()) < 0.5 * GIB
-    assert pod.gathered(config.model, mesh)["embed/weight"] > GIB
-    always = pod.gathered(config.model, mesh, config.step.vocab_block, whole=[""])
+    assert pod.gathered_bytes(config.model, mesh)["embed/weight"] > GIB
+    always = pod.gathered_bytes(config.model, mesh, config.step.vocab_block, pregathered=[""])
     assert always["embed/weight"] > GIB
     experts = "moe_layers/experts/up"
     assert always[experts] == config.model.num_moe_layers * used[experts]

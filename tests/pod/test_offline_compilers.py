@@ -17,8 +17,8 @@ from glm5_jax.model import glm5
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.schedule import BatchRampConfig
 from launch import compile as command, pods, programs as pod
-from launch.hlo import collectives, groups_along
-from launch.program_report import described, report_of
+from launch.hlo import find_collectives, groups_along
+from launch.program_report import describe, report_of
 from tests.kernels.offline import pod_of
 from tests.mesh import cases
 from tests.pod.test_lowering import long_context, pretraining
@@ -29,7 +29,7 @@ MB = 1e6
 
 
 def mesh_of(target: str, axes: dict[str, int]):
-    return pods.mesh(pod_of(target), axes)
+    return pods.make_pod_mesh(pod_of(target), axes)
 
 
 def summed_in_full(found, limit: float = 64 * MB):
@@ -59,17 +59,19 @@ def test_a_small_step_compiles_and_rows_travel_raggedly(target, attention):
     mesh = mesh_of(target, dataclasses.asdict(config.mesh))
     program = pod.lower_step(config, mesh, pod_of(target).platform)
     report, text = report_of("small", target, program, mesh, pod_of(target), 0.0)
-    exchanges = [c for c in collectives(text) if c.kind == "ragged-all-to-all"]
+    exchanges = [c for c in find_collectives(text) if c.kind == "ragged-all-to-all"]
     # Of each body (MoE layers, MTP): out and back, forward, recomputed and backward.
     assert len(exchanges) >= 10
     assert {tuple(sorted(c.groups)) for c in exchanges} == {groups_along(mesh, "expert")}
     assert report.fits and not report.overweight and not report.replicated
     [rows] = [row for row in report.traffic if row.kind == "ragged-all-to-all"]
-    assert rows.axes == ("expert",) and not rows.far and rows.count == len(exchanges)
+    assert rows.axes == ("expert",) and not rows.far_bytes and rows.count == len(exchanges)
     # Of two layers and three MTP steps, which may be recomputed twice; XLA:GPU unrolls loops as short as these.
     assert 5 * 6 <= rows.runs <= 2 * 6 + 3 * 8, "layers are not multiplied out"
     assert {"products", "memory", "links"} == report.seconds.keys()
-    assert 0 < report.kept < report.temporaries + report.held["batch"]
+    assert (
+        0 < report.saved_activation_bytes < report.temporary_bytes + report.argument_bytes["batch"]
+    )
 
 
 def test_what_does_not_fit_is_refused_with_its_largest_buffers(capsys):
@@ -100,7 +102,7 @@ HEAVY = ("moe_layers/attn/o", "dense_layers/mlp/down", "moe_layers/experts/down"
 def test_gradients_of_full_sized_weights_are_scattered(make):
     """The weights whose last dimension is cut, used by a scanned layer on 1,024 chips."""
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(make().mesh))
-    found = collectives(compile_scan(mesh, HEAVY, gather).as_text())
+    found = find_collectives(compile_scan(mesh, HEAVY, gather).as_text())
     assert not summed_in_full(found)
     assert {c.kind for c in found if c.in_loop} >= {"all-gather", "reduce-scatter"}
 
@@ -112,15 +114,15 @@ def test_the_limit_catches_a_weight_that_is_gathered_in_the_wrong_order():
         w = region.all_gather(w.astype(dtype), ("expert",), 0)
         return region.all_gather(w, ("fsdp",), 2)
 
-    found = collectives(compile_scan(mesh, HEAVY[:1], leading_first).as_text())
+    found = find_collectives(compile_scan(mesh, HEAVY[:1], leading_first).as_text())
     assert summed_in_full(found)
 
 
 def compile_scan(mesh, paths, bring):
     """The gradient of two scanned layers that multiply with these weights of GLM-5."""
     cfg, region = presets.glm5(), Region.of(mesh)
-    letters = {p: flatten(glm5.letters(cfg))[p].removeprefix("l ") for p in paths}
-    shapes = {p: flatten(glm5.abstract(cfg))[p].shape for p in paths}
+    letters = {p: flatten(glm5.axis_letters(cfg))[p].removeprefix("l ") for p in paths}
+    shapes = {p: flatten(glm5.abstract_params(cfg))[p].shape for p in paths}
     shapes = {p: (2, *shapes[p][-len(letters[p].split()) :]) for p in paths}
     specs = {p: spec_of(f"l {letters[p]}", shapes[p], mesh.shape) for p in paths}
 
@@ -159,10 +161,14 @@ def test_the_whole_step_fits_a_v5p(make):
     mesh = mesh_of("v5p:8x8x16", dataclasses.asdict(config.mesh))
     program = pod.lower_step(config, mesh)
     report, text = report_of(config.name, "v5p:8x8x16", program, mesh, pod_of("v5p:8x8x16"), 0.0)
-    print(described(report))
-    assert report.not_reused < 0.01 * sum(report.held.values()), "state is not reused"
-    assert report.used < 0.95 * report.available
+    print(describe(report))
+    assert report.unaliased_result_bytes < 0.01 * sum(report.argument_bytes.values()), (
+        "state is not reused"
+    )
+    assert report.used_bytes < 0.95 * report.available_bytes
     assert not report.replicated
     # Parts of the vocabulary and some weights of long contexts are summed on every device: little of what is sent.
-    whole = sum(one.moved * (one.times or 1) for one in summed_in_full(collectives(text, mesh)))
-    assert whole < 0.01 * sum(row.near + row.far for row in report.traffic)
+    whole = sum(
+        one.moved * (one.times or 1) for one in summed_in_full(find_collectives(text, mesh))
+    )
+    assert whole < 0.01 * sum(row.near_bytes + row.far_bytes for row in report.traffic)

@@ -8,7 +8,7 @@ from glm5_jax import presets
 from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.inference.request import EngineConfig
 from launch import programs as pod
-from launch.program_report import described, report_of
+from launch.program_report import describe, report_of
 from launch.serving_programs import lower_decode, lower_prefill
 from tests.kernels.offline import pod_of
 from tests.pod.test_kernels_in_model import kernels
@@ -21,12 +21,12 @@ LAYOUTS = {
     "8 H200, 128K": (
         "NVIDIA H200",
         {"expert": 8},
-        EngineConfig(max_length=131_072, max_batch=1, index_cache="fp8", latent_cache="fp8"),
+        EngineConfig(max_length=131_072, max_num_seqs=1, index_cache="fp8", latent_cache="fp8"),
     ),
     "64 v5e, 200K": (
         "TPU v5e",
         {"fsdp": 8, "expert": 8},
-        EngineConfig(max_length=202_752, max_batch=1, index_cache="int8", latent_cache="fp8"),
+        EngineConfig(max_length=202_752, max_num_seqs=1, index_cache="int8", latent_cache="fp8"),
     ),
 }
 
@@ -49,7 +49,7 @@ def test_true_size_lowers_from_shapes(layout, name):
     pages = sum(pod.bytes_on_device(program.arguments["cache"]["layers"]).values())
     row = (656 if platform == "cuda" else 1024) + 132
     assert pages == 78 * row * options.max_length, "one sequence a device"
-    assert max(pod.replicated(program.arguments["weights"]).values()) < 0.1 * 2**30
+    assert max(pod.replicated_bytes(program.arguments["weights"]).values()) < 0.1 * 2**30
 
 
 KERNELS = {
@@ -68,7 +68,7 @@ def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised
         presets.small(), num_hidden_layers=2, index_head_dim=128, index_topk=512, **widths
     )
     kinds = {"index_cache": "int8", "latent_cache": "fp8"} if quantised else {}
-    options = EngineConfig(max_length=4096, max_batch=2, **kinds)
+    options = EngineConfig(max_length=4096, max_num_seqs=2, **kinds)
     mesh, platform = mesh_of(target, {"fsdp": 2, "expert": 4}), pod_of(target).platform
     for name, lower in LOWER.items():
         program = lower(cfg, mesh, platform, options, quantised)
@@ -82,10 +82,12 @@ def test_small_programs_compile_with_the_kernels_of_their_chip(target, quantised
             assert (PROJECTIONS[target] in found) != quantised
         assert report.fits and not report.replicated
         # But for what is left of the slots, the cache is written in place.
-        assert report.not_reused < 0.02 * report.held["cache"], "pages are copied"
+        assert report.unaliased_result_bytes < 0.02 * report.argument_bytes["cache"], (
+            "pages are copied"
+        )
         assert "ragged-all-to-all" in {row.kind for row in report.traffic}
         assert {"products", "memory", "links"} == report.seconds.keys()
-        assert report.parts["experts"] > 0 and "chip-seconds for a million" in described(report)
+        assert report.parts["experts"] > 0 and "chip-seconds for a million" in describe(report)
 
 
 @pytest.mark.aot
@@ -96,8 +98,8 @@ def test_weights_are_gathered_a_layer_ahead_and_no_more():
     for layers in (4, 12):
         sizes = {"num_hidden_layers": layers, "first_k_dense_replace": layers, "hidden_size": 4096}
         cfg = dataclasses.replace(presets.small(), **sizes)
-        options = EngineConfig(max_length=1024, max_batch=2)
+        options = EngineConfig(max_length=1024, max_num_seqs=2)
         program = lower_decode(cfg, mesh, pod_of(target).platform, options)
         report, _ = report_of("small", target, program, mesh, pod_of(target), 0.0)
-        taken[layers] = report.temporaries
+        taken[layers] = report.temporary_bytes
     assert taken[12] < 1.2 * taken[4]

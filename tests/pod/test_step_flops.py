@@ -116,7 +116,7 @@ def explained(config) -> dict[str, float]:
         "mlp": 11 / 3 * (moe * of.expert + of.first * of.dense),
         "head": (1 + steps) * 4 * of.head,
     }
-    tokens = config.first_rows * t / 1024
+    tokens = config.first_batch_rows * t / 1024
     return {part: 2 * tokens * work for part, work in each_token.items()}
 
 
@@ -127,13 +127,8 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if "pretrain" not in name else [])
-        for name in STAGES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", STAGES)
 def test_all_work_of_the_744b_step_is_explained(experiment):
     config = run.load(experiment)[1]
     found = step_flops(config, abstract_mesh(dataclasses.asdict(config.mesh)))

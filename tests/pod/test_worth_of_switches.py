@@ -18,10 +18,11 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.record import STREAMS
 from glm5_jax.model import glm5
 from glm5_jax.training import muon
+from glm5_jax.training.gradients import BATCH_KEYS, gradient_function
 from glm5_jax.training.optimizer import OptimizerConfig, groups_of
-from glm5_jax.training.step import BATCH_KEYS, StepConfig, gradient_function
-from launch.hlo import axes_of, collectives
-from launch.hlo_text import parse, runs
+from glm5_jax.training.step import StepConfig
+from launch.hlo import axes_of, find_collectives
+from launch.hlo_text import count_runs, parse_hlo
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.kernels.offline import compile_for, pod_of
 from tests.mesh import cases
@@ -60,7 +61,7 @@ def compiled(target, model=MODEL, axes=tuple(AXES.items()), shape=(ROWS, LENGTH)
     shardings = glm5.param_shardings(model, mesh)
     params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=s),
-        glm5.abstract(model),
+        glm5.abstract_params(model),
         shardings,
     )
     batch = batch_of(*shape, NamedSharding(mesh, P(BATCH_AXES, SEQUENCE_AXES)))
@@ -80,8 +81,8 @@ def memory(name, program):
 
 def copies_to_and_from_the_host(text: str) -> list[tuple[bool, str, int]]:
     """(in a loop, its name, operations between its start and its end) of a program's asynchronous copies."""
-    module, found = parse(text), []
-    often = runs(module)
+    module, found = parse_hlo(text), []
+    often = count_runs(module)
     for at, computation in module.computations.items():
         own = list(computation.instructions.values())
         begun = {i.name: n for n, i in enumerate(own) if HOST in i.shape}
@@ -117,7 +118,9 @@ def test_what_a_layer_keeps():
         kept[remat], _ = memory(f"remat {remat}", compiled(TPU, SPARSE, remat=remat))
         step = StepConfig(token_chunk=1024, remat=remat)
         run = gradient_function(SPARSE, step, abstract_mesh(AXES))
-        flops[remat] = count_flops(run, glm5.abstract(SPARSE), batch_of(ROWS, LENGTH), cases.RATES)
+        flops[remat] = count_flops(
+            run, glm5.abstract_params(SPARSE), batch_of(ROWS, LENGTH), cases.RATES
+        )
         print(f"{flops[remat] / 1e12:.2f} TFLOP")
     assert kept["full"] < kept["topk"] < kept["dots"]
     assert flops["full"] > flops["topk"] > flops["dots"]
@@ -167,7 +170,7 @@ def test_what_whole_weights_cost_and_save():
     for mode in ("sharded", "experts", "local"):
         program = compiled(TPU, remat="full", rows_per_device=1, accumulate=mode)
         kept[mode], _ = memory(f"accumulate {mode}", program)
-        over = [c for c in collectives(program.as_text()) if axes_of(c, mesh) == ("fsdp",)]
+        over = [c for c in find_collectives(program.as_text()) if axes_of(c, mesh) == ("fsdp",)]
         sent_bytes[mode] = sum(c.moved * (c.times or 1) for c in over)
         print(f"sent over fsdp in a step: {sent_bytes[mode] / MB:,.0f} MB")
     assert kept["sharded"] < kept["experts"] < kept["local"]
@@ -176,12 +179,12 @@ def test_what_whole_weights_cost_and_save():
 
 def muon_update(model, mesh, blocks):
     """(function, its argument as shapes with shardings, these): Newton-Schulz of all that Muon updates."""
-    groups = flatten(groups_of(OptimizerConfig(), glm5.letters(model)))
+    groups = flatten(groups_of(OptimizerConfig(), glm5.axis_letters(model)))
 
     def chosen(values):
         return unflatten({p: v for p, v in flatten(values).items() if groups[p] == "muon"})
 
-    letters, shapes = chosen(glm5.letters(model)), chosen(glm5.abstract(model))
+    letters, shapes = chosen(glm5.axis_letters(model)), chosen(glm5.abstract_params(model))
     where = cases.shardings_of(letters, shapes, mesh)
     transform = muon.orthogonalize(letters, mesh=mesh, blocks=blocks)
     args = jax.tree.map(
@@ -199,7 +202,7 @@ def test_an_owner_alone_holds_a_whole_block(target):
         program = jax.jit(update, out_shardings=where).lower(args).compile()
         kept[blocks], _ = memory(f"{target} Newton-Schulz, blocks {blocks}", program)
         flops[blocks] = count_flops(update, args)
-        found = collectives(program.as_text())
+        found = find_collectives(program.as_text())
         moved = sum(c.moved * (c.times or 1) for c in found)
         print(f"{flops[blocks] / 1e12:.2f} TFLOP, {moved / MB:,.0f} MB sent")
         assert {c.kind for c in found} == {"all-to-all" if blocks == "owned" else "all-gather"}
@@ -224,8 +227,8 @@ def sent(mode, rows_per_device, **axes):
     mesh = abstract_mesh({**dataclasses.asdict(config.mesh), **axes})
     step = dataclasses.replace(config.step, rows_per_device=rows_per_device, accumulate=mode)
     run = gradient_function(config.model, step, mesh)
-    batch = batch_of(config.first_rows, config.row_length)
-    return traffic(run, glm5.abstract(config.model), batch, cases.RATES)
+    batch = batch_of(config.first_batch_rows, config.row_length)
+    return traffic(run, glm5.abstract_params(config.model), batch, cases.RATES)
 
 
 @pytest.mark.slow
@@ -235,7 +238,7 @@ def test_devices_of_a_row_send_each_other_latents_and_index_keys_alone():
     step = StepConfig(token_chunk=1024, remat="full")
     run = gradient_function(SPARSE, step, mesh)
     long, short = (
-        traffic(run, glm5.abstract(SPARSE), batch_of(2, length), cases.RATES)
+        traffic(run, glm5.abstract_params(SPARSE), batch_of(2, length), cases.RATES)
         for length in (32_768, 16_384)
     )
     more = {kind: long[kind, ("context",)] - short[kind, ("context",)] for kind, _ in long}

@@ -19,7 +19,7 @@ import urllib.request
 
 from aiohttp import web
 
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, json_response, read_json
 from glm5_jax.inference.client import INSTANCE, Client
 from glm5_jax.rl.buffer import BufferConfig
 from glm5_jax.rl.client import HubClient, JsonClient
@@ -59,13 +59,13 @@ class Engine(HttpServer):
             "weight_versions": [self.version] * len(ids),
             "cached_tokens": 0,
         }
-        answer = as_json({"output_ids": ids, "meta_info": meta})
+        answer = json_response({"output_ids": ids, "meta_info": meta})
         answer.headers[INSTANCE] = self.instance
         return answer
 
     async def _held(self, request):
         held = {"version": self.version, "checksum": self.checksum}
-        return as_json(held | {"instance": self.instance})
+        return json_response(held | {"instance": self.instance})
 
     def reply(self, prompt, draw):
         """The ids of a reply: digits, in the byte tokenizer."""
@@ -73,10 +73,10 @@ class Engine(HttpServer):
 
     async def _set(self, request):
         self.version = read_json(await request.read())["version"]
-        return as_json({})
+        return json_response({})
 
     async def _health(self, request):
-        return as_json({"status": "ok"})
+        return json_response({"status": "ok"})
 
 
 class Sums(TaskService):
@@ -110,10 +110,10 @@ class Sums(TaskService):
             await asyncio.sleep(3600)
         return await self._rollout(request)
 
-    async def opened(self, app):
+    async def lifespan(self, app):
         # One pool for all agents, which a thousand separate ones need not be.
         async with JsonClient() as self._agents:
-            async for _ in super().opened(app):
+            async for _ in super().lifespan(app):
                 yield
 
     async def attempt(self, asked, place):
@@ -142,7 +142,7 @@ class Sums(TaskService):
         return Outcome(tuple(messages), Reward(right, {"right": right}), {"turns": self.turns})
 
 
-QUICK = dict(port=0, grace=5.0)
+QUICK = dict(port=0, grace_s=5.0)
 # Everything that a test would wait for is short.
 SOON = dict(
     tick=0.02,
@@ -178,7 +178,7 @@ def gateway(engine, **options):
 
 def told(url, path, body, seconds=60.0):
     """What a server says to a body of JSON."""
-    with Client(url).open(path, json.dumps(body).encode(), timeout=seconds) as answer:
+    with Client(url).open(path, json.dumps(body).encode(), timeout_s=seconds) as answer:
         return json.load(answer)
 
 

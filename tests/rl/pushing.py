@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import named_tensors
-from glm5_jax.checkpoint.manifest import Manifest, travelling
+from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
@@ -30,7 +30,7 @@ TOKENIZER = Tokenizer.default()
 CFG = dataclasses.replace(
     presets.tiny(), num_hidden_layers=2, index_topk=12, max_position_embeddings=64
 )
-OPTIONS = dict(page_size=16, num_pages=16, max_batch=4, chunk=64, max_length=64)
+OPTIONS = dict(page_size=16, num_pages=16, max_num_seqs=4, prefill_chunk=64, max_length=64)
 # Of one dense layer, for replies whose weights change in the middle.
 DENSE = one_layer(max_position_embeddings=64, model_type="glm4_moe_lite")
 NARROW = dataclasses.replace(CFG, dtype="bfloat16")
@@ -86,7 +86,7 @@ def serving(cfg=CFG, port=0, version=0, kind=Server, engine=None, clock=time.mon
     engine = engine or made(cfg, version=version)
     config = ServerConfig(port=port, model="tiny", **config)
     weights = params(0, cfg) if cfg == DENSE else params(0)
-    loader = models.loader_like(glm5.Glm5(cfg, params=weights))
+    loader = models.make_weight_loader(glm5.Glm5(cfg, params=weights))
     server = kind(engine, TOKENIZER, config, loader, clock)
     with server.running() as url:
         yield Served(engine, url, server)
@@ -136,7 +136,7 @@ def begun(version, name="a", cfg=CFG):
 def sent(served, weights, name="a"):
     """All parts of a push; the checksums."""
     manifest = Manifest(1, {})
-    for tensor, array in named_tensors(weights, CFG, travelling(CFG)):
+    for tensor, array in named_tensors(weights, CFG, transfer_dtypes(CFG)):
         manifest.add(tensor, array)
         for piece in pieces(tensor, array, None, 2**16):
             assert served.ask("/weights/part", save(piece), push=name)[0] == 200

@@ -21,7 +21,11 @@ def rollout(admitted, i, versions, reward=1.0, **more):
     own = np.array([-1, *versions])
     logp = np.where(own >= 0, -0.5, np.nan)
     record = TokenRecord(
-        np.arange(len(own)), own >= 0, rollout_logp=logp, weight_version=own, **ids
+        token_ids=np.arange(len(own)),
+        loss_mask=own >= 0,
+        rollout_logp=logp,
+        weight_version=own,
+        **ids,
     )
     task, number = admitted.task, admitted.number
     return Trajectory(

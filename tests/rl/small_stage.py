@@ -20,16 +20,16 @@ from glm5_jax.training.step import make_step
 from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.load("bytes")
-RATE = ScheduleConfig("constant", 1e-2, 0.0, 0, 4)
+RATE = ScheduleConfig(kind="constant", peak=1e-2, end=0.0, warmup_steps=0, total_steps=4)
 COMMON = dict(
     model=one_layer(vocab_size=292, max_position_embeddings=128, model_type="glm4_moe_lite"),
-    goes_on=False,
+    requires_checkpoint=False,
     optimizer=OptimizerConfig(weight_decay=0.0),
     schedule=RATE,
     step=dataclasses.replace(policy_alone(), remat="none"),
     policy=PolicyConfig(temperature=0.8),
     rollout=RolloutConfig(prompts=4, group=4, max_tokens=6, thinking=False),
-    engine=EngineConfig(page_size=32, max_batch=16, chunk=64, max_length=32),
+    engine=EngineConfig(page_size=32, max_num_seqs=16, prefill_chunk=64, max_length=32),
     length=64,
     rows=8,
 )

@@ -38,7 +38,7 @@ def params(seed=0):
 
 def engine(weights=None, cfg=CFG, **options):
     model = glm5.Glm5(cfg, params=weights or params())
-    return Engine(model, **(dict(page_size=4, max_batch=4, chunk=32) | options))
+    return Engine(model, **(dict(page_size=4, max_num_seqs=4, prefill_chunk=32) | options))
 
 
 def drawn(count, seed=0):
@@ -53,7 +53,9 @@ def records():
     for runs in ((45, 10), (20, 10, 9, 10)):
         sampled = np.concatenate([np.full(count, i % 2, bool) for i, count in enumerate(runs)])
         logp = np.where(sampled, 0.0, np.nan)
-        one = TokenRecord(drawn(len(logp), len(runs)), sampled, rollout_logp=logp)
+        one = TokenRecord(
+            token_ids=drawn(len(logp), len(runs)), loss_mask=sampled, rollout_logp=logp
+        )
         # Of log-probs of 0 the distance is the engine's.
         logp[sampled] = -compare(params(), [one], engine(), CFG, temperature=0.8).recorded
         found.append(dataclasses.replace(one, rollout_logp=logp))
@@ -72,7 +74,7 @@ def attempt(made, given, seed=0, new=10):
         ids, logp = ids + more, logp + [np.nan] * len(more)
         [reply] = made.generate([ids], Sampling(max_tokens=new, temperature=0.8, seed=seed))
         ids, logp = ids + reply.ids, logp + reply.logprobs
-    return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
+    return TokenRecord(token_ids=ids, loss_mask=~np.isnan(logp), rollout_logp=logp)
 
 
 def changed(path, change, weights=None):
@@ -199,6 +201,7 @@ def test_another_model_in_the_engine_is_refused():
         compared(made)
 
 
+@pytest.mark.slow
 def test_a_model_that_chooses_nothing_has_log_probs_alone():
     cfg = one_layer(vocab_size=CFG.vocab_size)
     weights = glm5.params_of(glm5.Glm5(cfg, rngs=nnx.Rngs(0)))
@@ -210,7 +213,10 @@ def test_a_model_that_chooses_nothing_has_log_probs_alone():
 
 
 def test_nothing_sampled_is_nothing_to_compare():
-    assert compare(params(), [TokenRecord([1, 2, 3], [0, 0, 0])], engine(), CFG) is None
+    assert (
+        compare(params(), [TokenRecord(token_ids=[1, 2, 3], loss_mask=[0, 0, 0])], engine(), CFG)
+        is None
+    )
 
 
 def test_a_difference_is_measured_by_the_scores_behind_it():

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from glm5_jax.core.activity import read_activity
 from glm5_jax.core.metrics_log import column, read
+from glm5_jax.core.utilization import read_utilization
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
 from glm5_jax.rl.experiment import EvaluationConfig, RlConfig
@@ -39,7 +39,7 @@ CHARTS = (
     "Reward",
     "Entropy, nats per token",
     "Share of tokens masked",
-    "Share of tokens learnt from",
+    "Share of tokens trained on",
     "Staleness, steps",
     "Tasks, shares of attempts",
     "Tokens per attempt",
@@ -47,7 +47,7 @@ CHARTS = (
     "Attempts and groups, shares",
     "Groups dropped per batch",
     "Seconds per step",
-    "What each program had in hand",
+    "Busy intervals of each program",
 )
 
 
@@ -117,6 +117,7 @@ def test_without_staleness_it_is_the_synchronous_trainer_bit_by_bit(quick, tmp_p
     assert max(stale.ages) == 1 and not same(found, weights(tmp_path / "stale"))
 
 
+@pytest.mark.slow
 def test_moments_begin_anew_behind_each_push(quick, tmp_path):
     changes = {"schedule": schedule_of(4), "push_every": 2}
     for name, new in (("kept", False), ("new", True)):
@@ -224,6 +225,7 @@ class Outage(Together):
         return None if self.given is None else super().take(step, seconds)
 
 
+@pytest.mark.slow
 def test_engines_that_no_push_has_reached_get_the_weights_while_a_batch_is_waited_for(
     quick, tmp_path
 ):
@@ -355,7 +357,7 @@ def test_report_shows_what_the_hub_has_counted_and_how_each_task_fares(quick, tm
     lines = "math words below above masked staleness_mean environment_errors padded stale cancelled"
     for line in lines.split():
         assert f">{line}</text>" in page, line
-    [trainer] = read_activity(tmp_path / "run")
+    [trainer] = read_utilization(tmp_path / "run")
     assert f">train {trainer.pid}</text>" in page
     shares = "".join(f"<td>{share:.0%}</td>" for share in (trainer.busy, 1 - trainer.busy))
     assert "<td>busy</td><td>idle</td>" in page and shares in page

@@ -79,7 +79,9 @@ class System:
         params = glm5.init_params(config.model, jax.random.key(7))
         model = glm5.Glm5(config.model, params=params)
         made = Engine(model, TOKENIZER, version=2, **dataclasses.asdict(config.engine))
-        server = Server(made, TOKENIZER, ServerConfig(port=self._port), models.loader_like(model))
+        server = Server(
+            made, TOKENIZER, ServerConfig(port=self._port), models.make_weight_loader(model)
+        )
         url = self._engine.enter_context(server.running())
         self._port = server.port
         return url

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core import hosts
+from glm5_jax.core import multihost
 from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.server import free_port
+from glm5_jax.core.server import find_free_port
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
 from glm5_jax.rl.asynchronous import Asynchronous
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DEVICES, STEPS = 4, 4
 UNCACHED = {
     "JAX_ENABLE_COMPILATION_CACHE": "false"
-}  # pallas_kernels.compat.read_no_program_of_a_mesh says why
+}  # pallas_kernels.compat.disable_mesh_program_cache says why
 
 
 class Recorded:
@@ -55,8 +55,8 @@ class Recorded:
             mask = np.arange(len(ids)) >= 8
             logp = np.where(mask, -5.0, np.nan)
             record = TokenRecord(
-                ids,
-                mask,
+                token_ids=ids,
+                loss_mask=mask,
                 rollout_logp=logp,
                 weight_version=np.where(mask, step, -1),
                 group_id=str(order),
@@ -106,16 +106,14 @@ def train(workdir, ends=STEPS):
         print("stopped:", error)
     assert hub.pushed == list(range(min(ends, STEPS) + 1)), "all push"
     assert bool(hub.asked) == (jax.process_index() == 0), "one asks"
-    hosts.anyone(False)
+    multihost.any_process(False)
 
 
 def processes(count, workdir, ends=STEPS):
     """Their outputs."""
     code = "import sys\nimport jax\n"
     if count > 1:
-        code += (
-            f"jax.distributed.initialize('localhost:{free_port()}', {count}, int(sys.argv[1]))\n"
-        )
+        code += f"jax.distributed.initialize('localhost:{find_free_port()}', {count}, int(sys.argv[1]))\n"
     code += f"from tests.rl.test_asynchronous_pod import train\ntrain({str(workdir)!r}, {ends})\n"
     flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
     started = [

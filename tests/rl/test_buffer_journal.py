@@ -42,8 +42,8 @@ def same(one, other):
 def full():
     """Trajectories with something in each field."""
     record = TokenRecord(
-        [5, 6, 2**31 - 1],
-        [0, 1, 0],
+        token_ids=[5, 6, 2**31 - 1],
+        loss_mask=[0, 1, 0],
         rollout_logp=[np.nan, -1e-30, np.nan],
         weight_version=[-1, 3, -1],
         advantage=[0, -0.1, 0],

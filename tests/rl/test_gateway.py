@@ -24,7 +24,7 @@ from tests.model.small import one_layer
 TOKENIZER = Tokenizer.load("bytes")
 CFG = one_layer(vocab_size=292, max_position_embeddings=1024)
 PAGE = 8
-OPTIONS = dict(page_size=PAGE, num_pages=1000, max_batch=8, chunk=64, max_length=1024)
+OPTIONS = dict(page_size=PAGE, num_pages=1000, max_num_seqs=8, prefill_chunk=64, max_length=1024)
 QUESTION = {"role": "user", "content": "2*3?"}
 MORE = {"role": "user", "content": "And?"}
 
@@ -177,7 +177,10 @@ def test_ranks_that_share_a_url_are_named_by_number(engines):
             return await request("POST", path, {"messages": [QUESTION]})
 
         status, told = run(work)
-        assert status == 400 and "there are 1, numbered from 0" in told["error"]["message"]
+        assert (
+            status == 400
+            and "there are 1 data-parallel ranks, numbered from 0" in told["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from glm5_jax.rl.session_journal import SessionJournal
 from glm5_jax.rl.sessions import Session
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.core.test_lines import room
+from tests.core.test_jsonl import room
 from tests.rl.fleet import Engine, gateway
 
 QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))
@@ -115,7 +115,7 @@ def test_a_session_whose_file_stays_has_not_ended(noting, tmp_path):
         (tmp_path / "aside").rename(path)
         assert chat(url, "s", QUESTION)[0] == 200
         assert asked(url, "/sessions/s", method="DELETE")[0] == 200
-        assert load(url) == 0 and not list(tmp_path.iterdir())
+        assert load(url) == 0 and not list(tmp_path.glob("*.jsonl"))
 
 
 def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
@@ -129,8 +129,19 @@ def test_weights_that_cannot_be_written_are_not_wanted(noting, tmp_path):
         assert asked(url, "/server_info")[1]["weights"] == WEIGHTS
 
 
-def test_torn_weights_are_set_aside(noting, tmp_path, caplog):
-    (tmp_path / "weights.json").write_bytes(b'{"lease": 1, "ver')
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"lease": 1, "ver',
+        b"[]",
+        b'{"lease": 1, "version": "3"}',
+        b'{"lease": 1, "version": null}',
+        b'{"lease": 1.5, "version": 3}',
+        b'{"lease": 1, "version": 3, "checksum": 5}',
+    ],
+)
+def test_weights_that_cannot_be_read_are_set_aside(noting, tmp_path, caplog, content):
+    (tmp_path / "weights.json").write_bytes(content)
     with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
         assert asked(url, "/server_info")[1]["weights"] is None
         assert asked(url, "/weights", WEIGHTS) == (200, WEIGHTS)
@@ -140,6 +151,13 @@ def test_torn_weights_are_set_aside(noting, tmp_path, caplog):
 def as_file(damage):
     """Of a file's lines, to what the file is then."""
     return lambda path: path.write_bytes(b"".join(damage(path.read_bytes().splitlines(True))))
+
+
+def last_turn(**fields):
+    """A file whose last turn has other values in these fields."""
+    return as_file(
+        lambda lines: [*lines[:-1], json.dumps(json.loads(lines[-1]) | fields).encode() + b"\n"]
+    )
 
 
 def as_folder(path):
@@ -156,6 +174,9 @@ DAMAGES = {
     "no turn": as_file(lambda lines: [*lines, b"[]\n"]),
     "no reply": as_file(lambda lines: [*lines, b'{"parent": 0, "rank": null}\n']),
     "no file": as_folder,
+    "odd rank": last_turn(rank=["http://h"]),
+    "odd tokens": last_turn(drop=10**6),
+    "odd ids": last_turn(context=5),
 }
 
 
@@ -194,7 +215,7 @@ def test_a_line_that_was_cut_off_costs_itself_alone(noting, tmp_path, caplog, cu
     lines = path.read_bytes().splitlines(True)
     path.write_bytes(b"".join(lines)[: -(cut or len(lines[-1]) - 1)])
     with caplog.at_level(logging.WARNING), gateway(noting.url, journal=str(tmp_path)) as url:
-        assert f"{path} ends in a line that was cut off" in caplog.text
+        assert f"{path} ends in an incomplete line" in caplog.text
         assert records(url, "s") == kept and path.read_bytes() == b"".join(lines[:-1])
         chat(url, "s", QUESTION, first, MORE)
         assert records(url, "s") == told

@@ -134,7 +134,7 @@ def test_a_session_that_ends_while_it_is_answered_keeps_nothing_of_it(engine, tm
             assert await agent.records() == []
             assert (await agent.chat(QUESTION))[0] == 200
             await agent.ask("DELETE", "/sessions/s")
-        assert not list(tmp_path.iterdir())
+        assert not list(tmp_path.glob("*.jsonl"))
 
     with gateway(engine.url, journal=str(tmp_path)) as url:
         run(url, work)
@@ -297,6 +297,6 @@ def test_sessions_that_begin_and_end_under_many_hands_leave_nothing(engine, tmp_
     with gateway(engine.url, journal=str(tmp_path)) as url:
         run(url, work)
     engine.delay = 0
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("*.jsonl"))
     expected = {"begin": (200, 409), "chat": (200, 404), "end": (200, 404)}
     assert set(seen) == {(what, status) for what, both in expected.items() for status in both}

@@ -19,8 +19,18 @@ from glm5_jax.rl.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import STOP_TOKENS
-from glm5_jax.training.step import StepConfig, score_function
-from tests.rl.test_tool_chats import CFG, LENGTH, LOOK, TOKENIZER, goes_on, policy, tally, token
+from glm5_jax.training.gradients import score_function
+from glm5_jax.training.step import StepConfig
+from tests.rl.test_tool_chats import (
+    CFG,
+    LENGTH,
+    LOOK,
+    TOKENIZER,
+    policy,
+    requires_checkpoint,
+    tally,
+    token,
+)
 from tests.text.random_chats import Chats
 
 TURNS, TEMPERATURE = 4, 0.9
@@ -29,7 +39,9 @@ SECONDS = 120.0
 
 def engine(seen):
     """seen: (what it was asked, handle) of each reply, in their order."""
-    options = dict(max_batch=12, max_length=LENGTH, page_size=32, chunk=64, batch_invariant=True)
+    options = dict(
+        max_num_seqs=12, max_length=LENGTH, page_size=32, prefill_chunk=64, batch_invariant=True
+    )
     made = Engine(policy(), TOKENIZER, **options)
     submit = made.submit
 
@@ -127,7 +139,7 @@ def test_what_was_sampled_is_learnt_byte_for_byte(count=200):
         for turn, (after, _) in zip(own, [*own[1:], (record.token_ids.tolist(), None)]):
             asked, reply = turn
             kept = len(reply.ids)
-            if not goes_on(turn, after):  # its stop expected another message than came
+            if not requires_checkpoint(turn, after):  # its stop expected another message than came
                 kept -= 1
                 assert after[: len(asked) + kept] == [*asked, *reply.ids[:kept]]
                 assert reply.ids[-1] in map(token, STOP_TOKENS)

@@ -36,13 +36,13 @@ CONFIG = RlConfig(
     name="monitored",
     model=SPARSE,
     tokenizer="bytes",
-    goes_on=False,
+    requires_checkpoint=False,
     optimizer=OptimizerConfig(weight_decay=0.0, frozen=("indexer/",)),
-    schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, 3),
+    schedule=ScheduleConfig(kind="constant", peak=1e-2, end=0.0, warmup_steps=0, total_steps=3),
     step=dataclasses.replace(policy_alone(), remat="none"),
     train=TrainConfig(eval_interval=0, save_interval=0),
     rollout=RolloutConfig(prompts=4, group=2, max_tokens=12, thinking=False),
-    engine=EngineConfig(page_size=8, max_batch=8, chunk=64, max_length=64),
+    engine=EngineConfig(page_size=8, max_num_seqs=8, prefill_chunk=64, max_length=64),
     length=64,
     rows=8,
 )
@@ -69,7 +69,7 @@ def test_every_step_tells_that_engine_and_learner_are_one(tmp_path):
         steps, values = column(rows, f"agreement/{name}")
         assert steps == [1, 2, 3] and max(values) < 1e-5, name
     assert min(column(rows, "seconds/agreement")[1]) > 0
-    assert "Choices alike, share" in (tmp_path / "report/index.html").read_text()
+    assert "Equal choices, share" in (tmp_path / "report/index.html").read_text()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def record(given, *sampled):
     for count in sampled:
         logp += [*-np.arange(1.0, count + 1), np.nan]
     logp = np.asarray(logp[:-1] if sampled else logp)
-    return TokenRecord(np.arange(len(logp)), ~np.isnan(logp), rollout_logp=logp)
+    return TokenRecord(token_ids=np.arange(len(logp)), loss_mask=~np.isnan(logp), rollout_logp=logp)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_model_that_chooses_nothing_is_judged_by_its_log_probs():
 )
 def test_rounding_is_that_of_the_coarsest_number(dtype, options, precision):
     cfg = dataclasses.replace(SPARSE, dtype=dtype)
-    made = Engine(glm5.Glm5(cfg, params=params()), page_size=8, max_batch=1, **options)
+    made = Engine(glm5.Glm5(cfg, params=params()), page_size=8, max_num_seqs=1, **options)
     assert precision_of(made.computation) == precision
 
 
@@ -184,14 +184,14 @@ def test_limits_that_cannot_be_are_refused(changes, words):
 
 @pytest.mark.slow
 def test_other_lengths_compile_nothing_more():
-    made = Engine(glm5.Glm5(SPARSE, params=params()), page_size=8, max_batch=1, chunk=64)
+    made = Engine(glm5.Glm5(SPARSE, params=params()), page_size=8, max_num_seqs=1, prefill_chunk=64)
     rng = np.random.default_rng(0)
 
     def compare(*sizes):
         def drawn(given, count):
             logp = np.where(np.arange(given + count) < given, np.nan, 0.0)
             ids = rng.integers(0, 292, given + count)
-            return TokenRecord(ids, ~np.isnan(logp), rollout_logp=logp)
+            return TokenRecord(token_ids=ids, loss_mask=~np.isnan(logp), rollout_logp=logp)
 
         records = [drawn(*size) for size in sizes]
         return agreement(params(), records, made, SPARSE, config)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from glm5_jax.rl import advantage, losses, outcome_training, streams
-from glm5_jax.training import loss, step
+from glm5_jax.training import gradients, loss, step
 from tests.rl import test_advantage, test_losses, test_objective, test_outcome_model, test_streams
 from tests.training import test_loss
 
@@ -162,8 +162,8 @@ OBJECTIVE = {
     "the coefficient of cross-entropy is left out": ("factor * ce", "ce"),
     "the coefficients of parts are left out": ("token_loss.coefficients[name] * value", "value"),
     "parts are not added": (
-        "for name, value in parts.items())\n    reduced",
-        "for name, value in ())\n    reduced",
+        "for name, value in token_parts.items()\n        )",
+        "for name, value in ()\n        )",
     ),
     "losses of tokens without their weights": ("jnp.sum(loss * weights[name])", "jnp.sum(loss)"),
     "parts are sums": (" / _divisor(totals.parts[name])", ""),
@@ -300,13 +300,13 @@ PARTS = {
     "losses": ([test_losses], ("corrected", "PolicyLoss"), losses, checks_of_losses, LOSSES),
     "policy": ([test_objective], ("PolicyLoss",), losses, checks_of_the_objective, POLICY),
     "objective": (
-        [step, test_loss],
+        [gradients, step, test_loss],
         ("Shifted", "Totals", "shift", "totals_of", "local_objective", "local_logp"),
         loss,
         checks_of_training,
         OBJECTIVE,
     ),
-    "beside": ([step], ("local_objective",), loss, checks_beside, BESIDE),
+    "beside": ([gradients], ("local_objective",), loss, checks_beside, BESIDE),
     "pairs": (
         [test_outcome_model],
         ("bradley_terry", "margins_of"),

@@ -13,13 +13,8 @@ from glm5_jax.core.tree import flatten
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
 from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
-from glm5_jax.training.step import (
-    Rates,
-    StepConfig,
-    gradient_function,
-    loss_function,
-    score_function,
-)
+from glm5_jax.training.gradients import Rates, gradient_function, loss_function, score_function
+from glm5_jax.training.step import StepConfig
 from tests.mesh import cases
 from tests.model.small import one_layer
 from tests.oracles import policy as oracle
@@ -68,8 +63,8 @@ def drawn(count: int = 8):
             return np.where(mask, values, otherwise)
 
         yield TokenRecord(
-            rng.integers(0, 64, t),
-            mask,
+            token_ids=rng.integers(0, 64, t),
+            loss_mask=mask,
             rollout_logp=of_sampled(-rng.uniform(2, 6, t), np.nan),
             weight_version=of_sampled(3, -1),
             advantage=of_sampled(rng.standard_normal(), 0),

@@ -11,8 +11,8 @@ import pytest
 from experiments import distill, rl_general, rl_reasoning
 from glm5_jax.checkpoint import models
 from glm5_jax.core.metrics_log import read
-from glm5_jax.core.stopping import StopSignal
-from glm5_jax.envs.instruction_tasks import DemandConfig
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
@@ -31,22 +31,26 @@ def life():
     base = dataclasses.replace(
         rl_reasoning.addition(),
         model=one_layer(vocab_size=292, max_position_embeddings=512),
-        schedule=ScheduleConfig("constant", 1e-2, 0.0, 0, STEPS),
+        schedule=ScheduleConfig(
+            kind="constant", peak=1e-2, end=0.0, warmup_steps=0, total_steps=STEPS
+        ),
         train=TrainConfig(eval_interval=1, sample_interval=0, save_interval=1),
         rollout=dataclasses.replace(rl_reasoning.addition().rollout, prompts=4, group=4),
-        engine=EngineConfig(page_size=32, max_batch=16, chunk=256, max_length=256),
+        engine=EngineConfig(page_size=32, max_num_seqs=16, prefill_chunk=256, max_length=256),
         evaluation=EvaluationConfig(tasks=2),
         length=256,
         rows=8,
-        tasks=(rl_reasoning.Share(TaskConfig("addition", size=200, fewer=1)),),
+        tasks=(rl_reasoning.TaskWeight(TaskConfig(kind="addition", size=200, fewer=1)),),
     )
     general = rl_general.GeneralRlConfig(
-        **rl_general.shared(base, name="general", goes_on=True),
-        tasks=(rl_general.Share(demands=DemandConfig(size=200, characters=60)),),
+        **rl_general.shared_fields(base, name="general", requires_checkpoint=True),
+        tasks=(
+            rl_general.GeneralTaskWeight(demands=ConstraintTaskConfig(size=200, max_characters=60)),
+        ),
         rules="share",
     )
     last = distill.DistillConfig(
-        **rl_general.shared(
+        **rl_general.shared_fields(
             general,
             name="distill",
             learns="teachers",
@@ -70,17 +74,17 @@ def test_a_teacher_that_was_stopped_before_it_saved_anything_has_still_to_train(
     (tmp_path / "rl_general/checkpoints").mkdir(parents=True)
     before = None
     for stage in run.stages_of(life(), tmp_path):
-        before = stage.config.stage(stage.folder, None, before)
+        before = stage.config.make_stage(stage.folder, None, before)
     before.close()
     with pytest.raises(ValueError, match="rl_general holds no checkpoint"):
-        stage.config.stage(stage.folder, None)
+        stage.config.make_stage(stage.folder, None)
 
 
 @pytest.mark.slow
 def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "write_page", lambda workdir: None)  # of each stage: seconds
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run.run_config(types.SimpleNamespace(), life(), whole, StopSignal()) == 0
+    assert run.run_config(types.SimpleNamespace(), life(), whole, PreemptionGuard()) == 0
     update, count = Engine.update_weights, 0
 
     def dies(self, *args, **more):
@@ -94,9 +98,9 @@ def test_three_stages_in_one_run_and_in_one_that_was_stopped(tmp_path, monkeypat
     monkeypatch.setattr(Engine, "update_weights", dies)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="the machine is gone"):
-            run.run_config(types.SimpleNamespace(), life(), parted, StopSignal())
-    assert run.run_config(types.SimpleNamespace(), life(), parted, StopSignal()) == 0
-    assert "going on from step 1" in "".join(capsys.readouterr())
+            run.run_config(types.SimpleNamespace(), life(), parted, PreemptionGuard())
+    assert run.run_config(types.SimpleNamespace(), life(), parted, PreemptionGuard()) == 0
+    assert "resuming at step 1" in "".join(capsys.readouterr())
     before = None
     for name in STAGES:
         found = told(whole / name)

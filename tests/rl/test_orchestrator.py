@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, as_json, read_json
+from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, json_response, read_json
 from glm5_jax.inference.client import Client, ServerError
 from glm5_jax.rl.client import HubClient, heard_taken, told_taken
 from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
@@ -159,16 +159,16 @@ class Slow(HttpServer):
 
         self._late.add(task := asyncio.create_task(later()))
         await asyncio.shield(task)
-        return as_json({"id": name})
+        return json_response({"id": name})
 
     async def _end(self, request):
         if (name := request.match_info["id"]) not in self.sessions:
             raise ApiError(f"there is no session {name!r}", 404)
         self.sessions.remove(name)
-        return as_json({"id": name})
+        return json_response({"id": name})
 
     async def _ignored(self, request):
-        return as_json({})
+        return json_response({})
 
 
 def test_no_session_begins_after_its_group_was_called_off(stack):

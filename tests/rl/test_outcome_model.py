@@ -16,7 +16,7 @@ from glm5_jax.checkpoint import models, store
 from glm5_jax.core.mesh import make_mesh
 from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.preferences import Preference
-from glm5_jax.envs.general import General, GeneralConfig
+from glm5_jax.envs.general import GeneralConfig, HybridReward
 from glm5_jax.model import glm5
 from glm5_jax.rl import outcome_model
 from glm5_jax.rl.experiment import policy_alone
@@ -40,12 +40,12 @@ from tests.model.small import one_layer
 from tests.oracles import preferences as oracle
 from tests.rl.small_stage import train_on_one_device
 
-CONFIG = reward_model.MadeConfig(
+CONFIG = reward_model.SyntheticPairsConfig(
     name="reward",
     model=one_layer(vocab_size=2048, max_position_embeddings=256),
-    goes_on=False,
+    requires_checkpoint=False,
     optimizer=dataclasses.replace(adam(), frozen=("^mtp/", "^lm_head/")),
-    schedule=ScheduleConfig("constant", 2e-2, 0.0, 0, 4),
+    schedule=ScheduleConfig(kind="constant", peak=2e-2, end=0.0, warmup_steps=0, total_steps=4),
     step=dataclasses.replace(policy_alone(), remat="none"),
     train=TrainConfig(eval_interval=2, save_interval=2),
     pairs=8,
@@ -53,7 +53,7 @@ CONFIG = reward_model.MadeConfig(
     rows=8,
     held_out_fraction=0.2,
     examined=32,
-    made=60,
+    num_synthetic=60,
 )
 PAIRS = [Pair([1, 2, 3], [1, 2, 4, 5]), Pair([7, 8], [9]), Pair([1] * 6, [2] * 5)]
 
@@ -230,6 +230,7 @@ def check_run_and_one_that_was_stopped(whole, tmp_path):
     assert np.array_equal(before["lm_head"]["weight"], after["lm_head"]["weight"])
 
 
+@pytest.mark.slow
 def test_resumes_run_that_was_stopped(trained, one_device, tmp_path):
     check_run_and_one_that_was_stopped(trained, tmp_path)
 
@@ -243,7 +244,7 @@ def test_resumes_run_that_was_stopped_on_all_devices(tmp_path):
 
 def test_the_backbone_is_there_for_others(trained):
     """Without the head it is a model like all others."""
-    load = models.open_weights(trained, CONFIG.model, unshared=("^score/",))
+    load = models.open_weights(trained, CONFIG.model, may_differ=("^score/",))
     assert HEAD not in load()
     with pytest.raises(ValueError, match="score/weight"):
         models.load_model(trained)
@@ -343,7 +344,7 @@ def test_what_is_asked_together_is_scored_together(trained):
         repetition=None,
         mixing=None,
     )
-    reward = asyncio.run(General(config, orm=outcome)(*asked[0]))
+    reward = asyncio.run(HybridReward(config=config, orm=outcome)(*asked[0]))
     assert reward.value == pytest.approx((want[0] - model.mean) / model.std, abs=1e-3)
 
 
@@ -401,19 +402,25 @@ def test_what_cannot_run_is_refused_before_it_starts(tmp_path, monkeypatch):
     pairs = CONFIG.preferences()
     [asked] = pairs[0].messages
     reply = {"role": "assistant", "content": "Yes."}
-    alike = Preference((asked,), {**reply, "reasoning_content": "Hm."}, reply)
+    alike = Preference(
+        messages=(asked,), chosen={**reply, "reasoning_content": "Hm."}, rejected=reply
+    )
     cases = [
         (CONFIG, [*pairs[:2], alike], "pair 3: both replies read alike"),
         (dataclasses.replace(CONFIG, length=8), pairs, "pair 1: a chat has .* tokens, a row 8"),
         (CONFIG, [], "of 0 pairs none is there to learn from"),
         (dataclasses.replace(CONFIG, held_out_fraction=1e-9), pairs, "none is there to be judged"),
-        (dataclasses.replace(CONFIG, goes_on=True), pairs, "goes on from trained weights"),
+        (
+            dataclasses.replace(CONFIG, requires_checkpoint=True),
+            pairs,
+            "starts from trained weights",
+        ),
     ]
     for config, given, words in cases:
         with pytest.raises(ValueError, match=words):
             stage(config, tmp_path, given)
     with pytest.raises(ValueError, match="there are no files"):
-        reward_model.get_config("small").stage(tmp_path)
+        reward_model.get_config("small").make_stage(tmp_path)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="in one process and this pod has 2"):
         stage(CONFIG, tmp_path)
@@ -451,10 +458,10 @@ def test_held_out_pairs_are_ranked_right_unless_labels_are_chance(shuffled, tmp_
     """Of other conversations; where who is preferred was drawn by lot, there is nothing to learn."""
     config = dataclasses.replace(
         CONFIG,
-        schedule=ScheduleConfig("linear", 2e-2, 1e-3, 3, 40),
+        schedule=ScheduleConfig(kind="linear", peak=2e-2, end=1e-3, warmup_steps=3, total_steps=40),
         train=TrainConfig(eval_interval=0),
         pairs=16,
-        made=400,
+        num_synthetic=400,
         examined=100,
     )
     pairs, lots = config.preferences(), np.random.default_rng(0)

@@ -18,7 +18,7 @@ from glm5_jax.rl.weight_sync import Network
 from tests.rl import fleet
 from tests.rl.test_gateway import CFG, QUESTION, TOKENIZER, gateway, records, run
 
-OPTIONS = dict(page_size=64, max_batch=2, chunk=64, max_length=128)
+OPTIONS = dict(page_size=64, max_num_seqs=2, prefill_chunk=64, max_length=128)
 SYNC = SyncConfig(seconds=20.0, load_seconds=60.0, look_seconds=2.0)
 # Each of two engines gets every other session.
 EVENLY = dict(router=RouterConfig(points=1), max_tokens=8)
@@ -39,7 +39,7 @@ def start():
 def engine(params, port=0, version=0, takes=True):
     """takes: whether it takes weights."""
     made = Engine(glm5.Glm5(CFG, params=params), TOKENIZER, version=version, **OPTIONS)
-    loader = models.loader_like(glm5.Glm5(CFG, params=params)) if takes else None
+    loader = models.make_weight_loader(glm5.Glm5(CFG, params=params)) if takes else None
     with Server(made, TOKENIZER, ServerConfig(port=port, model="tiny"), loader).running() as url:
         yield url
 

@@ -18,7 +18,8 @@ from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError, check_task
 from glm5_jax.rl.types import Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.step import StepConfig, score_function
+from glm5_jax.training.gradients import score_function
+from glm5_jax.training.step import StepConfig
 from tests.model.small import one_layer
 
 TOKENIZER = Tokenizer.default()
@@ -45,7 +46,9 @@ def model():
 
 
 def engine():
-    return Engine(model(), TOKENIZER, max_batch=4, max_length=64, page_size=8, chunk=64, seed=1)
+    return Engine(
+        model(), TOKENIZER, max_num_seqs=4, max_length=64, page_size=8, prefill_chunk=64, seed=1
+    )
 
 
 def rollouts(made=None, temperature=1.3, tools=None, **options):
@@ -186,7 +189,13 @@ def test_what_ends_an_attempt():
     cases = [
         ([said("It is", None)], {}, "length", ""),
         ([said(f"A.</think>{wrong}", "<|observation|>")], {}, "stop", "divide"),
-        ([said(f"A.</think>{call(1, 1)}", "<|user|>")], {}, "stop", ""),
+        # A whole call is answered whatever marker follows it.
+        (
+            [said(f"A.</think>{call(1, 1)}", "<|user|>"), said("B.</think>2", "<|user|>")],
+            {},
+            "stop",
+            "",
+        ),
         ([said("A.</think>x", "<|observation|>")], {}, "stop", ""),
         ([said(f"A.</think>{call(1, 1)}", "<|observation|>")], {"max_turns": 1}, "length", ""),
         (

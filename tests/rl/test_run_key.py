@@ -11,7 +11,7 @@ import time
 import pytest
 
 from experiments import rl_agentic
-from experiments.rl_reasoning import Share
+from experiments.rl_reasoning import TaskWeight
 from glm5_jax.core.server import ListenConfig, read_key
 from glm5_jax.envs.reasoning_tasks import TaskConfig
 from glm5_jax.inference.client import Client, ServerError
@@ -26,12 +26,14 @@ DAY_MS = 24 * 3600 * 1000
 
 def program(role, workdir, monkeypatch, **place):
     """A program of the tiny run, at any free port."""
-    monkeypatch.setattr(rl_agentic, "tokenizer_of", lambda config: Tokenizer.load("bytes"))
+    monkeypatch.setattr(
+        rl_agentic, "load_checkpoint_tokenizer", lambda config: Tokenizer.load("bytes")
+    )
     base = PlaceConfig()
-    listen = dataclasses.replace(base.listen, port=0, grace=1.0)
+    listen = dataclasses.replace(base.listen, port=0, grace_s=1.0)
     options = dict(role=role, listen=listen, gateway="http://127.0.0.1:1") | place
     place = dataclasses.replace(base, **options)
-    tasks = (Share(TaskConfig("products", size=20)),)
+    tasks = (TaskWeight(TaskConfig(kind="products", size=20)),)
     more = dict(checkpoint="nowhere", place=place, length=4096, tasks=tasks)
     config = dataclasses.replace(rl_agentic.tiny(), **more)
     return rl_agentic.PROGRAMS[role](config, workdir)

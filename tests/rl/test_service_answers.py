@@ -6,9 +6,9 @@ import json
 import pytest
 from aiohttp import web
 
-from glm5_jax.rl.service import MAX_DEPTH, outcome
+from glm5_jax.rl.service import MAX_DEPTH, MAX_NAME, MAX_NAMES, outcome
 from glm5_jax.rl.types import MAX_REWARD, Reward
-from tests.rl.fleet import SOON, Fleet, Sums, service_config, until
+from tests.rl.fleet import SOON, Fleet, Sums, gateway, service_config, until
 
 GOOD = {"messages": [{"role": "user", "content": "?"}], "reward": {"value": 1.0}, "metrics": {}}
 
@@ -46,6 +46,9 @@ def test_reads_outcome_within_limits():
         {"messages": [{"role": "user", "content": nested(980)}]},
         {"messages": None},
         {"reward": None},
+        {"metrics": {f"m{i}": 1 for i in range(MAX_NAMES + 1)}},
+        {"metrics": {"m" * (MAX_NAME + 1): 1}},
+        {"reward": {"value": 1.0, "parts": {f"p{i}": 1 for i in range(MAX_NAMES + 1)}}},
     ],
 )
 def test_rejects_outcome_that_cannot_be_kept(change):
@@ -58,6 +61,13 @@ def test_rejects_reward_that_float32_cannot_square():
     with pytest.raises(ValueError, match="a reward's value is 1e.308; .* from -1e.06 to 1e.06"):
         Reward(1e308)
     assert Reward(None).value is None and Reward(MAX_REWARD).value == MAX_REWARD
+
+
+@pytest.fixture(scope="module")
+def gate(engine):
+    """A gateway that waits for its engine, as other answers than those of services are not in question."""
+    with gateway(engine, probe_seconds=5.0) as url:
+        yield url
 
 
 class Hostile(Sums):
@@ -80,13 +90,15 @@ BODIES = {
     "deep": b'{"messages": [{"role": "user", "content": %s}], "reward": {"value": 1.0}}'
     % (b"[" * 980 + b"]" * 980),
     "empty": b"",
+    "values": json.dumps(GOOD | {"x": [{}] * 21_000}).encode(),
+    "names": json.dumps(GOOD | {"metrics": {f"m{i}": 1 for i in range(200)}}).encode(),
     "endless": None,
 }
 
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_blames_service_for_its_answer_alone(stack, gate, kind):
-    remote = dataclasses.replace(SOON["remote"], tries=1, max_answer_bytes=2**20)
+    remote = dataclasses.replace(SOON["remote"], tries=1, max_answer_bytes=2**21)
     fleet = Fleet(stack, gate, ("good",), remote=remote)
     bad = Hostile(service_config(fleet.url, "bad"))
     bad.body = BODIES[kind]

@@ -10,6 +10,8 @@ from hypothesis import given, settings, strategies as st
 from glm5_jax.rl.shares import (
     CLOSED,
     HALF_OPEN,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
     OPEN,
     Breaker,
     BreakerConfig,
@@ -178,10 +180,35 @@ def test_told_are_the_shares():
     assert (told["b"]["share"], told["b"]["accepted_share"]) == (0.75, 0.5)
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, float("nan"), float("inf")])
-def test_a_weight_is_positive(weight):
-    with pytest.raises(ValueError, match=f"the weight of 'a' is {weight}"):
+@pytest.mark.parametrize("weight", [0, -1.0, 1e-320, 1e12, float("nan"), float("inf")])
+def test_rejects_weight_that_leaves_others_nothing(weight):
+    """With a weight of 1e-320 quotients are infinite, after which the first task by name had every turn."""
+    with pytest.raises(ValueError, match=f"weight is {weight}; it must be from 1e-06 to 1e.06"):
         Shares().set("a", weight)
+
+
+@pytest.mark.parametrize("weight", [MIN_WEIGHT, MAX_WEIGHT])
+def test_others_have_their_shares_after_any_weight(weight):
+    shares, accepted = Shares(), collections.Counter(odd=8)
+    shares.set("odd", weight)
+
+    def turns(ready, count):
+        counts = collections.Counter()
+        for _ in range(count):
+            name = shares.next(accepted, ready)
+            shares.begun(name, 8)
+            shares.ended(name, 8, True)
+            accepted[name] += 8
+            counts[name] += 1
+        return counts
+
+    turns(["odd"], 4)
+    shares.set("b", 1.0)
+    shares.set("c", 1.0)
+    turns(["odd", "b", "c"], 60)
+    shares.remove("odd")
+    turns(["b", "c"], 60)
+    assert max(abs(count - 10) for count in turns(["b", "c"], 20).values()) <= 1
 
 
 def test_a_bucket_lets_so_many_pass():

@@ -13,6 +13,7 @@ from tests.rl.small_stage import InTurn, likes_low_bytes
 from tests.rl.test_stage import TASKS, config, quick, saved, stage_of, tokenizer  # noqa: F401
 
 
+@pytest.mark.slow
 def test_each_skill_after_each_stage(quick, tmp_path):  # noqa: F811
     config = dataclasses.replace(quick, train=TrainConfig(steps=2, eval_interval=2))  # noqa: F811
     kinds = {"math": TASKS[::2], "code": TASKS[1::2]}

@@ -82,7 +82,7 @@ def check_run_and_one_that_was_stopped(config, tmp_path):
     made = world()
     stage = stage_of(config, tmp_path / "whole", made, TASKS)
     summary = stage.run()
-    assert stage.finished and summary.reward is not None and summary.held_out_reward is not None
+    assert stage.is_finished and summary.reward is not None and summary.held_out_reward is not None
     assert "reward" in str(summary) and "training loss" not in str(summary)
     rows = read(tmp_path / "whole")
     steps, mismatch = column(rows, "policy/mismatch")
@@ -308,7 +308,7 @@ def test_what_cannot_run_is_refused_before_it_starts(config, tmp_path, monkeypat
             {},
             r"'t1' is of origin 'code', and there are teachers of \['math'\]",
         ),
-        ({"goes_on": True}, {}, "goes on from trained weights"),
+        ({"requires_checkpoint": True}, {}, "starts from trained weights"),
     ]
     for changes, more, words in cases:
         with pytest.raises(ValueError, match=words):
@@ -323,9 +323,14 @@ def test_staleness_is_that_of_the_oldest_token():
     def of(*versions):
         sampled = np.array(versions) >= 0
         logp = np.where(sampled, -1.0, np.nan)
-        return TokenRecord([1] * len(versions), sampled, rollout_logp=logp, weight_version=versions)
+        return TokenRecord(
+            token_ids=[1] * len(versions),
+            loss_mask=sampled,
+            rollout_logp=logp,
+            weight_version=versions,
+        )
 
-    text = TokenRecord([1, 2], [0, 1], ce_weight=[0, 1])
+    text = TokenRecord(token_ids=[1, 2], loss_mask=[0, 1], ce_weight=[0, 1])
     assert staleness([of(-1, 7, 5, -1), text, of(-1, 6)], 8) == 3
     assert staleness([of(-1, 8)], 8) == 0 and np.isnan(staleness([text], 8))
 

@@ -20,8 +20,8 @@ TASK = Task("t", "math", ({"role": "user", "content": "?"},))
 def record(count, prompt=2, rollout="r"):
     mask = np.arange(prompt + count) >= prompt
     return TokenRecord(
-        np.arange(prompt + count),
-        mask,
+        token_ids=np.arange(prompt + count),
+        loss_mask=mask,
         rollout_logp=np.where(mask, -1.0, np.nan),
         weight_version=np.where(mask, 4, -1),
         rollout_id=rollout,

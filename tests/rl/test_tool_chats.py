@@ -3,13 +3,14 @@ byte, with the log-probs that the learner has for it."""
 
 import collections
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.coroutines import wait_for
+from glm5_jax.core.coroutines import run_sync
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
 from glm5_jax.rl.batch import lay_out
@@ -19,7 +20,8 @@ from glm5_jax.rl.streams import CreditConfig, credited
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
-from glm5_jax.training.step import StepConfig, score_function
+from glm5_jax.training.gradients import score_function
+from glm5_jax.training.step import StepConfig
 from tests.model.small import one_layer
 from tests.text.random_chats import Chats
 
@@ -94,10 +96,17 @@ async def likes_long_ones(task, attempt):
     return Reward(float(attempt.sampled))
 
 
-def goes_on(turn, ids):
+def requires_checkpoint(turn, ids):
     """Whether a prompt begins with a turn."""
     before = [*turn[0], *turn[1].ids]
     return list(ids[: len(before)]) == before
+
+
+def drops_end(turn, ids):
+    """Whether a prompt goes on from a turn whose call was followed by another marker than that of results."""
+    *before, end = [*turn[0], *turn[1].ids]
+    observation = token("<|observation|>")
+    return end != observation and list(ids[: len(before) + 1]) == [*before, observation]
 
 
 @functools.cache
@@ -106,10 +115,10 @@ def sampled():
     engine = Engine(
         policy(),
         TOKENIZER,
-        max_batch=12,
+        max_num_seqs=12,
         max_length=LENGTH,
         page_size=32,
-        chunk=64,
+        prefill_chunk=64,
         batch_invariant=True,
     )
     generate, chats_seen = engine.generate, []
@@ -117,7 +126,11 @@ def sampled():
     def watched(prompts, samplings):
         replies = generate(prompts, samplings)
         for ids, reply in zip(prompts, replies, strict=True):
-            begun = [own for own in chats_seen if goes_on(own[-1], ids)]
+            begun = [
+                own
+                for own in chats_seen
+                if requires_checkpoint(own[-1], ids) or drops_end(own[-1], ids)
+            ]
             if not begun:
                 chats_seen.append([])
             (begun or chats_seen[-1:])[0].append((list(ids), reply))
@@ -131,7 +144,7 @@ def sampled():
     ]  # fmt: skip
     config = RolloutConfig(group=GROUP, max_tokens=24, max_turns=4)
     groups = Rollouts(engine, TOKENIZER, config, 0.9, answers).sample(tasks, 0)
-    wait_for(judge(groups, World(None, {}, likes_long_ones), 8))
+    run_sync(judge(groups, World(None, {}, likes_long_ones), 8))
     return groups, chats_seen
 
 
@@ -151,28 +164,33 @@ def test_what_was_sampled_is_learnt_byte_for_byte():
             row = {name: values[i, here] for name, values in batch.items()}
             group, number = map(int, record.rollout_id.split("-"))
             replies = seen[group * GROUP + number]
-            learnt, before = np.zeros(here.sum(), bool), None
-            for asked, reply in replies:
+            learnt, before, dropped = np.zeros(here.sum(), bool), None, 0
+            for turn, after in itertools.zip_longest(replies, replies[1:]):
+                asked, reply = turn
                 if before is not None:
-                    answered = asked[before:]
+                    answered = asked[before + dropped :]
                     assert answered[0] == token("<tool_response>")
                     assert not {token("<|user|>"), token("<|observation|>")} & {*answered}
-                before = len(asked) + len(reply.ids)
-                at = slice(len(asked), len(asked) + len(reply.ids))
+                dropped = int(after is not None and drops_end(turn, after[0]))
+                before = len(asked) + len(reply.ids) - dropped
+                at = slice(len(asked), before)
+                ids, logprobs = (own[: at.stop - at.start] for own in (reply.ids, reply.logprobs))
                 assert row["token_ids"][: at.start].tolist() == asked
-                assert row["token_ids"][at].tolist() == reply.ids
-                assert row["rollout_logp"][at].tolist() == np.float32(reply.logprobs).tolist()
+                assert row["token_ids"][at].tolist() == ids
+                assert row["rollout_logp"][at].tolist() == np.float32(logprobs).tolist()
+                found += {"dropped": dropped}
                 learnt[at] = True
                 found += tally(reply)
             for name in ("loss_mask", "rl_weight"):
                 assert ((row[name] != 0) == learnt).all()
-            assert (row["advantage"] == np.where(learnt, learnt.sum(), 0)).all()
+            reward = sum(len(reply.ids) for _, reply in replies)
+            assert (row["advantage"] == np.where(learnt, reward, 0)).all()
             assert np.abs(row["logp"] - row["rollout_logp"])[learnt].max() < 1e-4
             found += {"several turns": len(replies) > 1, "tokens": int(learnt.sum())}
             found += {groups[group].attempts[number].finish_reason: 1}
     # Or nothing was shown.
     assert len(seen) == 200 and found["several turns"] > 100 and found["tokens"] > 3000
-    for name in ("no text", "others", "in thought", "stop", "length"):
+    for name in ("no text", "others", "in thought", "dropped", "stop", "length"):
         assert found[name] > 5, (name, found)
 
 

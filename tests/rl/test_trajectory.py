@@ -14,7 +14,9 @@ def record(versions, **more):
     sampled = np.array(versions) >= 0
     logp = np.where(sampled, -0.125, NAN)
     ids = np.arange(len(versions))
-    return TokenRecord(ids, sampled, rollout_logp=logp, weight_version=versions, **more)
+    return TokenRecord(
+        token_ids=ids, loss_mask=sampled, rollout_logp=logp, weight_version=versions, **more
+    )
 
 
 def made(reward=1.0, records=(), **more):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.checkpoint.manifest import Manifest, travelling
+from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
 from glm5_jax.core.tree import flatten
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
@@ -43,7 +43,8 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "kind", ["float32", pytest.param("bfloat16", marks=SLOW), "experts as int4"]
+    "kind",
+    ["float32", *(pytest.param(kind, marks=SLOW) for kind in ("bfloat16", "experts as int4"))],
 )
 def test_every_way_delivers_the_bits_that_the_engine_would_compute_with(kind, tmp_path):
     cfg, weights = KINDS[kind], params()
@@ -58,7 +59,7 @@ def test_every_way_delivers_the_bits_that_the_engine_would_compute_with(kind, tm
         assert one.bits == two.bits == want
         assert one.held == two.held == (6, told[2].checksum)
     assert told[1].checksum == told[2].checksum
-    size = sum(x.size * travelling(cfg)[path].itemsize for path, x in flatten(weights).items())
+    size = sum(x.size * transfer_dtypes(cfg)[path].itemsize for path, x in flatten(weights).items())
     for own in told:
         assert own.whole_bytes == size and own.seconds > 0 and own.lost == ()
     assert told[0].bytes == told[1].bytes == size

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 
 from experiments import serve
 from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.server import as_json
+from glm5_jax.core.server import json_response
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
@@ -62,10 +62,10 @@ def test_numbers_that_changed_on_the_way_are_refused(served):
 
 def test_what_is_complete_is_taken_whether_or_not_its_sender_waits(served):
     """The engine is busy, and the trainer's patience ends: it must not be left between two versions."""
-    goes_on = threading.Event()
+    requires_checkpoint = threading.Event()
     served.ask("/weights/begin", begun(1))
     said = {"push": "a", "checksums": sent(served, params())}
-    served.server.worker.call(lambda engine: goes_on.wait(60))
+    served.server.worker.call(lambda engine: requires_checkpoint.wait(60))
 
     async def impatient():
         async with aiohttp.ClientSession() as client:
@@ -76,11 +76,11 @@ def test_what_is_complete_is_taken_whether_or_not_its_sender_waits(served):
         asyncio.run(impatient())
     assert served.ask("/weights")[1]["receiving"] == 1
     status, told = served.ask("/weights/abort", {"push": "a"})
-    assert status == 409 and "is complete, and the engine is taking it" in told["error"]["message"]
+    assert status == 409 and "is complete, and the engine is loading it" in told["error"]["message"]
     assert served.ask("/weights/begin", begun(2, "b"))[0] == 409
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         again = pool.submit(served.ask, "/weights/commit", said)
-        goes_on.set()
+        requires_checkpoint.set()
         status, told = again.result()
     assert (status, told["version"], told["checksum"]) == (200, *served.held)
     assert served.held[0] == 1 and served.bits == loaded(params())
@@ -99,7 +99,7 @@ class Lying(Server):
 
     async def _lie(self, answer, request):
         said = json.loads((await answer(request)).text)
-        return as_json(said | {"checksum": "0" * 32})
+        return json_response(said | {"checksum": "0" * 32})
 
 
 def test_an_engine_that_tells_another_checksum_has_not_taken_it(tmp_path):
@@ -143,8 +143,8 @@ def test_refuses_part_that_is_none(served):
         (save(array("model.norm.weight", 10**5)), "are too many"),
         (save(array("model.norm.weight@-3", 1)), "is no piece of a tensor"),
         (save(array("model.norm", 1)), "is no piece of a tensor"),
-        (save(array("model.norm.weight", 3, np.float16)), "comes as F16, not float32"),
-        (save(array(mask, 1, np.uint8)), "came without"),
+        (save(array("model.norm.weight", 3, np.float16)), "arrives as F16, not float32"),
+        (save(array(mask, 1, np.uint8)), "arrived without"),
         (save({mask: np.full(1, 255, np.uint8)} | array(values, 8)), "has no base"),
     ]
     for number, (part, words) in enumerate(cases):
@@ -163,8 +163,8 @@ def test_one_push_at_a_time(served, tmp_path):
         ("/update_weights", {"path": str(tmp_path), "version": 2}),
     ):
         status, told = served.ask(path, body)
-        assert status == 409 and "version 1 is being taken" in told["error"]["message"]
-    taken = "version 1 is being taken; push again once that is over"
+        assert status == 409 and "version 1 is being loaded" in told["error"]["message"]
+    taken = "version 1 is being loaded; push again after that"
     with pytest.raises(NotPushed, match=taken) as caught:
         Network(CFG, [served.url], SMALL).push(params(), 2)
     assert not caught.value.refused
@@ -180,14 +180,14 @@ def test_one_push_at_a_time(served, tmp_path):
 
 def test_a_push_whose_trainer_was_killed_holds_nobody_up_for_long():
     now = 0.0
-    with serving(push_seconds=5.0, clock=lambda: now) as one:
+    with serving(push_timeout_s=5.0, clock=lambda: now) as one:
         before = one.bits
         one.ask("/weights/begin", begun(1, "killed"))
         now = 4.0
         part = save({"model.norm.weight@0": np.zeros(3, np.float32)})
         one.ask("/weights/part", part, push="killed")
         now = 8.9
-        with pytest.raises(NotPushed, match="version 1 is being taken"):
+        with pytest.raises(NotPushed, match="version 1 is being loaded"):
             Network(CFG, [one.url], SMALL).push(params(), 2)
         assert one.bits == before
         now = 9.1
@@ -319,7 +319,7 @@ def test_refuses_weights_of_another_model_before_they_are_sent(served, tmp_path)
     before = served.bits
     for number, (words, changes) in enumerate(OTHERS.items()):
         cfg = dataclasses.replace(CFG, **changes)
-        other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), glm5.abstract(cfg))
+        other = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), glm5.abstract_params(cfg))
         for pusher in (
             Network(cfg, [served.url], SMALL),
             SharedStorage(cfg, tmp_path / str(number), [served.url], SMALL),
@@ -362,9 +362,9 @@ def test_a_folder_that_was_changed_is_refused(served, tmp_path):
     content[-5] ^= 1
     file.write_bytes(content)
     told.write_text(manifest.replace("float32", "bfloat16", 1))
-    refused("does not have the checksum that it tells")
+    refused("does not match its checksum")
     told.write_text("{")
-    refused("is no manifest")
+    refused("is not a manifest")
     told.write_text(manifest)
     assert served.ask("/update_weights", {"path": str(tmp_path / "1"), "version": 1})[0] == 200
     assert served.bits == loaded(params())
@@ -405,9 +405,9 @@ def test_the_newest_versions_stay_and_half_written_ones_go(served, tmp_path):
 def test_a_pushed_folder_is_served_with_its_version(tmp_path, monkeypatch):
     SharedStorage(CFG, tmp_path, tokenizer=TOKENIZER).push(params(), 12)
     monkeypatch.setattr(serve, "make_mesh", lambda _: make_mesh(devices=jax.devices()[:1]))
-    options = dict(page_size=16, max_batch=2, chunk=32, max_length=64)
+    options = dict(page_size=16, max_num_seqs=2, prefill_chunk=32, max_length=64)
     config = serve.ServeConfig(
-        str(tmp_path / "12"),
+        checkpoint=str(tmp_path / "12"),
         engine=EngineConfig(**options),
         server=ServerConfig(port=0),
         warm=False,
@@ -421,7 +421,7 @@ def test_a_pushed_folder_is_served_with_its_version(tmp_path, monkeypatch):
 
 def test_a_server_without_a_loader_takes_nothing_and_a_key_is_asked_for():
     with Server(made(), TOKENIZER, ServerConfig(port=0)).running() as url:
-        with pytest.raises(NotPushed, match="this server takes no weights"):
+        with pytest.raises(NotPushed, match="this server accepts no weights"):
             Network(CFG, [url], SMALL).push(params(), 1)
     with serving(api_key="secret") as one:
         with pytest.raises(NotPushed, match="the API key is missing or wrong"):

@@ -50,7 +50,7 @@ def test_a_quantised_engine_quantises_what_is_pushed_as_it_was(tmp_path):
 
 
 def test_a_part_at_a_time_is_made_and_lets_go_of_what_it_replaces(monkeypatch):
-    monkeypatch.setattr(runner, "LOADED_BYTES", 2**16)
+    monkeypatch.setattr(runner, "MAX_LOAD_BYTES", 2**16)
     want, engine = loaded(params()), made(weights=jax.tree.map(jnp.copy, params(0)))
     seen = []
 
@@ -68,7 +68,7 @@ def test_a_part_at_a_time_is_made_and_lets_go_of_what_it_replaces(monkeypatch):
 
 def test_weights_that_break_off_half_way_end_the_engine(monkeypatch):
     """Nothing can be computed with a mixture; before the first is replaced, nothing has happened."""
-    monkeypatch.setattr(runner, "LOADED_BYTES", 2**16)
+    monkeypatch.setattr(runner, "MAX_LOAD_BYTES", 2**16)
 
     def breaking(at):
         count = iter(range(1000))
@@ -102,6 +102,7 @@ def test_weights_that_break_off_half_way_end_the_engine(monkeypatch):
             Network(CFG, [one.url], SMALL).push(params(), 2)
 
 
+@pytest.mark.slow
 def test_a_push_is_no_other_program_to_an_engine_of_narrow_weights():
     """As of a HuggingFace folder in bfloat16, whose routers are, too; its programs stay those that it has compiled."""
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params(0))

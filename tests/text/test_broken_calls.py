@@ -40,8 +40,8 @@ BROKEN = [
     (CUT + "<|observation|>", "the call has no </tool_call>"),
     (f"<tool_call>sh{argument('cmd', 'ls')}", "the call has no </tool_call>"),
     (f"<tool_call>sh{argument('cmd', 'ls')}{argument('cmd', 'rm -r /')}</tool_call>", "given twice"),
-    ("<tool_call>sh<arg_key>cmd</arg_key></tool_call>", "ends behind a key"),
-    (f"<tool_call>sh<arg_key>cmd</arg_key>x{argument('cwd', '.')}</tool_call>", "text stands behind a key"),
+    ("<tool_call>sh<arg_key>cmd</arg_key></tool_call>", "ends after a key"),
+    (f"<tool_call>sh<arg_key>cmd</arg_key>x{argument('cwd', '.')}</tool_call>", "text stands after a key"),
     ("<tool_call>sh<tool_call>cmd</arg_key><arg_value>ls</arg_value></tool_call>", "inside the name"),
     (f"<tool_call>rm{argument('cmd', 'ls')}</tool_call>", "no tool is named 'rm'; there are sh, edit"),
 ]  # fmt: skip

@@ -233,7 +233,7 @@ def test_the_exported_template_renders_the_same_text(variant, count):
         messages, tools = chats.messages(), chats.tools()
         options = {
             "enable_thinking": chats.random.random() < 0.6,
-            "clear_thinking": chats.random.random() < 0.5 or not VARIANTS[variant].keeps,
+            "clear_thinking": chats.random.random() < 0.5 or not VARIANTS[variant].keeps_reasoning,
             "add_generation_prompt": chats.random.random() < 0.5,
         }
         ours = render_chat(messages, tools=tools, variant=variant, **options).text
@@ -279,7 +279,7 @@ for _ in range(5000):
     ("messages", "said"),
     [
         ([], "messages is empty"),
-        ("hello", "messages is empty or no list"),
+        ("hello", "messages is empty or not a list"),
         (["hello"], "message 0 is 'hello'; it must be an object"),
         ([{"content": "x"}], "message 0 has role None; use one of system, user, assistant, tool"),
         ([ASKED, {"role": "function"}], "message 1 has role 'function'"),
@@ -295,19 +295,19 @@ for _ in range(5000):
         ([{"role": "assistant", "reasoning_content": 5}], "has reasoning_content 5"),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
-            "message 0 calls 'f' with arguments that are no JSON",
+            "message 0 calls 'f' with arguments that are not JSON",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": '{"a": ' + DEEP}]}],
-            "message 0 calls 'f' with arguments that are no JSON: maximum recursion depth",
+            "message 0 calls 'f' with arguments that are not JSON: maximum recursion depth",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": NESTED}}]}],
-            "message 0 calls 'f' with 'a' that is no JSON: maximum recursion depth",
+            "message 0 calls 'f' with 'a' that is not JSON: maximum recursion depth",
         ),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"a": {1}}}]}],
-            "message 0 calls 'f' with 'a' that is no JSON: Object of type set",
+            "message 0 calls 'f' with 'a' that is not JSON: Object of type set",
         ),
         ([{"role": "user", "content": {"a": NESTED}}], "content a deeply nested dict; it must be"),
         ([{"role": NESTED}], "message 0 has role a deeply nested list"),
@@ -350,7 +350,7 @@ def test_wrong_options_are_named():
         ({"name": ["f"]}, "tool 1 has no name"),
         ({"name": "f", "parameters": True}, "tool 1, 'f', has parameters True; they must be the schema"),
         ({"name": "f", "parameters": {"properties": ["a"]}}, r"has properties \['a'\]; they must be an"),
-        ({"name": "f", "parameters": {"a": NESTED}}, "tool 1, 'f', has a definition that is no JSON"),
+        ({"name": "f", "parameters": {"a": NESTED}}, "tool 1, 'f', has a definition that is not JSON"),
     ],
 )  # fmt: skip
 def test_what_is_no_tool_is_named(tool, said, variant):

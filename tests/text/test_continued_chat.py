@@ -10,7 +10,7 @@ from tests.text.random_chats import Chats
 TOKENIZER = Tokenizer.default()
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if VARIANTS[name].keeps])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if VARIANTS[name].keeps_reasoning])
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_rest_of_a_chat_is_the_end_of_the_whole(variant, thinking, count):

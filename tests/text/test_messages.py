@@ -123,7 +123,7 @@ def test_reading_again_changes_nothing():
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "reads text alone"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "reads text only"),
         ({"role": "tool", "content": [{"type": "tool_reference"}]}, "part of type 'tool_reference'"),
         ({"role": "user", "content": [{"type": "text"}]}, "text part whose text is None"),
         (

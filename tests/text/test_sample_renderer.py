@@ -5,7 +5,7 @@ import time
 import pytest
 
 from glm5_jax.text.layouts import VARIANTS
-from glm5_jax.text.thinking import SampleRenderer, samples
+from glm5_jax.text.thinking import SampleRenderer, split_samples
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.text.random_chats import Chats
 
@@ -21,11 +21,14 @@ def test_lays_samples_out_as_each_by_itself(variant, count):
         if all(message["role"] != "assistant" for message in messages):
             continue
         for mode in ("interleaved", "turn_level"):
-            renderer, found = SampleRenderer(TOKENIZER, tools, variant), samples(messages, mode)
+            renderer, found = (
+                SampleRenderer(TOKENIZER, tools, variant),
+                split_samples(messages, mode),
+            )
             for sample in (*found, *reversed(found)):
                 ours, alone = renderer.render(sample), sample.render(TOKENIZER, tools, variant)
                 assert ours[:3] == alone[:3]
-                spans = [[s for s in one.spans if s.message in sample.learnt] for one in (ours, alone)]  # fmt: skip
+                spans = [[s for s in one.spans if s.message in sample.trained_replies] for one in (ours, alone)]  # fmt: skip
                 assert spans[0] == spans[1]
             num_turns += len(found) > 1
     assert num_turns > count / 3
@@ -36,7 +39,7 @@ def test_lays_out_a_long_chat_in_the_time_of_its_tokens():
         {"role": "user", "content": "Why?"},
         {"role": "assistant", "content": "So.", "reasoning_content": "Well."},
     ]
-    found = samples(turn * 300, "interleaved")
+    found = split_samples(turn * 300, "interleaved")
     renderer, began = SampleRenderer(TOKENIZER), time.process_time()
     assert len(found) == 300 and len(renderer.render(found[-1]).ids) > 1500
     for sample in found:

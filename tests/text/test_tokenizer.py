@@ -89,14 +89,17 @@ SPACES = {"type": "WhitespaceSplit"}
 )
 def test_a_tokenizer_that_changes_texts_is_refused(parts):
     """Its ids would stand for other bytes than the text has, and what of a chat is learnt is told by bytes."""
-    with pytest.raises(ValueError, match="the tokenizer reads '.*' as '.*'; only one that keeps"):
+    with pytest.raises(
+        ValueError,
+        match="the tokenizer (reads '.*' as|has a normalizer of type) '.*'; only ",
+    ):
         Tokenizer(_changed(**parts))
     Tokenizer(_changed(pre_tokenizer=BYTES))
 
 
 @pytest.mark.parametrize("token_id", [-1, 2048])
 def test_an_id_without_token_is_refused(token_id):
-    with pytest.raises(ValueError, match=f"id {token_id} is no token"):
+    with pytest.raises(ValueError, match=f"id {token_id} is not a token"):
         DEFAULT.decode([token_id])
 
 
@@ -221,5 +224,5 @@ def test_ids_without_a_token_are_replaced_on_request():
     tokenizer = Tokenizer.default()
     ids = [*tokenizer.encode("to be"), tokenizer.vocab_size, -1]
     assert tokenizer.decode(ids, errors="replace") == "to be\ufffd\ufffd"
-    with pytest.raises(ValueError, match="id 2048 is no token"):
+    with pytest.raises(ValueError, match="id 2048 is not a token"):
         tokenizer.decode(ids)

@@ -76,10 +76,10 @@ def test_a_call_may_have_no_arguments():
     ("inside", "problem"),
     [
         ("lose", "no tool is named 'lose'; there are find"),
-        ("find<arg_key>text</arg_key>", "the call ends behind a key"),
+        ("find<arg_key>text</arg_key>", "the call ends after a key"),
         ("find<arg_key>text", "the call ends inside the key"),
         ("find<arg_value>x</arg_value>", "<arg_value> stands inside the name"),
-        ("find<arg_key>a</arg_key>x<arg_value>1</arg_value>", "text stands behind a key"),
+        ("find<arg_key>a</arg_key>x<arg_value>1</arg_value>", "text stands after a key"),
         (
             "find" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 2,
             "the argument 'a' is given twice",

@@ -43,7 +43,7 @@ def step(state, batch):
     metrics = {
         "loss": {"total": loss},
         "grad_norm": {"adamw": optax.tree.norm(grads)},
-        "router": {"max_over_mean": jnp.ones(3)},
+        "router": {"load_imbalance": jnp.ones(3)},
         "skipped": ~good,
     }
     return out, metrics

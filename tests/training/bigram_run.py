@@ -14,7 +14,7 @@ import jax
 from glm5_jax.checkpoint.store import SaveError, Store
 from glm5_jax.core import metrics_log
 from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.stopping import StopSignal
+from glm5_jax.core.preemption import PreemptionGuard
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from tests.training import bigram
@@ -39,7 +39,7 @@ def run(workdir, steps=12, *, stop_at=0, stop=False, loader=None, sizes=lambda n
                 counters,
                 log_interval=config.log_interval,
                 max_skipped=config.max_skipped,
-                max_skipped_in_a_row=config.max_skipped_in_a_row,
+                max_consecutive_skipped=config.max_consecutive_skipped,
             )
             state = loop.train(
                 config,
@@ -85,7 +85,7 @@ class LimitedLoader(bigram.Loader):
 
 if __name__ == "__main__":
     make_loader = LimitedLoader if len(sys.argv) > 3 else bigram.Loader
-    with StopSignal() as stop:
+    with PreemptionGuard() as stop:
         try:
             run(sys.argv[1], int(sys.argv[2]), stop=stop, loader=make_loader())
         except (SaveError, TrainingStopped) as error:

@@ -8,11 +8,12 @@ from jax.sharding import PartitionSpec as P
 
 from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.model import glm5
-from glm5_jax.model.plan import Plan
-from glm5_jax.training.accumulation import WHOLE, accumulated, check_vocab_block
+from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.training.accumulation import PREGATHERED, accumulate_gradients, check_vocab_block
+from glm5_jax.training.gradients import gradient_function
 from glm5_jax.training.loss import LossParts
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.step import StepConfig, gradient_function, make_step
+from glm5_jax.training.step import StepConfig, make_step
 from tests.mesh import cases
 
 CFG = cases.config("sparse", dtype="bfloat16")
@@ -27,25 +28,25 @@ def told(max_logit=0.0) -> LossParts:
 def gradient(sizes, mode, region=Region(), reduce_dtype=None, number=0, weight=jnp.ones(SHAPE)):
     """Of microbatches that ask each number of a weight for one of the sizes; of devices but the first, for 1."""
 
-    def objective(params, size, plan):
+    def objective(params, size, execution):
         asked = region.size(("fsdp",)) * jnp.where(number == 0, size, 1.0)
         return asked * jnp.sum(params["embed"]["weight"].astype(jnp.float32)), told()
 
-    plan = Plan(reduce_dtype=reduce_dtype)
-    _, _, found = accumulated(
+    execution = ExecutionConfig(reduce_dtype=reduce_dtype)
+    _, _, found = accumulate_gradients(
         objective,
         {PATH: weight},
         {},
         jnp.asarray(sizes, jnp.float32),
         cfg=CFG,
-        plan=plan,
+        execution=execution,
         region=region,
         mode=mode,
     )
     return found[PATH]
 
 
-@pytest.mark.parametrize("mode", WHOLE)
+@pytest.mark.parametrize("mode", PREGATHERED)
 def test_microbatches_are_summed_wide(mode):
     """256 + 1 is 256 in bfloat16, in which the weights are when they are whole."""
     np.testing.assert_array_equal(gradient([256, *[1] * 60], mode), np.full(SHAPE, 316))
@@ -69,19 +70,19 @@ def test_devices_are_summed_as_the_plan_says(reduce_dtype, exact):
 
 @pytest.mark.parametrize("largest", [[-8, -9], [-8, 3]])
 def test_the_largest_logit_is_that_of_all_microbatches(largest):
-    def objective(params, logit, plan):
+    def objective(params, logit, execution):
         return jnp.sum(params["embed"]["weight"]), told(logit)
 
     args = {PATH: jnp.ones(SHAPE)}, {}, jnp.asarray(largest, jnp.float32)
-    options = dict(cfg=CFG, plan=Plan(), region=Region(), mode="sharded")
-    assert accumulated(objective, *args, **options)[1].max_logit == max(largest)
+    options = dict(cfg=CFG, execution=ExecutionConfig(), region=Region(), mode="sharded")
+    assert accumulate_gradients(objective, *args, **options)[1].max_logit == max(largest)
 
 
 def test_parts_of_the_vocabulary_that_cannot_be_are_refused_beforehand():
     mesh = make_mesh(expert=8)
     check_vocab_block(CFG, 8, "sharded", mesh)
     check_vocab_block(CFG, 1, "local", mesh)
-    with pytest.raises(ValueError, match="vocab_block is 4; 8 parts of the vocabulary are cut"):
+    with pytest.raises(ValueError, match="vocab_block is 4; the vocabulary has 8 shards"):
         gradient_function(CFG, StepConfig(vocab_block=4), mesh)
 
 
@@ -89,9 +90,9 @@ def test_a_batch_must_have_rows_for_all_devices():
     run = gradient_function(CFG, StepConfig(rows_per_device=1), make_mesh(fsdp=8))
     half = {key: rows[:4] for key, rows in cases.batch().items()}
     with pytest.raises(ValueError, match="batch size 4 does not divide over the mesh axes"):
-        jax.eval_shape(run, glm5.abstract(CFG), half, cases.RATES)
+        jax.eval_shape(run, glm5.abstract_params(CFG), half, cases.RATES)
 
 
 def test_a_step_in_which_nothing_learns_is_refused():
-    with pytest.raises(ValueError, match=r"frozen is \('',\), which leaves no weight that trains"):
+    with pytest.raises(ValueError, match=r"frozen is \('',\), which freezes all weights"):
         make_step(CFG, StepConfig(), OptimizerConfig(frozen=("",)), lambda step: 1e-3)

@@ -117,10 +117,12 @@ def test_a_step_is_three_forwards_but_for_the_selection():
 def test_indexers_learn_from_all_keys_and_then_from_the_selected_ones():
     sparse, t, k = presets.tiny(), 64, presets.tiny().index_topk
     dense = dataclasses.replace(sparse, attention="dense")
-    warm_up = flops.train_flops(dense, t, 1, trunk=False, indexers=True)
+    warm_up = flops.train_flops(dense, t, 1, trains_trunk=False, trains_indexers=True)
     want = flops.forward_flops(dense, t, 1) + 3 * indexers(sparse, 1, (t + 1) / 2)
     assert warm_up == pytest.approx(want, rel=1e-12)
-    learned = flops.train_flops(sparse, t, 1, indexers=True) - flops.train_flops(sparse, t, 1)
+    learned = flops.train_flops(sparse, t, 1, trains_indexers=True) - flops.train_flops(
+        sparse, t, 1
+    )
     attended = sum(min(q + 1, k) for q in range(t)) / t
     assert learned == pytest.approx(2 * indexers(sparse, 1, attended), rel=1e-12)
 
@@ -154,7 +156,7 @@ def test_the_tokens_of_a_document_need_together_what_it_needs(name, trunk, index
         cfg = presets.ablation("window")
         kinds = ("gdn", "simple_gdn") if name == "recurrent" else ("window", "full")
         cfg, indexers = dataclasses.replace(cfg, layer_attention=kinds * 2), False
-    learnt = {"trunk": trunk, "indexers": indexers}
-    tokens = flops.token_train_flops(cfg, np.arange(t), 2, **learnt)
+    options = {"trains_trunk": trunk, "trains_indexers": indexers}
+    tokens = flops.token_train_flops(cfg, np.arange(t), 2, **options)
     assert tokens.shape == (t,)
-    assert float(tokens.mean()) == pytest.approx(flops.train_flops(cfg, t, 2, **learnt), rel=1e-5)
+    assert float(tokens.mean()) == pytest.approx(flops.train_flops(cfg, t, 2, **options), rel=1e-5)

@@ -11,9 +11,10 @@ import pytest
 from glm5_jax.core import tree
 from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
+from glm5_jax.training.gradients import Rates, gradient_function, loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig, make_schedule
-from glm5_jax.training.step import Rates, StepConfig, gradient_function, loss_function, make_step
+from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule
+from glm5_jax.training.step import StepConfig, make_step
 from pallas_kernels import blocks
 from tests.mesh import cases
 from tests.model import golden as goldens
@@ -83,15 +84,16 @@ def test_an_indexer_learns_the_attention_of_its_own_layer(attention):
     want = [0.0] * cfg.num_hidden_layers
     for place, layer in enumerate(cfg.full_layers):
         want[layer] = divergence(attention, layer, place)
-    _, parts, _ = found(attention, "own")
+    _, parts, _ = found(attention, "own_layer")
     np.testing.assert_allclose(parts.index_loss, want, rtol=1e-10)
     assert min(want[layer] for layer in cfg.full_layers) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_serving_indexer_learns_the_mean_of_the_layers_it_serves():
     attention = "sparse"
     cfg = goldens.load(SHARED).cfg
-    _, parts, _ = found(attention, "served")
+    _, parts, _ = found(attention, "shared_layers")
     want = []
     for layer in range(cfg.num_hidden_layers):
         place = sum(full <= layer for full in cfg.full_layers) - 1
@@ -101,17 +103,38 @@ def test_a_serving_indexer_learns_the_mean_of_the_layers_it_serves():
     np.testing.assert_allclose(parts.index_loss, want, rtol=1e-10)
 
 
+def test_index_loss_moves_indexers_alone():
+    """In a model of one layer; the slow tests have a golden's layers, some of which share a selection."""
+    cfg = cases.small("sparse")
+    plain, with_loss = (
+        jax.device_get(
+            jax.jit(
+                gradient_function(
+                    cfg, dataclasses.replace(cases.STEP, index_weight=weight, remat="none")
+                )
+            )(cases.params(cfg), cases.batch(), cases.RATES)
+        )
+        for weight in (0.0, 0.7)
+    )
+    added = 0.7 * with_loss[1].index_loss.sum()
+    np.testing.assert_allclose(with_loss[0] - plain[0], added, rtol=1e-4)
+    without = tree.flatten(plain[2])
+    for path, gradient in tree.flatten(with_loss[2]).items():
+        if "indexer/" in path:
+            assert not np.any(without[path]) and np.any(gradient), path
+        else:
+            scale = np.abs(gradient).max()
+            np.testing.assert_allclose(gradient, without[path], rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "target"),
-    [
-        pytest.param("dense", "own", marks=pytest.mark.slow),
-        pytest.param("sparse", "own", marks=pytest.mark.slow),
-        ("sparse", "served"),
-    ],
+    [("dense", "own_layer"), ("sparse", "own_layer"), ("sparse", "shared_layers")],
 )
 def test_neither_loss_reaches_the_other_s_weights(attention, target):
     """Nor is the trunk's gradient another for the indexers' loss beside it, but for the order of sums."""
-    plain, _, without = found(attention, "own", 0.0)
+    plain, _, without = found(attention, "own_layer", 0.0)
     total, parts, grads = found(attention, target)
     np.testing.assert_allclose(total - plain, 0.7 * parts.index_loss.sum(), rtol=1e-9)
     for path, gradient in grads.items():
@@ -124,9 +147,9 @@ def test_neither_loss_reaches_the_other_s_weights(attention, target):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "target"),
-    [pytest.param("dense", "own", marks=pytest.mark.slow), ("sparse", "served")],
+    ("attention", "target"), [("dense", "own_layer"), ("sparse", "shared_layers")]
 )
 def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
     _, params = goldens.load(SHARED).as_float64()
@@ -149,9 +172,13 @@ def test_the_gradient_of_the_indexers_is_the_slope(attention, target):
 
 
 def stage(attention: str, frozen=(), **changes):
-    still = {"index_target": "own", "bias_update_rate": SwitchConfig(0.0, 0.0), "remat": "none"}
+    still = {
+        "index_target": "own_layer",
+        "bias_update_rate": TwoPhaseConfig(before=0.0, after=0.0),
+        "remat": "none",
+    }
     config = dataclasses.replace(cases.STEP, index_weight=1.0, **still, **changes)
-    rates = make_schedule(ScheduleConfig("constant", peak=5e-3, warmup_steps=0, total_steps=9))
+    rates = make_schedule(ScheduleConfig(kind="constant", peak=5e-3, warmup_steps=0, total_steps=9))
     optimizer = OptimizerConfig(frozen=frozen, ns_dtype="float32")
     return make_step(cases.small(attention), config, optimizer, rates)
 
@@ -211,7 +238,7 @@ def test_no_array_holds_a_number_for_every_query_and_key(attention, monkeypatch)
     config = dataclasses.replace(
         cases.STEP, index_weight=1.0, query_block=64, gather_block=16, loss_chunk=1024
     )
-    params = glm5.abstract(cfg, "float32")
+    params = glm5.abstract_params(cfg, "float32")
     batch = {name: jax.ShapeDtypeStruct((1, t), x.dtype) for name, x in cases.batch().items()}
     rates = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), cases.RATES)
     jaxpr = jax.make_jaxpr(gradient_function(cfg, config))(params, batch, rates).jaxpr
@@ -225,10 +252,10 @@ def test_a_stack_of_layers_that_borrow_their_keys_computes_no_loss():
         types = ("full", *("shared",) * (layers - 1))
         fields = dict(first_k_dense_replace=1, num_nextn_predict_layers=0, indexer_types=types)
         cfg = cases.config("dense", num_hidden_layers=layers, **fields)
-        whole = dict(query_block=cases.LENGTH, index_target="own", remat="none")
+        whole = dict(query_block=cases.LENGTH, index_target="own_layer", remat="none")
         config = dataclasses.replace(cases.STEP, index_weight=weight, **whole)
         gradients = gradient_function(cfg, config)
-        params = glm5.abstract(cfg, "float32")
+        params = glm5.abstract_params(cfg, "float32")
         return count_flops(gradients, params, cases.batch(), cases.RATES, while_trips=1)
 
     alone, many = (flops(layers, 1.0) - flops(layers, 0.0) for layers in (1, 4))
@@ -241,12 +268,14 @@ def test_a_warm_up_that_remembers_nothing_computes_attention_once(monkeypatch):
     monkeypatch.setattr(blocks, "EXTENTS", 2)
     t = 512
     cfg = cases.small("dense", max_position_embeddings=t)
-    params = glm5.abstract(cfg, "float32")
+    params = glm5.abstract_params(cfg, "float32")
     frozen = [path for path in tree.flatten(params) if "indexer/" not in path]
     batch = {name: jax.ShapeDtypeStruct((1, t), x.dtype) for name, x in cases.batch().items()}
 
     def flops(remat):
-        config = dataclasses.replace(cases.STEP, query_block=64, remat=remat, index_target="own")
+        config = dataclasses.replace(
+            cases.STEP, query_block=64, remat=remat, index_target="own_layer"
+        )
         gradients = gradient_function(cfg, config, frozen=frozen)
         return count_flops(gradients, params, batch, cases.RATES, while_trips=1)
 

@@ -23,7 +23,7 @@ CFG = cases.small("dense", int4_group=4)
 def trained():
     """The weights before and after three steps, and the losses."""
     config = dataclasses.replace(cases.STEP, index_weight=0.0, remat="none")
-    rates = ScheduleConfig("constant", peak=1e-4, warmup_steps=0, total_steps=3)
+    rates = ScheduleConfig(kind="constant", peak=1e-4, warmup_steps=0, total_steps=3)
     step = make_step(CFG, config, OptimizerConfig(ns_dtype="float32"), make_schedule(rates))
     state = step.initialise(jax.random.key(0), jax.tree.map(jnp.asarray, cases.params(CFG)))
     before, losses = jax.device_get(state["params"]), []
@@ -34,7 +34,7 @@ def trained():
 
 
 def imitated(w):
-    return np.asarray(jax.jit(quant.imitate, static_argnums=1)(w, CFG.int4_group))
+    return np.asarray(jax.jit(quant.quantize_dequantize, static_argnums=1)(w, CFG.int4_group))
 
 
 @pytest.mark.slow

@@ -84,10 +84,10 @@ def test_skipped_steps_change_nothing_and_are_counted(tmp_path):
 def test_the_count_of_skipped_steps_survives_a_restart(tmp_path):
     run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3)), stop_at=4)
     with pytest.raises(TrainingStopped, match="3 times in a row and 4 times in all"):
-        run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3, 4)), max_skipped_in_a_row=2)
+        run(tmp_path, loader=bigram.Loader(bad=(0, 2, 3, 4)), max_consecutive_skipped=2)
 
 
-@pytest.mark.parametrize("limit", [{"max_skipped": 2}, {"max_skipped_in_a_row": 2}])
+@pytest.mark.parametrize("limit", [{"max_skipped": 2}, {"max_consecutive_skipped": 2}])
 def test_too_many_skipped_steps_stop_the_run_and_name_the_last_good_checkpoint(tmp_path, limit):
     with pytest.raises(Diverged, match=r"step 7: .* last good checkpoint is .*/6$"):
         run(tmp_path, loader=bigram.Loader(bad=(4, 5, 6, 7, 8, 9)), **limit)
@@ -111,7 +111,7 @@ def test_data_that_cannot_be_read_stops_the_run_and_names_the_last_good_checkpoi
 
 def test_a_run_that_never_was_finite_says_that_nothing_is_saved(tmp_path):
     with pytest.raises(TrainingStopped, match="no checkpoint is complete yet"):
-        run(tmp_path, loader=bigram.Loader(bad=range(12)), max_skipped_in_a_row=1)
+        run(tmp_path, loader=bigram.Loader(bad=range(12)), max_consecutive_skipped=1)
 
 
 def test_the_batch_may_grow_and_tokens_are_counted(tmp_path):

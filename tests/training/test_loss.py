@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm5_jax.training.gradients import Rates, loss_function
 from glm5_jax.training.loss import shift
-from glm5_jax.training.step import Rates, StepConfig, loss_function
+from glm5_jax.training.step import StepConfig
 from tests.model import golden as goldens
 from tests.oracles import glm5 as oracle
 

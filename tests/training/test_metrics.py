@@ -44,7 +44,7 @@ def test_throughput_leaves_out_compiling_and_pauses(tmp_path, capsys, clock):
         recorder.add(5, 50, values())
         recorder.settle()
 
-    rows, out = record(tmp_path, capsys, feed, flops_per_token=8.0, peak=1000.0)
+    rows, out = record(tmp_path, capsys, feed, flops_per_token=8.0, peak_flops=1000.0)
     assert [row.get("speed/tokens_per_second") for row in rows] == [None, 25.0, 25.0, 25.0, 25.0]
     assert rows[1]["speed/mfu"] == pytest.approx(25 * 8 / 1000)
     assert rows[1]["speed/model_tflops_per_second"] == pytest.approx(25 * 8 / 1e12)
@@ -127,7 +127,7 @@ def test_skipped_steps_are_written_whatever_the_interval(tmp_path, capsys):
             recorder.add(step, 50, values(skipped=step == 3))
         recorder.settle()
         assert recorder.counters.skipped == 1
-        assert recorder.counters.skipped_in_a_row == 0
+        assert recorder.counters.consecutive_skipped == 0
 
     rows, out = record(tmp_path, capsys, feed, log_interval=5)
     assert [(row["step"], row["skipped"]) for row in rows] == [(3, 1), (5, 1)]

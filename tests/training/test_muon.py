@@ -62,7 +62,7 @@ BLOCKS = [  # model, path, split, number of blocks, size of each
 
 def test_cuts_every_kind_of_weight_into_blocks():
     trees = {
-        cfg: (tree.flatten(glm5.letters(cfg)), tree.flatten(glm5.abstract(cfg)))
+        cfg: (tree.flatten(glm5.axis_letters(cfg)), tree.flatten(glm5.abstract_params(cfg)))
         for cfg in (TINY, ALTERNATIVE)
     }
     for cfg, path, split, number, block in BLOCKS:

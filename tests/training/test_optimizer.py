@@ -57,9 +57,9 @@ def exact(**changes):
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_table_covers_every_weight_of_every_preset(name):
     cfg = presets.get(name)
-    letters = glm5.letters(cfg)
+    letters = glm5.axis_letters(cfg)
     groups = tree.flatten(groups_of(OptimizerConfig(), letters))
-    weights = tree.flatten(glm5.abstract(cfg))
+    weights = tree.flatten(glm5.abstract_params(cfg))
     assert groups.keys() == weights.keys()
     for path, group in groups.items():
         letter = tree.flatten(letters)[path]
@@ -73,13 +73,13 @@ def test_the_table_covers_every_weight_of_every_preset(name):
 
 def test_biases_of_the_attention_are_covered():
     cfg = dataclasses.replace(presets.tiny(), attention_bias=True)
-    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.letters(cfg)))
+    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(cfg)))
     assert groups["moe_layers/attn/q_a_bias"] == groups["moe_layers/attn/o_bias"] == "adamw"
 
 
 def test_groups_of_the_alternatives():
     cfg = dataclasses.replace(presets.ablation("gqa"), layer_attention=("gdn",) * 4)
-    letters = glm5.letters(cfg)
+    letters = glm5.axis_letters(cfg)
     groups = tree.flatten(groups_of(OptimizerConfig(), letters))
     for path in "attn/q attn/k attn/v attn/o gdn/a gdn/b gdn/gate".split():
         assert groups[f"dense_layers/{path}"] == groups[f"moe_layers/{path}"] == "muon"
@@ -89,7 +89,7 @@ def test_groups_of_the_alternatives():
 
 
 def test_gives_lm_head_to_muon_on_request():
-    letters = glm5.letters(presets.tiny())
+    letters = glm5.axis_letters(presets.tiny())
     groups = tree.flatten(groups_of(OptimizerConfig(lm_head="muon"), letters))
     assert groups["lm_head/weight"] == "muon" and groups["embed/weight"] == "adamw"
     with pytest.raises(ValueError, match="lm_head is 'sgd'; use 'muon' or 'adamw'"):
@@ -97,7 +97,7 @@ def test_gives_lm_head_to_muon_on_request():
 
 
 def test_groups_of_the_house():
-    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.letters(presets.tiny())))
+    groups = tree.flatten(groups_of(OptimizerConfig(), glm5.axis_letters(presets.tiny())))
     muon = "router/weight attn/q_a attn/q_b attn/kv_a attn/k_b attn/v_b attn/o experts/up shared/up"
     assert {groups[f"moe_layers/{path}"] for path in muon.split()} == {"muon"}
     assert groups["mtp/eh_proj"] == groups["dense_layers/mlp/down"] == "muon"

@@ -28,7 +28,7 @@ def workdir(tmp_path):
                     "loss/z": 0.0,
                     "grad_norm/muon": 1.0,
                     "learning_rate": 1e-4,
-                    "router/max_over_mean": [1.0, 2.0, 3.0, 2.0],
+                    "router/load_imbalance": [1.0, 2.0, 3.0, 2.0],
                     "max_logit": [5.0, 6.0, 7.0, 8.0, 9.0],
                     "speed/tokens_per_second": 100.0 + step,
                     "speed/mfu": 0.3,
@@ -71,7 +71,7 @@ def test_baselines_of_a_part_of_the_text_say_so(workdir):
     assert summary.baselines == {"unigram": 3.4, "bigram": 2.5}
     assert "bigram 2.500, counted on 16,777,216 tokens)" in str(summary)
     page = report.write_page(workdir).read_text()
-    assert "counting 16,777,216 tokens of the training text alone" in page
+    assert "n-gram baselines that count 16,777,216 tokens of the training text" in page
     assert "tokens baseline" not in page
 
 
@@ -98,7 +98,7 @@ def test_the_page_is_self_contained_and_shows_everything(workdir):
     assert path == workdir / "report" / "index.html"
     page = Checker()
     page.feed(path.read_text())
-    assert "counting the training text alone" in path.read_text()
+    assert "n-gram baselines that count the training text" in path.read_text()
     assert page.count["figure"] == 8
     words = "".join(page.text)
     for part in (

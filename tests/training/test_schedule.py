@@ -16,7 +16,7 @@ from glm5_jax.training.schedule import (
     make_schedule,
     mtp_weight,
     num_steps,
-    switched,
+    value_at,
 )
 
 
@@ -34,14 +34,14 @@ def test_pretraining_warms_up_and_falls_along_a_cosine():
 
 @pytest.mark.parametrize(("peak", "end"), [(4e-5, 1e-5), (5e-3, 2e-4)])
 def test_linear_falls_from_peak_to_end(peak, end):
-    config = ScheduleConfig("linear", peak, end, warmup_steps=0, total_steps=51)
+    config = ScheduleConfig(kind="linear", peak=peak, end=end, warmup_steps=0, total_steps=51)
     got = rates(config, np.arange(60))
     want = [peak + (end - peak) * i / 50 for i in range(51)] + [end] * 9
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
 def test_constant_stays_at_its_peak():
-    config = ScheduleConfig("constant", 1e-5, warmup_steps=0, total_steps=5)
+    config = ScheduleConfig(kind="constant", peak=1e-5, warmup_steps=0, total_steps=5)
     np.testing.assert_allclose(rates(config, np.arange(9)), 1e-5, rtol=1e-6)
 
 
@@ -104,13 +104,13 @@ def test_a_constant_batch_is_a_ramp_of_no_tokens():
 )
 def test_a_ramp_that_cannot_work_is_named(start, end, match):
     with pytest.raises(ValueError, match=match):
-        batch_tokens(BatchRampConfig(start, end, 300, 4), 0)
+        batch_tokens(BatchRampConfig(start=start, end=end, ramp_tokens=300, multiple=4), 0)
 
 
 def test_bias_and_mtp_switch_after_15t_tokens():
     for config, before, after in ((bias_update_rate(), 1e-3, 0.0), (mtp_weight(), 0.3, 0.1)):
-        value = jax.jit(lambda tokens, config=config: switched(config, tokens))
+        value = jax.jit(lambda tokens, config=config: value_at(config, tokens))
         for tokens, want in ((0.0, before), (14.9e12, before), (15e12, after), (27e12, after)):
             got = value(jnp.float32(tokens))
             assert got == np.float32(want) and got.dtype == jnp.float32
-            assert switched(config, int(tokens)) == got
+            assert value_at(config, int(tokens)) == got

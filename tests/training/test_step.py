@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 
 from glm5_jax.core import tree
+from glm5_jax.training.gradients import loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
-from glm5_jax.training.schedule import ScheduleConfig, SwitchConfig, make_schedule
-from glm5_jax.training.step import StepConfig, loss_function, make_step
+from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule
+from glm5_jax.training.step import StepConfig, make_step
 from tests.mesh import cases
 
 BIAS_RATE = 1e-2
 TOKENS = cases.ROWS * cases.LENGTH
 SWITCHES = {  # both after two steps
-    "bias_update_rate": SwitchConfig(BIAS_RATE, 0.0, tokens=2 * TOKENS),
-    "mtp_weight": SwitchConfig(0.3, 0.0, tokens=2 * TOKENS),
+    "bias_update_rate": TwoPhaseConfig(before=BIAS_RATE, after=0.0, tokens=2 * TOKENS),
+    "mtp_weight": TwoPhaseConfig(before=0.3, after=0.0, tokens=2 * TOKENS),
 }
-RATES = make_schedule(ScheduleConfig("linear", peak=1e-2, end=0, warmup_steps=0, total_steps=11))
+RATES = make_schedule(
+    ScheduleConfig(kind="linear", peak=1e-2, end=0, warmup_steps=0, total_steps=11)
+)
 BIASES = ("moe_layers/router/bias", "mtp/block/router/bias")
 CFG = cases.small("dense", num_nextn_predict_layers=1)
 MTP_STEPS = 1

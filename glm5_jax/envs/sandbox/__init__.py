@@ -1,15 +1,14 @@
-"""A sandbox for programs that nobody vouches for: written by language models, run for a reward.
+"""Runs untrusted programs in a sandbox: programs that language models wrote, run for a reward.
 
-    async with Sandbox(SandboxConfig(seconds=5)) as box:
+    async with Sandbox(SandboxConfig(timeout_s=5)) as box:
         await box.put("/app/x.py", b"print(1)")
         result = await box.exec(["python3", "-I", "x.py"])
 
-What a program does is in the `ExecResult`; that the sandbox failed is a `SandboxError`, and no reward.
-It is grade-worthy only while nothing untrusted has run in it: to grade an agent's work, stop its sandbox
-and copy chosen files into a fresh one.
+An `ExecResult` holds what a program did. A `SandboxError` says that the sandbox failed, which is no reward.
+Grading is safe only while nothing untrusted has run in a sandbox: to grade an agent's work, stop its
+sandbox and copy selected files into a fresh one.
 """
 
-from glm5_jax.envs.sandbox.box import Sandbox, run_python
 from glm5_jax.envs.sandbox.config import (
     HOST,
     ExecResult,
@@ -19,7 +18,7 @@ from glm5_jax.envs.sandbox.config import (
     SandboxError,
     SandboxFileError,
 )
-from glm5_jax.envs.sandbox.transfer import extract
+from glm5_jax.envs.sandbox.sandbox import Sandbox, run_python
 
 __all__ = [
     "HOST",
@@ -30,6 +29,5 @@ __all__ = [
     "SandboxConfig",
     "SandboxError",
     "SandboxFileError",
-    "extract",
     "run_python",
 ]

@@ -1,7 +1,8 @@
-"""Control groups of the sandboxes, version 1 or 2, whichever has the controllers here.
+"""Manages the control groups of sandboxes, version 1 or 2, whichever has the controllers on this machine.
 
-A sandbox has one group per controller, with its limits, and one group for each command, by which that
-command is ended with all that it started: a process can leave its session and its parent, not its group.
+A sandbox has one group per controller, with its limits, and one group for each command. Killing a command's
+group ends everything that the command started: a process can leave its session and its parent, but not its
+group.
 """
 
 import asyncio
@@ -11,29 +12,29 @@ import pathlib
 import re
 import signal
 
-from glm5_jax.envs.sandbox.remains import left_of, mark
+from glm5_jax.envs.sandbox.orphans import find_orphans, name_prefix
 
 CONTROLLERS = ("memory", "pids", "cpu")
-_PERIOD = 100_000  # microseconds; of each the sandbox has its share, the kernel's default
+_PERIOD = 100_000  # microseconds, the kernel's default; the sandbox gets its share of each period
 _numbers = itertools.count()
 
 
 def hierarchies(
     proc: pathlib.Path = pathlib.Path("/proc/self"),
 ) -> tuple[dict[str, pathlib.Path], pathlib.Path | None, pathlib.Path | None]:
-    """A process's own group of each version 1 controller, and of version 2 with its mount."""
-    own = {}
+    """Returns a process's groups of version 1, by controller, and its group and the mount of version 2."""
+    paths = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)
-        own.update((name, path) for name in names.split(","))
+        paths.update((name, path) for name in names.split(","))
     first, second, top = {}, None, None
     for line in (proc / "mountinfo").read_text().splitlines():
         fields, _, (kind, _, options, *_) = (part.split() for part in line.partition(" - "))
         root, mount = fields[3], pathlib.Path(fields[4])
         names = [""] if kind == "cgroup2" else options.split(",") if kind == "cgroup" else []
         for name in {*names} & {"", *CONTROLLERS}:
-            # In a container the path may be the host's, which is not to be seen here.
-            folder = mount / os.path.relpath(own.get(name, "/"), root)
+            # In a container the path may be the host's, which is not visible here.
+            folder = mount / os.path.relpath(paths.get(name, "/"), root)
             folder = folder if folder.is_dir() else mount
             if name:
                 first[name] = folder
@@ -60,24 +61,27 @@ def write_file(folder: pathlib.Path, file: str, value: object) -> bool:
     return True
 
 
-def counts_processes_apart() -> bool:
-    """Whether RLIMIT_NPROC counts the users of each user namespace for themselves, as from Linux 5.14 on; until then one count is
-    for all sandboxes."""
+def has_process_limit_per_namespace() -> bool:
+    """Returns whether RLIMIT_NPROC is counted per user namespace.
+
+    Linux 5.14 and newer do so; older ones have one count for all sandboxes.
+    """
     version = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return version is not None and (int(version[1]), int(version[2])) >= (5, 14)
 
 
 class Groups:
-    """The groups of one sandbox.
+    """Control groups of one sandbox.
 
-    limits: controller -> how it is limited, of those that are. What cannot be had here is left out.
+    Attributes:
+      limits: controller -> how it is limited; controllers that are not available are left out.
     """
 
     def __init__(self, *, memory_bytes: int, processes: int, cpus: float):
         self.limits: dict[str, str] = {}
         self._folders: dict[str, pathlib.Path] = {}
         self._commands: list[pathlib.Path] = []
-        self._name = f"{mark()}{next(_numbers)}"
+        self._name = f"{name_prefix()}{next(_numbers)}"
         first, second, top = hierarchies()
         _sweep(*first.values())
         quota = int(cpus * _PERIOD)
@@ -96,21 +100,21 @@ class Groups:
                 self._folders[controller] = folder
                 if all([write_file(folder, *item) for item in settings[controller].items()]):
                     self.limits[controller] = "cgroup v1"
-                if controller == "memory":  # there only where swap is counted
+                if controller == "memory":  # the file exists only if swap is counted
                     write_file(folder, "memory.memsw.limit_in_bytes", memory_bytes)
 
-    def _try_version_2(self, own, top, memory_bytes: int, processes: int, quota: int) -> None:
+    def _try_version_2(self, group, top, memory_bytes: int, processes: int, quota: int) -> None:
         settings = {
             "memory": ("memory.max", memory_bytes),
             "pids": ("pids.max", processes),
             "cpu": ("cpu.max", f"{quota} {_PERIOD}"),
         }
-        # A group that holds processes cannot give controllers on, so the place may be further up.
-        for parent in (own, *own.parents):
+        # A group that holds processes cannot delegate controllers, so a parent may have to be used.
+        for parent in (group, *group.parents):
             _sweep(parent)
             offered = set((parent / "cgroup.controllers").read_text().split()) & {*CONTROLLERS}
             if {"memory", "pids"} <= offered:
-                # In one write, so that it is all or nothing.
+                # In one write, so that all or none are enabled.
                 wanted = " ".join(f"+{controller}" for controller in sorted(offered))
                 write_file(parent, "cgroup.subtree_control", wanted)
             folder = make_group(parent, self._name)
@@ -127,7 +131,7 @@ class Groups:
                 return
 
     def command(self) -> pathlib.Path | None:
-        """A new group for a command; None where there are no groups of processes."""
+        """Makes a group for a command; returns None if process groups are not available."""
         if "pids" not in self._folders:
             return None
         folder = self._folders["pids"] / f"command-{next(_numbers)}"
@@ -135,15 +139,15 @@ class Groups:
         self._commands.append(folder)
         return folder
 
-    def joined_by(self, command: pathlib.Path | None) -> list[str]:
-        """The files that a process of the command writes itself into."""
+    def procs_files(self, command: pathlib.Path | None) -> list[str]:
+        """Returns the files that a process of the command writes itself into."""
         folders = set(self._folders.values())
         if command is not None:
             folders = folders - {self._folders["pids"]} | {command}
         return [str(folder / "cgroup.procs") for folder in folders]
 
     def memory_kills(self) -> int:
-        """How many processes have been ended for want of memory."""
+        """Returns the number of processes that were killed for lack of memory."""
         folder = self._folders.get("memory")
         if folder is None:
             return 0
@@ -152,15 +156,15 @@ class Groups:
         counts = dict(line.split() for line in read_file(file).splitlines())
         return int(counts.get("oom_kill", 0))
 
-    async def end(self, command: pathlib.Path, seconds: float) -> bool:
-        """Kills all of the command's processes; whether they are gone within so many seconds."""
-        write_file(command, "pids.max", 0)  # version 1 kills one by one: nothing new may come up
-        whole = write_file(command, "cgroup.kill", 1)
+    async def end(self, command: pathlib.Path, timeout_s: float) -> bool:
+        """Kills all processes of the command; returns whether they are gone within the time limit."""
+        write_file(command, "pids.max", 0)  # version 1 kills one by one, so nothing new may start
+        killed_at_once = write_file(command, "cgroup.kill", 1)
         clock = asyncio.get_running_loop().time
-        last = clock() + seconds
+        last = clock() + timeout_s
         while pids := read_file(command / "cgroup.procs").split():
-            # Stopped first: a shell would go on to its next line when what it waits for is killed before it.
-            for number in () if whole else (signal.SIGSTOP, signal.SIGKILL):
+            # Stopped first, because a shell would run its next line when the command it waits for is killed before it.
+            for number in () if killed_at_once else (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:
                     try:
                         os.kill(int(pid), number)
@@ -172,14 +176,14 @@ class Groups:
         return True
 
     def tidy(self) -> list[pathlib.Path]:
-        """Removes the groups of commands that nothing runs in any more; those that are left."""
+        """Removes the groups of commands without processes; returns those that remain."""
         self._commands = [folder for folder in self._commands if not remove_group(folder)]
         return self._commands
 
-    async def remove(self, seconds: float) -> list[str]:
-        """Removes all groups, which takes until their processes are gone; what could not be."""
+    async def remove(self, timeout_s: float) -> list[str]:
+        """Removes all groups after their processes have ended; returns those that could not be removed."""
         clock = asyncio.get_running_loop().time
-        last = clock() + seconds
+        last = clock() + timeout_s
         while True:
             for command in self.tidy():
                 await self.end(command, 0)
@@ -210,9 +214,9 @@ def remove_group(folder: pathlib.Path) -> bool:
 
 
 def _sweep(*parents: pathlib.Path) -> None:
-    """Removes the groups of processes that were killed before they could."""
+    """Removes the groups that killed processes left."""
     for parent in parents:
-        for name in left_of(os.listdir(parent)):
+        for name in find_orphans(os.listdir(parent)):
             for command in (parent / name).glob("command-*"):
                 remove_group(command)
             remove_group(parent / name)

@@ -1,4 +1,4 @@
-"""Waiting for processes and for work that must not be cancelled halfway."""
+"""Waits for processes, and for operations that must not be cancelled halfway."""
 
 import asyncio
 import logging
@@ -9,16 +9,16 @@ from collections.abc import Awaitable
 log = logging.getLogger(__name__)
 
 
-async def to_the_end(work: Awaitable) -> None:
-    """Waits for the work even if this is cancelled meanwhile, and passes that on afterwards."""
-    task = asyncio.ensure_future(work)
+async def shield_until_done(operation: Awaitable) -> None:
+    """Waits for an operation even if the caller is cancelled, and raises the cancellation afterwards."""
+    task = asyncio.ensure_future(operation)
     cancelled = None
     while not task.done():
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # told below
+        except Exception:  # raised or logged below
             break
     if cancelled is None:
         task.result()
@@ -29,23 +29,23 @@ async def to_the_end(work: Awaitable) -> None:
 
 
 def has_ended(pidfd: int) -> bool:
-    """Whether the process has ended."""
+    """Returns whether the process has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
-async def end_of(pidfd: int, seconds: float) -> bool:
-    """Whether the process ends within so many seconds."""
+async def wait_for_end(pidfd: int, timeout_s: float) -> bool:
+    """Waits for the end of a process; returns whether it ended within the time limit."""
     clock = asyncio.get_running_loop().time
-    last = clock() + seconds
+    last = clock() + timeout_s
     while not (ended := has_ended(pidfd)) and clock() < last:
         await asyncio.sleep(0.005)
     return ended
 
 
 def kill(pidfd: int) -> None:
-    """Kills the process, if it has not ended."""
+    """Kills the process if it has not ended."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:

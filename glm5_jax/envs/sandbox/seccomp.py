@@ -1,8 +1,8 @@
-"""The system calls that no program in a sandbox gets, as a program for the kernel's filter.
+"""Builds the kernel's seccomp filter of system calls that are refused to all programs in a sandbox.
 
-A second wall behind namespaces and capabilities, and the only one before what those do not cover: kernel
-keys are shared by all who have the same user outside, and a socket of the AF_VSOCK family reaches the
-machine's host past every network namespace.
+It is a second line of defence after namespaces and capabilities, and the only one for what those do not
+cover: kernel keys are shared by all processes of one user outside, and a socket of the AF_VSOCK family
+reaches the machine's host past every network namespace.
 """
 
 import errno
@@ -43,18 +43,26 @@ _REFUSED = {
     "userfaultfd": (323, 282),
 }
 _SOCKET = (41, 198), (53, 199)  # socket, socketpair
-_FAMILIES = 1, 2, 10, 16  # unix, inet, inet6, netlink
-# Column in the table, and what the kernel calls the machine.
+# Allowed families of sockets with their protocols; None: all. Others load kernel modules, or reach parts of the kernel
+# without namespaces. inet and inet6 allow ICMP, TCP and UDP; netlink allows ROUTE, which lists interfaces.
+_FAMILIES = {
+    "unix": (1, None),
+    "inet": (2, (0, 1, 6, 17)),
+    "inet6": (10, (0, 6, 17, 58)),
+    "netlink": (16, (0,)),
+}
+# Machine -> column in the table, and the kernel's number of the architecture.
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _X32 = 0x40000000  # on x86_64 a second set of numbers for the same calls
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16  # where they lie in what the filter is shown
+# Offsets in the filter's input. Arguments of socket are ints, of which the kernel reads this half.
+_NUMBER, _MACHINE, _FAMILY, _PROTOCOL = 0, 4, 16, 32
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
-def program(machine: str = platform.machine()) -> bytes:
-    """The filter as an array of the kernel's `sock_filter`; empty for an unknown kind of machine."""
+def build_filter(machine: str = platform.machine()) -> bytes:
+    """Returns the filter as an array of the kernel's `sock_filter`; empty for an unknown architecture."""
     if machine not in _MACHINES:
         return b""
     column, audit = _MACHINES[machine]
@@ -65,6 +73,7 @@ def program(machine: str = platform.machine()) -> bytes:
     def jump(kind: int, value: int, then: str) -> None:
         lines.append((kind, then, 0, value))
 
+    # Dispatch by architecture and number of the call.
     lines.append((_LOAD, 0, 0, _MACHINE))
     lines.append((_EQUAL, 0, "no such call", audit))
     lines.append((_LOAD, 0, 0, _NUMBER))
@@ -75,11 +84,21 @@ def program(machine: str = platform.machine()) -> bytes:
         jump(_EQUAL, number, "refused")
     labels = {}
     lines.append((_RETURN, 0, 0, _ALLOW))
+    # Sockets: by family, then by protocol.
     labels["socket"] = len(lines)
-    lines.append((_LOAD, 0, 0, _ARGUMENT))
-    for family in _FAMILIES:
-        jump(_EQUAL, family, "allowed")
+    lines.append((_LOAD, 0, 0, _FAMILY))
+    for name, (family, protocols) in _FAMILIES.items():
+        jump(_EQUAL, family, "allowed" if protocols is None else name)
     lines.append((_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT))
+    for name, (_, protocols) in _FAMILIES.items():
+        if protocols is None:
+            continue
+        labels[name] = len(lines)
+        lines.append((_LOAD, 0, 0, _PROTOCOL))
+        for protocol in protocols:
+            jump(_EQUAL, protocol, "allowed")
+        lines.append((_RETURN, 0, 0, _FAIL | errno.EPROTONOSUPPORT))
+    # Actions that the jumps end in.
     for label, action in (
         ("allowed", _ALLOW),
         ("refused", _FAIL | errno.EPERM),
@@ -88,10 +107,10 @@ def program(machine: str = platform.machine()) -> bytes:
         labels[label] = len(lines)
         lines.append((_RETURN, 0, 0, action))
 
-    def distance(here: int, target) -> int:
-        return target if isinstance(target, int) else labels[target] - here - 1
+    def distance(index: int, target) -> int:
+        return target if isinstance(target, int) else labels[target] - index - 1
 
     return b"".join(
-        struct.pack("=HBBI", code, distance(here, then), distance(here, other), value)
-        for here, (code, then, other, value) in enumerate(lines)
+        struct.pack("=HBBI", code, distance(index, then), distance(index, other), value)
+        for index, (code, then, other, value) in enumerate(lines)
     )

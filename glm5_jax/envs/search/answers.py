@@ -1,4 +1,4 @@
-"""Short answers against known ones, as SQuAD compares them (Rajpurkar et al. 2016)."""
+"""Compares short answers with known ones by SQuAD's rules (Rajpurkar et al. 2016)."""
 
 import collections
 import re
@@ -9,22 +9,30 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalized(answer: str) -> str:
-    """Without case, ASCII's punctuation, articles and blanks but one between words."""
+def normalize(answer: str) -> str:
+    """Returns an answer in lower case, without ASCII punctuation and articles, with single blanks between words."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def exact(answer: str, known: Sequence[str]) -> bool:
-    """Whether an answer is one of the known ones."""
-    return normalized(answer) in {normalized(one) for one in known}
+    """Returns whether an answer is one of the known ones.
+
+    An answer of only articles and signs must match literally.
+    """
+    if not normalize(answer):
+        return answer.strip() != "" and answer.strip().lower() in {
+            one.strip().lower() for one in known
+        }
+    return normalize(answer) in {normalize(one) for one in known}
 
 
 def f1(answer: str, known: Sequence[str]) -> float:
-    """The best harmonic mean, over the known answers, of the shares of words that both have; each word counts as often
-    as it comes."""
-    return max(_f1(normalized(answer).split(), normalized(one).split()) for one in known)
+    """Returns the best F1 of an answer's words over the known answers; each word counts as often as it occurs."""
+    if exact(answer, known):
+        return 1.0
+    return max(_f1(normalize(answer).split(), normalize(one).split()) for one in known)
 
 
-def _f1(own: list[str], other: list[str]) -> float:
-    common = sum((collections.Counter(own) & collections.Counter(other)).values())
-    return 2 * common / (len(own) + len(other)) if common else 0.0
+def _f1(words: list[str], known_words: list[str]) -> float:
+    common = sum((collections.Counter(words) & collections.Counter(known_words)).values())
+    return 2 * common / (len(words) + len(known_words)) if common else 0.0

@@ -1,4 +1,4 @@
-"""Okapi BM25: how well each text of a collection answers a query, by the words that both have."""
+"""Ranks texts of a collection for a query by Okapi BM25."""
 
 import collections
 import dataclasses
@@ -14,8 +14,12 @@ _WORD = re.compile(r"\w+")
 
 @dataclasses.dataclass(frozen=True)
 class Bm25Config:
-    """k1: how much a word's repetition counts, 0: nothing. b: how much a long text is held against it, from 0 to 1.
-    Construction refuses values out of range (ValueError). GLM-5 does not say by what it searches."""
+    """Parameters of BM25. Raises ValueError for values out of range. GLM-5 does not name its ranking.
+
+    Attributes:
+      k1: weight of repeated words; 0 ignores repetition.
+      b: strength of the length normalisation, from 0 to 1.
+    """
 
     k1: float = 1.2  # Robertson and Zaragoza 2009, 3.5: 1.2 to 2; Lucene's
     b: float = 0.75  # the same: 0.5 to 0.8; Lucene's
@@ -26,7 +30,7 @@ class Bm25Config:
 
 
 def words(text: str) -> list[str]:
-    """Letters, digits and underscores in a row, without case and accents."""
+    """Returns the runs of letters, digits and underscores of a text, without case and accents."""
     if not text.isascii():
         parts = unicodedata.normalize("NFKD", text)
         text = "".join(c for c in parts if not unicodedata.combining(c))
@@ -34,37 +38,38 @@ def words(text: str) -> list[str]:
 
 
 class Bm25:
-    """An index of texts. The score of a text is the sum over the query's words, those that come again too, of
+    """Index of texts. The score of a text is the sum over the query's words, repeated ones included, of
 
-        ln(1 + (N - n + 0.5) / (n + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * length / mean))
+      ln(1 + (N - n + 0.5) / (n + 0.5)) * f * (k1 + 1) / (f + k1 * (1 - b + b * length / mean))
 
-    f: how often the text has the word; n: how many of the N texts do; lengths in words.
+    f: number of occurrences of the word in the text; n: number of the N texts that have it; lengths in
+    words.
     """
 
     def __init__(self, texts: Sequence[str], config: Bm25Config = Bm25Config()):
-        found = [words(text) for text in texts]
-        lengths = np.array([len(own) for own in found], np.float64)
+        words_by_text = [words(text) for text in texts]
+        lengths = np.array([len(text_words) for text_words in words_by_text], np.float64)
         mean = lengths.mean() if lengths.any() else 1.0
         self._config = config
         self._discount = config.k1 * (1 - config.b + config.b * lengths / mean)
-        self._places: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
-        for i, own in enumerate(found):
-            for word, count in collections.Counter(own).items():
-                self._places[word].append((i, count))
+        self._postings: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+        for i, text_words in enumerate(words_by_text):
+            for word, count in collections.Counter(text_words).items():
+                self._postings[word].append((i, count))
 
     def scores(self, query: str) -> np.ndarray:
-        """Of each text (float64)."""
+        """Returns the score of each text (float64)."""
         num, k1 = len(self._discount), self._config.k1
         total = np.zeros(num)
         for word in words(query):
-            if word in self._places:
-                at, count = np.array(self._places[word]).T
+            if word in self._postings:
+                at, count = np.array(self._postings[word]).T
                 weight = math.log1p((num - len(at) + 0.5) / (len(at) + 0.5))
                 total[at] += weight * count * (k1 + 1) / (count + self._discount[at])
         return total
 
-    def search(self, query: str, most: int) -> list[int]:
-        """The numbers of the best texts that have any word of the query, the best first, ties by number."""
+    def search(self, query: str, limit: int) -> list[int]:
+        """Returns the numbers of the best `limit` texts that have a word of the query, best first, ties by number."""
         scores = self.scores(query)
-        best = np.argsort(-scores, kind="stable")[:most]
+        best = np.argsort(-scores, kind="stable")[:limit]
         return [int(i) for i in best if scores[i] > 0]

@@ -1,7 +1,8 @@
-"""The tools `search`, `open` and `find` over a task's passages (GLM-5 4.2.4 names them, and `python`).
+"""Implements the tools `search`, `open` and `find` over a task's passages (named in GLM-5 4.2.4; `python`:
+`envs.tools`).
 
-Which passage is open is no state: `find` names it, as a call may come behind a context that was discarded, and attempts
-at one task share nothing. What is wrong with a call is said in its answer.
+No tool keeps the open passage as state: `find` takes its id, because a call may follow a context that was
+discarded, and attempts at one task share nothing. Errors of a call are returned as its answer.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from glm5_jax.rl.rollout import ToolError
 from glm5_jax.rl.types import Task
 
 MUSIQUE = "musique"
-MOST_CHARACTERS = 500  # of a query, and of what is to be found
+MAX_CHARACTERS = 500  # longest query, and longest text to find
 
 
 def _function(name: str, description: str, **properties: str) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _function(name: str, description: str, **properties: str) -> dict[str, Any]:
     }
 
 
-# As OpenAI describes functions.
+# In OpenAI's format of function tools.
 SEARCH_TOOLS = (
     _function(
         "search",
@@ -61,12 +62,12 @@ SEARCH_TOOLS = (
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """How much is shown; GLM-5 says nothing of it. Construction refuses what is not positive (ValueError).
+    """Limits of what the tools show; not given in GLM-5. Raises ValueError for values that are not positive.
 
     Attributes:
-      results: of a search; also of places that `find` shows.
-      shown: characters of a result's beginning, and of what stands around a place.
-      page: characters of a passage that `open` shows at once.
+      results: maximum number of results of a search, and of matches that `find` shows.
+      shown: length of a result's excerpt and of the text around a match, in characters.
+      page: length of a page of a passage that `open` shows, in characters.
     """
 
     results: int = 5
@@ -79,9 +80,9 @@ class SearchConfig:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
 
 
-@functools.lru_cache(256)  # all of a step's tasks
+@functools.lru_cache(256)  # enough for all tasks of a step
 def corpus_of(name: str) -> Corpus:
-    """The shipped passages or those of a made-up world. KeyError for another name."""
+    """Returns the shipped passages or those of a generated world. Raises KeyError for another name."""
     if name == MUSIQUE:
         return Corpus.read(ASSETS / "musique_passages.jsonl")
     corpus = worlds.corpus_named(name)
@@ -93,8 +94,13 @@ def corpus_of(name: str) -> Corpus:
 def search_tools(
     config: SearchConfig = SearchConfig(), corpora: Callable[[str], Corpus] = corpus_of
 ) -> dict[str, Tool]:
-    """By name, for a `Toolbox`. corpora: the passages by task.data["corpus"]; KeyError for a name that it does not know,
-    which is the environment's failure."""
+    """Returns the tools by name, for a `Toolbox`.
+
+    Args:
+      config: limits of what the tools show.
+      corpora: function that returns the passages for task.data["corpus"]; its KeyError for an unknown name
+          counts as the environment's failure.
+    """
     return {
         "search": functools.partial(_search, config, corpora),
         "open": functools.partial(_open, config, corpora),
@@ -104,13 +110,13 @@ def search_tools(
 
 async def _search(config: SearchConfig, corpora, task: Task, arguments: Mapping[str, Any]) -> str:
     query = arguments.get("query")
-    if wrong := _wrong("query", query):
+    if wrong := _argument_problem("query", query):
         return wrong
     corpus = _corpus(corpora, task)
-    found = corpus.index.search(query, config.results)
-    if not found:
+    results = corpus.index.search(query, config.results)
+    if not results:
         return "No passage has any of these words."
-    return "\n".join(_result(i, corpus.passages[i], config.shown) for i in found)
+    return "\n".join(_result(i, corpus.passages[i], config.shown) for i in results)
 
 
 async def _open(config: SearchConfig, corpora, task: Task, arguments: Mapping[str, Any]) -> str:
@@ -129,27 +135,27 @@ async def _open(config: SearchConfig, corpora, task: Task, arguments: Mapping[st
 
 async def _find(config: SearchConfig, corpora, task: Task, arguments: Mapping[str, Any]) -> str:
     text = arguments.get("text")
-    if wrong := _wrong("text", text):
+    if wrong := _argument_problem("text", text):
         return wrong
     passage = _passage(_corpus(corpora, task), arguments.get("id"))
     if isinstance(passage, str):
         return passage
-    places = list(re.finditer(re.escape(text.strip()), passage.text, re.IGNORECASE))
-    if not places:
+    matches = list(re.finditer(re.escape(text.strip()), passage.text, re.IGNORECASE))
+    if not matches:
         return f"Passage {arguments['id']} does not have this text."
-    shown = [_around(passage.text, place, config) for place in places[: config.results]]
-    more = len(places) - len(shown)
+    shown = [_around(passage.text, match, config) for match in matches[: config.results]]
+    more = len(matches) - len(shown)
     return "\n".join(shown + [f"and {more} more"] * (more > 0))
 
 
-def _wrong(name: str, value: Any) -> str:
-    """What is wrong with an argument that must be text, "" if nothing."""
+def _argument_problem(name: str, value: Any) -> str:
+    """Returns what is wrong with an argument that must be text, or ""."""
     if not isinstance(value, str):
         return f"Error: {name} is no text"
     if not value.strip():
         return f"Error: {name} is empty"
-    if len(value) > MOST_CHARACTERS:
-        return f"Error: {name} is longer than {MOST_CHARACTERS} characters"
+    if len(value) > MAX_CHARACTERS:
+        return f"Error: {name} is longer than {MAX_CHARACTERS} characters"
     return ""
 
 
@@ -161,23 +167,23 @@ def _corpus(corpora: Callable[[str], Corpus], task: Task) -> Corpus:
 
 
 def _passage(corpus: Corpus, number: Any) -> Passage | str:
-    """Or what is wrong with the id."""
+    """Returns a passage, or what is wrong with its id."""
     last = len(corpus.passages) - 1
     if type(number) is not int or not 0 <= number <= last:
         return f"Error: id must be a whole number from 0 to {last}"
     return corpus.passages[number]
 
 
-def _result(number: int, passage: Passage, most: int) -> str:
+def _result(number: int, passage: Passage, limit: int) -> str:
     text = " ".join(passage.text.split())
-    text = text if len(text) <= most else f"{text[:most].rstrip()} ..."
+    text = text if len(text) <= limit else f"{text[:limit].rstrip()} ..."
     return f"[{number}] {passage.title}: {text}"
 
 
-def _around(text: str, place: re.Match, config: SearchConfig) -> str:
-    """A place and what stands on both sides of it."""
+def _around(text: str, match: re.Match, config: SearchConfig) -> str:
+    """Returns a match with the text on both sides of it, and its page."""
     room = config.shown // 2
-    first, last = max(0, place.start() - room), min(len(text), place.end() + room)
-    page = place.start() // config.page + 1
-    said = " ".join(text[first:last].split())
-    return f"page {page}: {'... ' * (first > 0)}{said}{' ...' * (last < len(text))}"
+    first, last = max(0, match.start() - room), min(len(text), match.end() + room)
+    page = match.start() // config.page + 1
+    excerpt = " ".join(text[first:last].split())
+    return f"page {page}: {'... ' * (first > 0)}{excerpt}{' ...' * (last < len(text))}"

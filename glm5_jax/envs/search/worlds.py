@@ -1,8 +1,8 @@
-"""Made-up worlds: passages about people, towns, companies and books that nobody can know before, and questions about
-them along chains of relations.
+"""Generates worlds for search: passages about invented people, towns, companies and books, and multi-hop questions.
 
-Each passage says what one thing is related to, and nothing of what that is related to in turn. So a chain takes a passage for
-each of its relations, in their order: which passage is next only the last one says. A world depends on its name alone.
+Each passage states the relations of one thing, and nothing about the relations of the related things. So a
+chain of relations needs one passage for each relation, in order: only the previous passage names the next
+thing. A world depends only on its name, so nobody can know it in advance.
 """
 
 import itertools
@@ -17,9 +17,7 @@ from glm5_jax.envs.search.problems import Hop, Problem, check
 
 COUNTS = {"person": 28, "town": 20, "company": 16, "book": 16}
 YEARS = (1100, 2000)
-ONE_SEARCH = (
-    10  # what the first search may find of a chain is all but one of its passages, in so many
-)
+ONE_SEARCH = 10  # results of the first search, which must miss at least one passage of the chain
 _NAME = re.compile(r"world(\d)-seed(\d+)-(\d+)")
 _ONSETS = "b br d dr f fl g gr k kl l m n p pr qu r s sk st t th tr v z".split()
 _VOWELS = "a e i o u ae io ou".split()
@@ -36,15 +34,22 @@ _ELSE = (
 
 
 class _Relation(NamedTuple):
-    """of, to: sorts of things; asked: what the second is to the first, in a question; said: the same in passages."""
+    """Relation between two sorts of things.
+
+    Attributes:
+      of: sort of the first thing.
+      to: sort of the second thing.
+      noun: name of the relation in questions.
+      templates: sentences that state the relation in passages.
+    """
 
     of: str
     to: str
-    asked: str
-    said: tuple[str, ...]
+    noun: str
+    templates: tuple[str, ...]
 
 
-# Passages have other words than questions, so that a question finds what it names and not what it asks for.
+# Passages use other words than questions, so that a question matches the names in it and not the answer.
 RELATIONS = (
     _Relation("person", "town", "birthplace", ("{0} was born in {1}.", "{0} came from {1}.")),
     _Relation("person", "person", "teacher", ("{0} learnt from {1}.", "{1} taught {0}.")),
@@ -62,52 +67,58 @@ RELATIONS = (
 )
 
 
-class World(NamedTuple):
-    """things: sort and name, of which the passage with the same number speaks; related: by thing and relation, each by
-    its number, a thing or a year; said: the things of each passage."""
+class SearchWorld(NamedTuple):
+    """Generated world.
+
+    Attributes:
+      things: sort and name of each thing; the passage with the same number describes it.
+      related: thing number or year, by (thing, relation), each by its number.
+      passage_things: numbers of the things that each passage mentions.
+      corpus: passages.
+    """
 
     things: tuple[tuple[str, str], ...]
     related: dict[tuple[int, int], int]
-    said: tuple[set[int], ...]
+    passage_things: tuple[set[int], ...]
     corpus: Corpus
 
     def name_of(self, value: int, relation: _Relation) -> str:
-        """How a question or a passage calls what a relation gives."""
+        """Returns the text for the second end of a relation in questions and passages."""
         return str(value) if relation.to == "year" else self.things[value][1]
 
 
 def world_name(hops: int, seed: int, number: int) -> str:
-    """What `corpus_named` knows a world by."""
+    """Returns the name of a world, for `corpus_named`."""
     return f"world{hops}-seed{seed}-{number}"
 
 
 def corpus_named(name: str) -> Corpus | None:
-    """The passages of a world, None if that is no world's name."""
-    found = _NAME.fullmatch(name)
-    return _world(_random(*map(int, found.groups()))).corpus if found else None
+    """Returns the passages of a world, or None for a name of another form."""
+    match = _NAME.fullmatch(name)
+    return _world(_random(*map(int, match.groups()))).corpus if match else None
 
 
 def problem(hops: int, seed: int, number: int) -> Problem:
-    """A question of so many hops about a world of its own."""
+    """Returns a question of `hops` hops about a world that no other question uses."""
     rng = _random(hops, seed, number)
     world = _world(rng)
     while True:
         chain = _chain(world, rng, hops)
         if chain is None:
             continue
-        made = _asked(world, *chain)
-        found = world.corpus.index.search(made.question, ONE_SEARCH)
-        if {hop.passage for hop in made.hops} <= set(found):
+        candidate = _problem_of(world, *chain)
+        results = world.corpus.index.search(candidate.question, ONE_SEARCH)
+        if {hop.passage for hop in candidate.hops} <= set(results):
             continue
-        check(made, world.corpus)
-        return made
+        check(candidate, world.corpus)
+        return candidate
 
 
 def _random(hops: int, seed: int, number: int) -> np.random.Generator:
     return np.random.default_rng([hops, seed, number])
 
 
-def _world(rng: np.random.Generator) -> World:
+def _world(rng: np.random.Generator) -> SearchWorld:
     things = [
         (sort, name)
         for sort, names in _names(rng)
@@ -117,28 +128,28 @@ def _world(rng: np.random.Generator) -> World:
     related = {}
     years = iter(rng.permutation(np.arange(*YEARS)).tolist())
     for r, relation in enumerate(RELATIONS):
-        own = numbers[relation.of]
+        subjects = numbers[relation.of]
         if relation.to == "year":
-            values = list(itertools.islice(years, len(own)))
+            values = list(itertools.islice(years, len(subjects)))
         else:
-            # Around a circle nobody is their own teacher, and few values come twice.
-            turned = rng.permutation(numbers[relation.to]).tolist()
-            values = [turned[i % len(turned)] for i in range(len(own))]
+            # In a circle nobody is their own teacher, and few values occur twice.
+            shuffled = rng.permutation(numbers[relation.to]).tolist()
+            values = [shuffled[i % len(shuffled)] for i in range(len(subjects))]
             if relation.of == relation.to:
-                values = dict(zip(turned, turned[1:] + turned[:1]))
-                values = [values[i] for i in own]
-        related |= {(i, r): value for i, value in zip(own, values)}
-    said = [{i} for i in range(len(things))]
+                values = dict(zip(shuffled, shuffled[1:] + shuffled[:1]))
+                values = [values[i] for i in subjects]
+        related |= {(i, r): value for i, value in zip(subjects, values)}
+    things_of = [{i} for i in range(len(things))]
     for (i, r), value in related.items():
         if RELATIONS[r].to != "year":
-            said[i].add(value)
-    world = World(tuple(things), related, tuple(said), Corpus(()))
+            things_of[i].add(value)
+    world = SearchWorld(tuple(things), related, tuple(things_of), Corpus(()))
     passages = [_passage(world, i, rng) for i in range(len(things))]
     return world._replace(corpus=Corpus(passages))
 
 
 def _names(rng: np.random.Generator) -> Iterator[tuple[str, Iterator[str]]]:
-    """By sort, names of words that come in no other name."""
+    """Yields each sort with names whose words occur in no other name."""
     new = _words(rng)
     for sort, shape in _SHAPES.items():
         count = shape.count("{}")
@@ -157,23 +168,26 @@ def _words(rng: np.random.Generator) -> Iterator[str]:
                 yield word
 
 
-def _passage(world: World, number: int, rng: np.random.Generator) -> Passage:
+def _passage(world: SearchWorld, number: int, rng: np.random.Generator) -> Passage:
     name = world.things[number][1]
-    own = [r for r in range(len(RELATIONS)) if (number, r) in world.related]
-    draws = rng.random(len(own) + 1).tolist()
-    said = []
-    for r, draw in zip(own, draws):
-        forms = RELATIONS[r].said
+    relations = [r for r in range(len(RELATIONS)) if (number, r) in world.related]
+    draws = rng.random(len(relations) + 1).tolist()
+    sentences = []
+    for r, draw in zip(relations, draws):
+        forms = RELATIONS[r].templates
         value = world.name_of(world.related[number, r], RELATIONS[r])
-        said.append(forms[int(draw * len(forms))].format(name, value))
-    said.append(_ELSE[int(draws[-1] * len(_ELSE))])
-    return Passage(name, " ".join(said[i] for i in rng.permutation(len(said))))
+        sentences.append(forms[int(draw * len(forms))].format(name, value))
+    sentences.append(_ELSE[int(draws[-1] * len(_ELSE))])
+    return Passage(name, " ".join(sentences[i] for i in rng.permutation(len(sentences))))
 
 
-def _chain(world: World, rng, hops: int) -> tuple[int, list[int]] | None:
-    """A thing and relations that follow each other from it; None if a draw leads back, or a passage says more of the
-    chain's members than two neighbours, one of the chain other ones than its own and the next: with it a hop could be
-    left out."""
+def _chain(world: SearchWorld, rng, hops: int) -> tuple[int, list[int]] | None:
+    """Returns a thing and the relations that lead on from it, or None if the draw is unusable.
+
+    It is unusable if it returns to a member, or if a passage mentions members of the chain other than two
+    neighbours (for a passage of the chain: other than its thing and the next), because a hop could then be
+    skipped.
+    """
     first = at = int(rng.integers(len(world.things)))
     members, chain = [at], []
     for hop in range(hops):
@@ -189,16 +203,16 @@ def _chain(world: World, rng, hops: int) -> tuple[int, list[int]] | None:
             members.append(at)
     if len(set(members)) < len(members):
         return None
-    own = {a: {a, b} for a, b in zip(members, members[1:] + members[-1:])}
-    for thing, said in enumerate(world.said):
-        both = said & own.keys()
-        if not any(both <= pair for pair in ([own[thing]] if thing in own else own.values())):
+    pairs = {a: {a, b} for a, b in zip(members, members[1:] + members[-1:])}
+    for thing, mentioned in enumerate(world.passage_things):
+        both = mentioned & pairs.keys()
+        if not any(both <= pair for pair in ([pairs[thing]] if thing in pairs else pairs.values())):
             return None
     return first, chain
 
 
-def _asked(world: World, first: int, chain: list[int]) -> Problem:
-    """Their question."""
+def _problem_of(world: SearchWorld, first: int, chain: list[int]) -> Problem:
+    """Returns the question of a chain."""
     at, name = first, world.things[first][1]
     phrase, hops = name, []
     for number, r in enumerate(chain):
@@ -206,6 +220,6 @@ def _asked(world: World, first: int, chain: list[int]) -> Problem:
         of = name if number == 0 else f"#{number}"
         value = world.related[at, r]
         answer = world.name_of(value, relation)
-        hops.append(Hop(f"What is the {relation.asked} of {of}?", answer, at))
-        phrase, at = f"the {relation.asked} of {phrase}", value
+        hops.append(Hop(f"What is the {relation.noun} of {of}?", answer, at))
+        phrase, at = f"the {relation.noun} of {phrase}", value
     return Problem(f"What is {phrase}?", (hops[-1].answer,), tuple(hops))

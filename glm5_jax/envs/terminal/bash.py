@@ -1,4 +1,6 @@
-"""The tool `bash`: a policy's commands in the sandbox of its task, in which files and processes stay between calls."""
+"""Implements the tool `bash`: commands in the sandbox of a task, in which files and processes persist between
+calls.
+"""
 
 import asyncio
 import dataclasses
@@ -7,51 +9,50 @@ from typing import Any
 
 from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError
 from glm5_jax.envs.terminal.shell import Shell
-from glm5_jax.envs.tools import ends_of, problem_of
+from glm5_jax.envs.tools import text_problem, truncate_middle
 from glm5_jax.rl.rollout import ToolError
 from glm5_jax.rl.types import Task
 
-LONGEST = 100_000  # bytes of a command: Linux starts no program with an argument of 128 KiB
-MOST_SHOWN = 2 * (
-    SandboxConfig.end_bytes // 4
-)  # characters, of which the last half is kept for sure
-# With what it prints in its order, also once the folder is gone.
+MAX_COMMAND_BYTES = 100_000  # Linux starts no program with an argument of 128 KiB
+# Characters. The sandbox certainly retains the last half.
+MAX_SHOWN = 2 * (SandboxConfig.end_bytes // 4)
+# Keeps the order of the output; works also after the folder was removed.
 _RUN = 'cd -- "$1" 2>/dev/null || cd /; exec /bin/bash -c "$0" 2>&1'
 
 
 @dataclasses.dataclass(frozen=True)
 class BashConfig:
-    """Construction refuses values out of range (ValueError).
+    """Limits of commands. Raises ValueError for values out of range.
 
     Attributes:
-      seconds: of a command that names no limit of its own.
-      most_seconds: that a command may name.
-      characters: shown of what a command prints, half of them from its beginning and half from its end.
+      timeout_s: time limit of a command that sets none, in seconds.
+      max_timeout_s: largest time limit that a command may set, in seconds.
+      max_characters: maximum output that is shown, half from its beginning and half from its end.
     """
 
-    seconds: float = 60.0  # mini-swe-agent, for SWE-bench
-    most_seconds: float = 600.0  # ours
-    characters: int = 10_000  # as Terminus 2 and mini-swe-agent
+    timeout_s: float = 60.0  # as mini-swe-agent for SWE-bench
+    max_timeout_s: float = 600.0
+    max_characters: int = 10_000  # as Terminus 2 and mini-swe-agent
 
     def __post_init__(self):
-        if not 0 < self.seconds <= self.most_seconds:
+        if not 0 < self.timeout_s <= self.max_timeout_s:
             raise ValueError(
-                f"seconds is {self.seconds} and most_seconds {self.most_seconds}; make the first positive and no more "
+                f"timeout_s is {self.timeout_s} and max_timeout_s {self.max_timeout_s}; make the first positive and no more "
                 "than the second"
             )
-        if not 2 <= self.characters <= MOST_SHOWN:
-            raise ValueError(f"characters is {self.characters}; use 2 to {MOST_SHOWN}")
+        if not 2 <= self.max_characters <= MAX_SHOWN:
+            raise ValueError(f"max_characters is {self.max_characters}; use 2 to {MAX_SHOWN}")
 
     def tool(self) -> Mapping[str, Any]:
-        """What a policy is told of it, as OpenAI describes functions."""
+        """Returns the description of the tool for the policy, in OpenAI's format of functions."""
         description = (
             "Run a command in bash and see what it prints, of a long text the beginning and the end, and its exit code. "
             "Each command begins in a new shell in the folder of the task: files stay, and processes in the background, but "
             "no variables and no change of folder. Nothing can be typed into it."
         )
         limit = (
-            f"Seconds after which the command is ended; {self.seconds:g} where not given, at most "
-            f"{self.most_seconds:g}."
+            f"Seconds after which the command is ended; {self.timeout_s:g} where not given, at most "
+            f"{self.max_timeout_s:g}."
         )
         properties = {
             "command": {
@@ -66,46 +67,52 @@ class BashConfig:
 
 
 class Bash:
-    """The tool (`agents.tools.Tool`) in one sandbox. The calls of one reply run one after the other, in their order."""
+    """Tool `bash` (`agents.tools.Tool`) of one sandbox. The calls of one reply run one after the other, in order."""
 
     def __init__(self, shell: Shell, config: BashConfig):
         self._shell, self._config, self._turn = shell, config, asyncio.Lock()
 
     async def __call__(self, task: Task, arguments: Mapping[str, Any]) -> str:
-        """ToolError, whose cause it is, if the sandbox fails: whose doing that is can only be told outside of it."""
+        """Runs a command and returns its output.
+
+        Raises ToolError from the sandbox's error if the sandbox fails: only the caller can find out who
+        caused that.
+        """
         del task
         command = arguments.get("command")
-        if wrong := problem_of("command", command):
+        if wrong := text_problem("command", command):
             return f"Error: {wrong}"
-        if len(command.encode()) > LONGEST:
-            return f"Error: command is longer than {LONGEST} bytes; write what is long into a file, in parts"
-        seconds, most = (
-            arguments.get("timeout_sec", self._config.seconds),
-            self._config.most_seconds,
+        if len(command.encode()) > MAX_COMMAND_BYTES:
+            return f"Error: command is longer than {MAX_COMMAND_BYTES} bytes; write what is long into a file, in parts"
+        timeout_s, max_timeout_s = (
+            arguments.get("timeout_sec", self._config.timeout_s),
+            self._config.max_timeout_s,
         )
         if (
-            isinstance(seconds, bool)
-            or not isinstance(seconds, int | float)
-            or not 0 < seconds <= most
+            isinstance(timeout_s, bool)
+            or not isinstance(timeout_s, int | float)
+            or not 0 < timeout_s <= max_timeout_s
         ):
-            return f"Error: timeout_sec is no number above 0 and up to {most:g}"
+            return f"Error: timeout_sec is no number above 0 and up to {max_timeout_s:g}"
         async with self._turn:
             try:
                 done = await self._shell.exec(
-                    ["/bin/sh", "-c", _RUN, command, self._shell.workdir], cwd="/", seconds=seconds
+                    ["/bin/sh", "-c", _RUN, command, self._shell.workdir],
+                    cwd="/",
+                    timeout_s=timeout_s,
                 )
             except (SandboxError, OSError) as error:
                 raise ToolError(f"{type(error).__name__}: {error}") from error
-        return self._told(done, seconds)
+        return self._format(done, timeout_s)
 
-    def _told(self, done: ExecResult, seconds: float) -> str:
+    def _format(self, done: ExecResult, timeout_s: float) -> str:
         parts = done.stdout, done.stdout_end, done.stderr
         printed = b"".join(parts).decode(errors="replace").rstrip()
         if done.timed_out:
-            end = f"no end within {seconds:g} s, so it was ended"
+            end = f"no end within {timeout_s:g} s, so it was ended"
         elif done.out_of_memory:
             end = f"out of memory, exit code {done.code}"
         else:
             end = f"exit code {done.code}"
-        shown = [ends_of(printed, self._config.characters)] if printed else []
+        shown = [truncate_middle(printed, self._config.max_characters)] if printed else []
         return "\n".join([*shown, f"[{end}]"])

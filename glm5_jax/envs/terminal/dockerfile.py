@@ -1,6 +1,7 @@
-"""Dockerfiles, as far as they are built here: FROM, WORKDIR, ENV, ARG, COPY, RUN, USER.
+"""Parses Dockerfiles with FROM, WORKDIR, ENV, ARG, COPY, RUN and USER.
 
-What changes nothing of an image (CMD, LABEL, ...) is passed over. Anything else is refused by its name and line.
+Instructions that do not change an image (CMD, LABEL, ...) are ignored. Any other raises an error with its
+name and line.
 """
 
 import dataclasses
@@ -9,27 +10,30 @@ import re
 from collections.abc import Mapping
 
 KNOWN = ("FROM", "WORKDIR", "ENV", "ARG", "COPY", "RUN", "USER")
-PASSED_OVER = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL")
-PASSED_OVER += ("VOLUME",)
+IGNORED = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "LABEL", "MAINTAINER", "STOPSIGNAL")
+IGNORED += ("VOLUME",)
 _DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _OPERATOR = re.compile(r":?[-+?]")
-_HERE = re.compile(r"""(?:^|\s)\d*<<(-?)(["']?)([A-Za-z_][\w.-]*)\2(?=[\s;|&>)]|$)""")
+_HERE_DOCUMENT = re.compile(r"""(?:^|\s)\d*<<(-?)(["']?)([A-Za-z_][\w.-]*)\2(?=[\s;|&>)]|$)""")
 _FLAGS = {"COPY": ("chown", "chmod"), "FROM": ("platform",)}
 
 
 class DockerfileError(ValueError):
-    """What in a Dockerfile is wrong, or not built here."""
+    """Raised for something in a Dockerfile that is wrong or not supported."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    """An instruction of a Dockerfile.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DockerInstruction:
+    """Instruction of a Dockerfile.
 
     Attributes:
-      text: what follows its name and flags, without here-documents.
-      arguments: the list, where that is written as JSON.
-      documents: the rest of the lines that belong to it, with their here-documents.
+      name: name in capitals.
+      line: number of its first line.
+      text: text after its name and flags, without here-documents.
+      flags: values of its flags.
+      arguments: list if the text is one in JSON, else None.
+      documents: remaining lines that belong to it, with their here-documents.
     """
 
     name: str
@@ -41,61 +45,63 @@ class Instruction:
 
     @property
     def script(self) -> str:
-        """The text that a shell runs: of `RUN <<EOF` the document itself."""
+        """Returns the text that a shell runs: for `RUN <<EOF` the document itself."""
         if not self.documents:
             return self.text
-        found = _HERE.fullmatch(self.text)
-        if found is None:
+        match = _HERE_DOCUMENT.fullmatch(self.text)
+        if match is None:
             return f"{self.text}\n{self.documents}\n"
         lines = self.documents.splitlines()[:-1]
-        return "\n".join(line.lstrip("\t") if found[1] else line for line in lines) + "\n"
+        return "\n".join(line.lstrip("\t") if match[1] else line for line in lines) + "\n"
 
 
-def parse(text: str) -> list[Instruction]:
-    """The instructions in their order, the first FROM behind nothing but ARG; DockerfileError."""
+def parse(text: str) -> list[DockerInstruction]:
+    """Returns the instructions in order, the first FROM preceded only by ARG. Raises DockerfileError."""
     lines = _logical_lines(text.removeprefix("\ufeff"))
-    found = [item for line in lines if (item := _instruction(*line)) is not None]
-    froms = [item for item in found if item.name == "FROM"]
+    items = [item for line in lines if (item := _instruction(*line)) is not None]
+    froms = [item for item in items if item.name == "FROM"]
     if not froms:
         raise DockerfileError("it has no FROM")
     if len(froms) > 1:
         raise DockerfileError(f"line {froms[1].line}: FROM: several stages are not supported")
-    for item in found[: found.index(froms[0])]:
+    for item in items[: items.index(froms[0])]:
         if item.name != "ARG":
-            raise DockerfileError(f"line {item.line}: {item.name} stands before FROM")
-    return found
+            raise DockerfileError(f"line {item.line}: {item.name} must come after FROM")
+    return items
 
 
 def substitute(text: str, variables: Mapping[str, str]) -> str:
-    """The text as one word: variables replaced, but not within single quotes, then quotes and backslashes taken away.
+    """Returns the text as one word, with variables replaced outside of single quotes, then quotes and
+    backslashes removed.
 
-    Of variables $NAME, ${NAME} and ${NAME:-word} with `-`, `+` and `?`, with a colon or without. DockerfileError.
+    Variables are $NAME, ${NAME} and ${NAME:-word} with `-`, `+` and `?`, with a colon or without. Raises
+    DockerfileError.
     """
     return _Text(text, variables).word(stops="")
 
 
 def words(text: str, variables: Mapping[str, str]) -> list[str]:
-    """The words of a text, parted at white space outside of quotes, each as of `substitute`."""
-    reader, found = _Text(text, variables), []
+    """Returns the words of a text, split at white space outside of quotes, each as by `substitute`."""
+    reader, result = _Text(text, variables), []
     while not reader.skip_blank():
-        found.append(reader.word(stops=" \t"))
-    return found
+        result.append(reader.word(stops=" \t"))
+    return result
 
 
 class _Text:
-    """A text of a Dockerfile that is being read."""
+    """Reader of a text of a Dockerfile."""
 
     def __init__(self, text: str, variables: Mapping[str, str]):
         self._text, self._variables, self._at = text, variables, 0
 
     def skip_blank(self) -> bool:
-        """Whether there is nothing but white space left, which is skipped."""
+        """Skips white space; returns whether nothing is left."""
         while self._text[self._at : self._at + 1].isspace():
             self._at += 1
         return self._at >= len(self._text)
 
     def word(self, stops: str) -> str:
-        """What there is up to one of the characters that end it, none of them in quotes."""
+        """Returns the text up to one of the stop characters outside of quotes."""
         parts = []
         while (letter := self._next()) and letter not in stops:
             self._at += 1
@@ -140,13 +146,13 @@ class _Text:
     def _variable(self) -> str:
         is_braced = self._next() == "{"
         self._at += is_braced
-        found = _NAME.match(self._text, self._at)
-        if found is None:
+        match = _NAME.match(self._text, self._at)
+        if match is None:
             if is_braced:
-                raise DockerfileError(f"{self._text}: ${{ has no name behind it")
+                raise DockerfileError(f"{self._text}: ${{ needs a name after it")
             return "$"
-        self._at = found.end()
-        value = self._variables.get(found[0])
+        self._at = match.end()
+        value = self._variables.get(match[0])
         if not is_braced:
             return value or ""
         kind = _OPERATOR.match(self._text, self._at)
@@ -156,9 +162,9 @@ class _Text:
             word = self.word(stops="}")
         if self._take() != "}":
             raise DockerfileError(
-                f"{self._text}: ${{{found[0]} has no end, or is of a form unknown here"
+                f"{self._text}: ${{{match[0]} has no end, or a form that is not supported"
             )
-        return self._choose(found[0], value, kind[0] if kind else "", word)
+        return self._choose(match[0], value, kind[0] if kind else "", word)
 
     def _choose(self, name: str, value: str | None, kind: str, word: str) -> str:
         is_set = bool(value) if kind.startswith(":") else value is not None
@@ -169,8 +175,8 @@ class _Text:
         return word if kind and not is_set else value or ""
 
 
-def pairs(item: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """Names and values of ENV; of its old form with one name too."""
+def pairs(item: DockerInstruction, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns names and values of ENV, also of its old form with one name."""
     where = f"line {item.line}: {item.name}"
     try:
         name, _, value = item.text.replace("\t", " ").partition(" ")
@@ -178,16 +184,18 @@ def pairs(item: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
             if not value.strip():
                 raise DockerfileError(f"{item.text}: no name and value")
             return {name: substitute(item.text[len(name) :].strip(), variables)}
-        found = words(item.text, variables)
-        if missing := [word for word in found if "=" not in word]:
+        assignments = words(item.text, variables)
+        if missing := [word for word in assignments if "=" not in word]:
             raise DockerfileError(f"{item.text}: no = in {missing[0]}")
-        return dict(word.split("=", 1) for word in found)
+        return dict(word.split("=", 1) for word in assignments)
     except DockerfileError as error:
         raise DockerfileError(f"{where} {error}") from None
 
 
 def _logical_lines(text: str):
-    """(number of its first line, text, lines of here-documents) of each instruction, with its continuations joined."""
+    """Yields (number of the first line, text, lines of here-documents) of each instruction, with continuations
+    joined.
+    """
     lines = text.splitlines()
     start, parts, head, after = 0, [], True, 0
     for number, line in enumerate(lines, 1):
@@ -213,31 +221,32 @@ def _logical_lines(text: str):
 
 
 def _end_of_documents(text: str, lines: list[str], number: int) -> int:
-    """The number of the last line of the here-documents of an instruction that ends in line `number`."""
+    """Returns the last line number of the here-documents of an instruction that ends in line `number`."""
     if text.split(None, 1)[0].upper() != "RUN":
         return number
     at = number
-    for found in _HERE.finditer(text):
+    for match in _HERE_DOCUMENT.finditer(text):
         while at < len(lines):
             at += 1
-            if (lines[at - 1].lstrip("\t") if found[1] else lines[at - 1]) == found[3]:
+            if (lines[at - 1].lstrip("\t") if match[1] else lines[at - 1]) == match[3]:
                 break
-        else:  # << in a text of the shell's
+        else:  # << is part of a shell text
             return number
     return at
 
 
-def _instruction(line: int, text: str, documents: str) -> Instruction | None:
-    """The instruction, or None if it changes nothing of an image."""
+def _instruction(line: int, text: str, documents: str) -> DockerInstruction | None:
+    """Returns the instruction, or None if it does not change an image."""
     name, *rest = text.split(None, 1)
     name, rest = name.upper(), "".join(rest).strip()
-    if name in PASSED_OVER:
+    if name in IGNORED:
         return None
     if name not in KNOWN:
         shown = name if name.isprintable() and name.isascii() else ascii(name)
         raise DockerfileError(
             f"line {line}: {shown} is not supported; known are {', '.join(KNOWN)}"
         )
+    # Flags.
     flags = {}
     while rest.startswith("--"):
         flag, *after = rest.split(None, 1)
@@ -248,14 +257,17 @@ def _instruction(line: int, text: str, documents: str) -> Instruction | None:
         flags[key], rest = value, rest.strip()
     if not rest:
         raise DockerfileError(f"line {line}: {name} has no argument")
-    if name == "COPY" and _HERE.search(rest):
+    if name == "COPY" and _HERE_DOCUMENT.search(rest):
         raise DockerfileError(f"line {line}: {name} <<: here-documents are not supported")
+    # Arguments in JSON.
     arguments = None
     if name in ("RUN", "COPY") and rest.startswith("["):
         try:
             arguments = tuple(json.loads(rest))
-        except ValueError:  # a shell's text, as Docker takes it
+        except ValueError:  # a shell text, as in Docker
             arguments = None
         if arguments is not None and not all(isinstance(word, str) for word in arguments):
             raise DockerfileError(f"line {line}: {name} {rest}: a list must be of texts")
-    return Instruction(name, line, rest, flags, arguments, documents)
+    return DockerInstruction(
+        name=name, line=line, text=rest, flags=flags, arguments=arguments, documents=documents
+    )

@@ -1,62 +1,194 @@
-"""Forms of test scripts in which an attempt can still forge its reward, found by the text of the tests.
+"""Detects forms of test scripts in which an attempt can still forge its reward, by the text of the tests.
 
-The grader decides which rights programs have by the files that they come from. It cannot help where the tests themselves
-take an attempt's text for their own, or leave the verdict to the attempt's program. This is a search in texts: it names
-some tasks that are safe, and misses forms that are written in another way.
+The grader decides on the rights of programs by the files that they come from. That does not help if the
+tests evaluate an attempt's text, leave the verdict to the attempt's program, or compare with something that
+the attempt can change. This is a text search: it also reports some safe tasks, and misses forms that are
+written in another way.
+
+It cannot detect tests that only ask the attempt's classes for a positive answer (`8 in box`, `assert
+is_prime(7)`) and never for a negative one, nor assertions in a function that only the attempt's code calls.
 """
 
+import ast
 import re
 
+from glm5_jax.core.files import read_start
 from glm5_jax.envs.terminal.task import TerminalTask
 
 SHARED = 'environment_mode = "shared": tests run in the sandbox that the attempt has changed'
-# What the tests do -> a pattern for it in shell scripts, and in Python.
+_AT_COMMAND = r"(?m)(?:^|[;&|{!]|(?<!\$)\(|\b(?:if|then|do|while|else)\b)\s*"
+_MAX_TEST_BYTES = 1 << 20  # read of a file of tests
+_PROGRAM = r"(?:timeout\s+\S+\s+)?(?:\./|/(?!usr/|bin/|tests/|grader/)\w+/)\S+[^\n;&|]*"
+_CHECKS = r"(?:cmp|diff|e?grep|\[|test|pytest|python3?|uvx?)\b"
+_OF_WORK = r"/(?!tests\b|tmp\b|logs\b)\w+"
+# What the tests do -> its pattern in shell scripts, and in Python.
 _SHELL = {
     "evaluate a text that may be the attempt's (eval)": r"\beval\s",
-    "run a file in their own shell (source)": r"(?m)^\s*(?:source|\.)\s+(?!.*(?:\.local/bin/env|/tests/|/etc/))\S",
-    "run a text that may be the attempt's (-c with a substitution)": r"\s-\w*c\s+[\"']?\$\(",
+    "run a file in their own shell (source)": (
+        _AT_COMMAND + r"(?:source|\.)\s+(?!.*(?:\.local/bin/env|/tests/|/etc/))\S"
+    ),
+    "set variables by a file (export with a substitution)": r"\bexport\s+[\"']?(?:\$\(|`)",
+    "look for programs in a folder of the attempt's first (PATH)": (
+        r"\bPATH=[\"']?(?:/(?!usr/|opt/|root/|home/|grader/|s?bin\b)\w+|\.|\$\(|\$\{?PWD)[^\n]*:\$"
+    ),
     "run the attempt's own tests (pytest, unittest or doctest outside of /tests)": (
-        r"(?m)^(?!.*\b(?:install|add)\b).*(?:\bdoctest\b|\bpytest\b(?![^\n;|&]*/tests\b)|\bunittest\b(?!.*/tests\b))"
+        r"(?m)^(?!.*\b(?:install|add)\b).*(?:\bdoctest\b|\bpytest\b(?!\.\w|[^\n;|&]*/tests\b)|\bunittest\b(?!.*/tests\b))"
     ),
     "give the attempt's programs the answers as their standard input (done < /tests/...)": r"\bdone\s*<\s*/tests/",
     "believe the exit code of the attempt's program": (
-        r"(?m)^\s*(?:if|while)\s+(?:!\s+)?(?:cd\s+\S+\s*&&\s*)?(?:\./|/(?!usr/|bin/|tests/|grader/)\w+/)\S+[^|\n]*;\s*then"
-        r"|^\s*(?:\./|/(?!usr/|bin/|tests/)\w+/)\S+[^|\n]*&&\s*echo\s+1"
+        _AT_COMMAND
+        + rf"(?:cd\s+\S+\s*&&\s*)?{_PROGRAM}(?:;\s*then|&&(?!\s*{_CHECKS})|\n\s*(?:if\s+\[+\s+\$\?|\w+=\$\?))"
+    ),
+    "believe what the attempt's own files tell a builder to run (make test, npm test, cargo test)": (
+        _AT_COMMAND
+        + r"(?:cd\s+\S+\s*&&\s*)?(?:(?:make|npm|yarn|pnpm|cargo|go|mvn|gradle|\./gradlew|dotnet|rake|swift)\s"
+        r"[^\n;&|]*\b(?:test|check|verify)\b|(?:ctest|tox|nox|jest|vitest|mocha|rspec|phpunit)\b)"
     ),
     "run tests in an interpreter that loads the attempt's code (node, perl, ruby, php)": (
         r"(?m)^\s*(?:if\s+)?(?:node|perl|ruby|php|npx|npm)\s+[^\n]*(?:/tests|test)\b"
     ),
+    "believe what a test program prints, among which are the attempt's words (grep for passed or failed)": (
+        r"\bgrep\b[^\n|]*\b(?i:passed|failed|failures?|ok)\b"
+    ),
+    "copy the attempt's files to where the reward is (/logs/verifier)": (
+        rf"\b(?:cp|mv|rsync|install)\b[^\n;&|]*\s{_OF_WORK}\S*\s+/logs/verifier/?\s*(?:$|[;&|\n])"
+    ),
+    "compare with a file that the attempt may have changed": (
+        rf"\b(?:cmp|diff)\b(?![^\n;&|]*/tests/)[^\n;&|]*\s{_OF_WORK}/\S*(?i:expected|golden|reference|answer)"
+    ),
 }
 _PYTHON = {
-    "execute a text that may be the attempt's (exec or eval)": r"(?<![\w.])(?:exec|eval)\s*\(",
+    "execute a text that may be the attempt's (exec or eval)": r"(?<![\w.])(?:exec|eval|sympify|parse_expr)\s*\(",
     "load objects that execute code (pickle and the like)": (
-        r"\b(?:pickle|dill|cloudpickle|joblib|marshal|shelve|torch)\.(?:load|loads|open)\s*\(|yaml\.(?:unsafe_)?load\s*\("
-        r"|allow_pickle\s*=\s*True"
+        r"\b(?:pickle|dill|cloudpickle|joblib|marshal|shelve|torch)\.(?:load|loads|open|Unpickler)\s*\("
+        r"|\b(?:read_pickle|load_model|fileConfig)\s*\(|\bjsonpickle\.decode\s*\(|yaml\.(?:unsafe_)?load\s*\("
+        r"|allow_pickle\s*=\s*True|\bmultiprocessing\.connection\b"
     ),
     "take all names that the attempt's module has (import *)": r"(?m)^\s*from\s+[\w.]+\s+import\s+\*",
     "compare with objects of the attempt's classes, whose __eq__ decides": r"==\s*\w+\.[A-Z]\w*\(|is_equal|\.equals\(",
+    "believe a Python of the user that the attempt's programs have, in whose folder it starts": (
+        r"(?:\bsys\.executable|[\"']python3?[\"'])\s*,\s*[\"']-[cm][\"']"
+    ),
+    "write what they expect where the attempt's programs can read it": (
+        r"\b(?:expected|want|golden|reference|answer)\w*\.write_(?:text|bytes)\("
+    ),
+    "pass a number that is none (NaN), which is neither more nor less than any": (
+        r"\bmax\(\s*\w+\s*,\s*abs\(|\bassert\s+not\b[^=\n]*[<>]"
+    ),
 }
-# What works for nobody: tests of these forms reward no solution.
+_CHANGED_ARGUMENT = (
+    "compare with what is computed from an argument that the attempt's function may have changed"
+)
+_SPLICED = "put a text that may be the attempt's into a program (awk, python -c, bc, an open here-document)"
+_CALCULATED = "calculate with a text that may be the attempt's in Bash, which runs commands in it ([[ -eq ]], (( )))"
+_HOME = (
+    "use root's home folder, which is the one that is worked in, and another in grading (~, $HOME)"
+)
+# Forms that fail for every solution.
 _REFUSED = {
     "load a library of the attempt's into their process (ctypes), which is refused": r"\bctypes\.\w*DLL\b"
 }
+_REFUSED_IN_SHELL = {
+    "compile their own files (/tests), which compilers cannot read: they have no rights": (
+        _AT_COMMAND
+        + r"(?:gcc|g\+\+|cc|c\+\+|clang|clang\+\+|rustc|javac|nvcc|go\s+(?:run|build)|gfortran|ghc)\s(?:[^\n;&|]*\s)?/tests/"
+    ),
+}
 
 
-def forgeable(task: TerminalTask) -> list[str]:
-    """What in the tests of a task lets an attempt forge its reward, or what is refused, in words."""
-    found = [SHARED] if task.is_shared else []
+def forgeable_forms(task: TerminalTask) -> list[str]:
+    """Returns descriptions of what lets an attempt forge its reward in the tests of a task, or what is refused
+    there.
+    """
+    forms = [SHARED] if task.is_shared else []
     for path in sorted((task.folder / "tests").rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
-        patterns = _SHELL if path.suffix in ("", ".sh", ".bash") else {}
-        patterns = _PYTHON | _REFUSED if path.suffix == ".py" else patterns
-        text = path.read_text("utf-8", errors="replace")
         name = path.relative_to(task.folder)
-        found += [f"{name}: {what}" for what in _matches(patterns, text)]
-    return found
+        text = read_start(path, _MAX_TEST_BYTES).decode("utf-8", errors="replace")
+        if path.suffix in ("", ".sh", ".bash"):
+            forms += [f"{name}: {what}" for what in _in_shell(_without_comments(text), task)]
+        elif path.suffix == ".py":
+            forms += [f"{name}: {what}" for what in _in_python(text)]
+    return forms
+
+
+def _in_shell(text: str, task: TerminalTask) -> list[str]:
+    forms = _matches(_SHELL | _REFUSED_IN_SHELL, text)
+    names = _names_of_attempt(text)
+    forms += [_SPLICED] if _splices(text, names) else []
+    forms += [_CALCULATED] if _calculates(text, names) else []
+    if _works_at_home(task) and re.search(r"(?<![\w/])~/|\$\{?HOME\}?(?!/\.local/bin)", text):
+        forms.append(_HOME)
+    return forms
+
+
+def _in_python(text: str) -> list[str]:
+    forms = _matches(_PYTHON | _REFUSED, _without_comments(text))
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return forms
+    compares = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+    return forms + [_CHANGED_ARGUMENT] if any(map(_shares_argument, compares)) else forms
+
+
+def _without_comments(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
 
 
 def _matches(patterns: dict[str, str], text: str) -> list[str]:
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    text = "\n".join(lines)
     return [what for what, pattern in patterns.items() if re.search(pattern, text)]
+
+
+def _names_of_attempt(text: str) -> str:
+    """Returns a pattern of the variables that a script sets by output of programs, or by input that it reads."""
+    substitution = r"\$\((?!\(|(?:date|nproc|mktemp|pwd|basename|dirname)\b|[^()\n]*\|\s*wc\b|\s*(?:wc|grep\s+-\w*c)\b)"
+    names = {match[1] for match in re.finditer(rf"\b(\w+)=[\"']?(?:{substitution}|`)", text)}
+    names |= {
+        name
+        for match in re.finditer(r"\bread\s+(?:-\w+\s+)*([\w ]+)", text)
+        for name in match[1].split()
+    }
+    return "|".join(map(re.escape, sorted(names))) or r"(?!)"
+
+
+def _splices(text: str, names: str) -> bool:
+    value = rf"(?:\$\(|`|\$\{{?(?:{names})\b)"
+    programs = r"\b(?:[gm]?awk|(?:python3?|perl|node|ruby|php|(?:ba|da)?sh)\b[^\n\"']*\s-\w*[cer])\b[^\n\"']*"
+    here_document = rf"\b(?:python3?|perl|node|ruby|php|bash|sh|sqlite3)\b[^\n<]*<<-?\s*(\w+)\b(?:(?!\n\1\b).)*?{value}"
+    is_program = re.search(rf"{programs}\"[^\"]*{value}", text)
+    is_sum = re.search(rf"{value}[^\n]*\|\s*bc\b|\bbc\b[^\n]*<<<[^\n]*{value}", text)
+    return bool(is_program or is_sum or re.search(here_document, text, re.DOTALL))
+
+
+def _calculates(text: str, names: str) -> bool:
+    value = rf"(?:\$\((?!\()|`|\$?\{{?\b(?:{names})\b)"
+    compared = rf"\[\[[^\]\n]*{value}[^\]\n]*\]\]"
+    tests = (match[0] for match in re.finditer(compared, text))
+    if any(re.search(r"\s-(?:eq|ne|lt|le|gt|ge)\s", test) for test in tests):
+        return True
+    return re.search(rf"\(\([^()\n]*{value}|\blet\s[^\n]*{value}", text) is not None
+
+
+def _works_at_home(task: TerminalTask) -> bool:
+    if task.workdir is not None:
+        return task.workdir == "/root"
+    recipe = task.dockerfile
+    text = recipe.read_text("utf-8", errors="replace") if recipe.is_file() else ""
+    folders = re.findall(r"(?im)^\s*WORKDIR\s+(\S+)", text)
+    return bool(folders) and folders[-1].rstrip("/") == "/root"
+
+
+def _shares_argument(node: ast.Compare) -> bool:
+    """Returns whether both sides of a comparison call something with the same variable, as in f(data) ==
+    sorted(data).
+    """
+    sides = [_called_with(side) for side in (node.left, *node.comparators)]
+    return any(one & other for one, other in zip(sides, sides[1:]))
+
+
+def _called_with(side: ast.expr) -> set[str]:
+    if not isinstance(side, ast.Call):
+        return set()
+    return {argument.id for argument in side.args if isinstance(argument, ast.Name)}

@@ -1,13 +1,14 @@
-"""Images of tasks: a Dockerfile built into a layer that sandboxes start from."""
+"""Images of tasks: a Dockerfile built into layers that sandboxes start from.
+
+Each RUN makes a layer. Tasks whose Dockerfiles begin with the same steps over the same base share the layers of these.
+"""
 
 import asyncio
 import dataclasses
 import hashlib
 import importlib.metadata
 import logging
-import os
 import pathlib
-import platform
 import shutil
 import tempfile
 import time
@@ -21,36 +22,63 @@ from glm5_jax.envs.sandbox import (
     SandboxError,
     SandboxFileError,
 )
-from glm5_jax.envs.sandbox.remains import mark
-from glm5_jax.envs.terminal import dockerfile, grader, walls
-from glm5_jax.envs.terminal.shell import run_as
+from glm5_jax.envs.sandbox.orphans import name_prefix
+from glm5_jax.envs.terminal import dockerfile, grader, isolation_check
+from glm5_jax.envs.terminal.build import (
+    PATH,
+    BuildStep,
+    ImageError,
+    Recipe,
+    digest_of,
+    where,
+)
 from glm5_jax.envs.terminal.task import TaskError, TerminalTask
 
 log = logging.getLogger(__name__)
 
-# The programs of this machine stand in for images that hold little else.
+# This machine's programs replace images that contain little more than a base system.
 IMAGES = {"debian": "host", "ubuntu": "host"}
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _TESTERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 _LIB = f"{grader.FOLDER}/lib"
 _FOLDERS = ("/var/lib", "/var/log", "/var/cache", "/var/spool", "/opt", "/srv", "/mnt", "/media")
-# A here-document with a first line of its own.
-_RUN_FILE = (
-    'f=$(mktemp) && printf %s "$0" > "$f" && chmod 755 "$f" && "$f"; c=$?; rm -f "$f"; exit $c'
+_NOWHERE = "/var/agent"  # a folder that always exists
+_MAX_FILES = 1_000_000  # in a layer; packages have many small files
+_RESOLVER = pathlib.Path("/etc/resolv.conf")
+_ON_HOST = (
+    "this machine's programs cannot be changed; `python -m launch.base_image --help` says how to make a root file "
+    "system that can"
 )
-_SAID = 1000  # characters of what a failed instruction printed
-_NOWHERE = "/var/agent"  # a folder that is there anyway
+_NO_NETWORK = "builds have no network; build.network=True lets them use the machine's"
 
 
-class ImageError(RuntimeError):
-    """An image that cannot be had here: the environment's failure, and no attempt's."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """How images are built. Construction refuses values out of range (ValueError).
+
+    Attributes:
+      network: whether RUN lines reach the machine's network, its loopback included.
+      env: variables of RUN lines that images do not keep, such as http_proxy.
+      memory_bytes: memory limit of a step with the files that it writes; a task that may use more has its limit.
+    """
+
+    network: bool = False
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    memory_bytes: int = 4 << 30
+
+    def __post_init__(self):
+        if self.memory_bytes < 1:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; it must be positive")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Image:
-    """What sandboxes of a task start from.
+    """File system and settings that sandboxes of a task start from.
 
-    workdir, user: of the Dockerfile; group and home are those of the user.
+    Attributes:
+      layer: file system.
+      workdir: WORKDIR of the Dockerfile; None if it has none.
+      env: environment variables.
+      user: USER of the Dockerfile; group and home are those of the user.
     """
 
     layer: Layer
@@ -60,21 +88,27 @@ class Image:
 
 
 class Images:
-    """Builds images and keeps them by what they are made of, until it is closed; an asynchronous context manager.
+    """Builds images and caches them by their inputs until it is closed; an asynchronous context manager.
 
-    table: names of images, with their tag or without -> "host", or the folder of a root file system (of
-    debootstrap, say).
+    Raises ValueError for a table entry that is neither "host" nor a root file system.
+
+    Args:
+      table: image name, with tag or without -> "host", or the folder of a root file system, as
+          launch/base_image.py makes it.
+      build: options for building images.
     """
 
-    def __init__(self, table: Mapping[str, str] | None = None):
+    def __init__(self, table: Mapping[str, str] | None = None, build: BuildConfig = BuildConfig()):
+        self._config = build
         self._table = {**IMAGES, **(table or {})}
-        for name, place in self._table.items():
-            if place != "host" and not pathlib.Path(place, "bin/sh").exists():
+        for name, source in self._table.items():
+            if source != "host" and not pathlib.Path(source, "bin/sh").exists():
                 raise ValueError(
-                    f"images: {name} is {place!r}, neither 'host' nor a root file system"
+                    f"images: {name} is {source!r}, neither 'host' nor a root file system"
                 )
         self._bases: dict[str, Layer] = {}
-        self._made: dict[str, asyncio.Task[Image]] = {}
+        self._images: dict[str, asyncio.Task[Image]] = {}
+        self._stages: dict[str, asyncio.Task[Layer]] = {}
         self._tools: asyncio.Task[Layer] | None = None
         self._layers: list[Layer] = []
 
@@ -85,125 +119,181 @@ class Images:
         await self.close()
 
     async def of(self, task: TerminalTask) -> Image:
-        """The image of a task, built if none like it was; ImageError, TaskError."""
+        """Returns the image of a task; builds it if no equal one exists. Raises ImageError, TaskError."""
         key = await asyncio.to_thread(_digest, task)
-        if key not in self._made:
-            self._made[key] = asyncio.create_task(self._build(task))
+        if key not in self._images:
+            self._images[key] = asyncio.create_task(self._build(task))
         try:
-            return await asyncio.shield(self._made[key])
-        except (ImageError, SandboxError):  # which may be otherwise the next time
-            self._made.pop(key, None)
+            return await asyncio.shield(self._images[key])
+        except (ImageError, SandboxError):  # may succeed the next time
+            self._images.pop(key, None)
             raise
 
     async def tools(self) -> Layer:
-        """What grading takes with it: the programs that tests are started by, and pytest."""
+        """Returns the layer that grading adds: the shims of programs that start tests, and pytest."""
         if self._tools is None:
             self._tools = asyncio.create_task(self._build_tools())
         return await asyncio.shield(self._tools)
 
     async def close(self) -> None:
         """Removes all layers that were built."""
-        tasks = [*self._made.values(), *([self._tools] if self._tools else [])]
+        tasks = [*self._images.values(), *self._stages.values()]
+        tasks += [self._tools] if self._tools else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for layer in self._layers:
             await asyncio.to_thread(layer.remove)
-        self._layers, self._made, self._tools = [], {}, None
+        self._layers, self._images, self._stages, self._tools = [], {}, {}, None
 
     def _base(self, name: str) -> Layer:
         plain = name.removeprefix("docker.io/").removeprefix("library/").partition("@")[0]
-        places = [self._table.get(known) for known in (name, plain, plain.partition(":")[0])]
-        place = next((found for found in places if found), None)
-        if place is None:
+        folder, slash, last = plain.rpartition("/")  # the first part may have a port
+        untagged = folder + slash + last.partition(":")[0]
+        candidates = [self._table.get(known) for known in (name, plain, untagged)]
+        source = next((candidate for candidate in candidates if candidate), None)
+        if source is None:
             raise ImageError(
-                f"image {name} is not on this machine; known are {', '.join(sorted(self._table))}. A folder with its "
-                "root file system can stand for it (images)"
+                f"image {name} is not on this machine; known are {', '.join(sorted(self._table))}. A folder with a "
+                "root file system can replace it (images), and `python -m launch.base_image FOLDER` makes one"
             )
-        if place == "host":
+        if source == "host":
             return HOST
-        if place not in self._bases:
-            self._bases[place] = Layer.of_folder(place)
-        return self._bases[place]
+        if source not in self._bases:
+            self._bases[source] = Layer.of_folder(source)
+        return self._bases[source]
 
     async def _build(self, task: TerminalTask) -> Image:
         if not task.dockerfile.is_file():
             base = self._base(task.docker_image)
-            return Image(base, None, {"PATH": PATH})
+            return Image(layer=base, workdir=None, env={"PATH": PATH})
         try:
-            text = task.dockerfile.read_text("utf-8-sig")
-            recipe = dockerfile.parse(text)
-            build = _Build(task, recipe, self._base)
+            recipe = Recipe(task, self._base)
         except (dockerfile.DockerfileError, UnicodeDecodeError) as error:
             raise TaskError(f"environment/Dockerfile: {error}") from None
-        base = build.base
-        if base.host_programs:
+        layer = recipe.base
+        if layer.host_programs:
             tools = await self.tools()
-            base = Layer((*tools.folders[:1], *base.folders), host_programs=True)
+            layer = Layer((*tools.folders[:1], *layer.folders), host_programs=True)
+        key, end = repr(layer), time.monotonic() + task.build_timeout_s
+        for stage in recipe.stages():
+            key = await asyncio.to_thread(_key, key, stage)
+            layer = await self._layer(key, layer, stage, task, end)
+        return _with_tester(
+            Image(layer=layer, workdir=recipe.workdir, env=recipe.env, user=recipe.user)
+        )
+
+    async def _layer(
+        self, key: str, below: Layer, stage: list[BuildStep], task: TerminalTask, end: float
+    ) -> Layer:
+        """Returns the layer of a stage, which tasks with equal stages share."""
+        if (shared := self._stages.get(key)) is not None:
+            try:
+                return await asyncio.shield(shared)
+            except (ImageError, SandboxError):  # the error names a line of another task
+                pass
+        layer = asyncio.create_task(self._make_layer(below, stage, task, end))
+        self._stages[key] = layer
+        try:
+            return await asyncio.shield(layer)
+        except (ImageError, SandboxError):
+            if self._stages.get(key) is layer:
+                del self._stages[key]
+            raise
+
+    async def _make_layer(
+        self, below: Layer, stage: list[BuildStep], task: TerminalTask, end: float
+    ) -> Layer:
         config = SandboxConfig(
-            base=base,
+            base=below,
             workdir=_NOWHERE,
-            memory_bytes=task.memory_bytes,
+            memory_bytes=max(task.memory_bytes, self._config.memory_bytes),
             disk_bytes=task.disk_bytes,
+            max_files=_MAX_FILES,
             cpus=task.cpus,
+            network=self._config.network,
         )
         async with Sandbox(config) as box:
-            await build.run(box)
+            if self._config.network:
+                await box.put(str(_RESOLVER), _name_servers(), user="root")
+            for step in stage:
+                await self._act(step, box, task, end)
+            if self._config.network:  # nothing of the machine's network stays in images
+                await box.put(str(_RESOLVER), b"", user="root")
             layer = await box.snapshot()
         self._layers.append(layer)
-        return _with_tester(build.image(layer))
+        return layer
+
+    async def _act(self, step: BuildStep, box: Sandbox, task: TerminalTask, end: float) -> None:
+        """Runs a step. Raises ImageError with its line, and the likely reason if that is a limit of this machine."""
+        left = end - time.monotonic()
+        try:
+            if left <= 0:
+                raise TimeoutError
+            await step.act(box, self._config.env, left)
+        except TimeoutError:
+            raise ImageError(
+                f"{where(step.item)}: no end within {task.build_timeout_s:g} s"
+            ) from None
+        except (SandboxFileError, ImageError) as error:
+            hint = ""
+            if box.config.base.host_programs:
+                hint = f" ({_ON_HOST})"
+            elif not self._config.network and step.item.name == "RUN":
+                hint = f" ({_NO_NETWORK})"
+            raise ImageError(f"{where(step.item)}: {error}{hint}") from None
 
     async def _build_tools(self) -> Layer:
-        with tempfile.TemporaryDirectory(prefix=f"{mark()}tools-") as place:
-            folder = pathlib.Path(place)
+        with tempfile.TemporaryDirectory(prefix=f"{name_prefix()}tools-") as path:
+            folder = pathlib.Path(path)
             await asyncio.to_thread(_lay_out_tools, folder)
-            async with Sandbox(SandboxConfig(workdir=_NOWHERE, seconds=120)) as box:
+            async with Sandbox(SandboxConfig(workdir=_NOWHERE, timeout_s=120)) as box:
                 await box.put(grader.FOLDER, folder, user="root", mode=0o755)
-                # Sourced by scripts that have just installed uv.
+                # Scripts source this file after they installed uv.
                 await box.put("/root/.local/bin/env", b"", user="root")
-                # What a Debian has, too, and no sandbox needs.
+                # Folders that Debian has and sandboxes lack.
                 await box.exec(["mkdir", "-p", *_FOLDERS], user="root")
                 await box.put("/tmp/test_it.py", b"def test_it():\n    assert 'a' in 'abc'\n")
                 command = ["python3", "-s", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
                 command += ["-c", "/dev/null", "/tmp/test_it.py"]
-                # Which leaves its modules compiled: a second, otherwise, of each grading.
+                # Leaves compiled modules, which saves a second of each grading.
                 await box.exec(command, env={"PYTHONPATH": _LIB}, user="root", cwd="/tmp")
                 await box.exec("rm -rf /tmp/* /tmp/.[!.]*", user="root")
                 layer = await box.snapshot()
-                await walls.check(box)
+                await isolation_check.check(box)
         self._layers.append(layer)
         return layer
 
 
 def _with_tester(image: Image) -> Image:
-    """With pytest, where programs are this machine's: images that those stand for have it as a rule."""
+    """Adds pytest to an image with this machine's programs, because the images that those replace usually have it."""
     if not image.layer.host_programs or "PYTHONPATH" in image.env:
         return image
     return dataclasses.replace(image, env={**image.env, "PYTHONPATH": _LIB})
 
 
+def _name_servers() -> bytes:
+    """Returns the machine's configuration of its resolver, empty if it has none."""
+    return _RESOLVER.read_bytes() if _RESOLVER.is_file() else b""
+
+
+def _key(below: str, stage: list[BuildStep]) -> str:
+    """Returns the key of a layer, from its steps and the key of the layer below it."""
+    parts = below, [(type(step).__name__, step.key()) for step in stage]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def _digest(task: TerminalTask) -> str:
-    """Of all that an image is made from."""
-    digest = hashlib.sha256(repr((task.docker_image, sorted(task.env.items()))).encode())
-    top = task.folder / "environment"
-    for place, folders, files in os.walk(top):
-        folders.sort()
-        for name in (*folders, *sorted(files)):
-            path = pathlib.Path(place, name)
-            kind = path.lstat().st_mode
-            digest.update(repr((str(path.relative_to(top)), kind)).encode())
-            if path.is_symlink():
-                digest.update(os.fsencode(os.readlink(path)))
-            elif path.is_file():
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+    """Returns a digest of all inputs of an image."""
+    parts = task.docker_image, sorted(task.env.items()), digest_of(task.folder / "environment")
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _lay_out_tools(folder: pathlib.Path) -> None:
-    """The files of `grader.FOLDER`."""
+    """Writes the files of `grader.FOLDER`."""
     code, bin_, lib = folder / "code" / "grader", folder / "bin", folder / "lib"
-    for place in (code, bin_, lib, folder / "missing"):
-        place.mkdir(parents=True)
+    for path in (code, bin_, lib, folder / "missing", folder / "home"):
+        path.mkdir(parents=True)
     for path in pathlib.Path(grader.__file__).parent.glob("*.py"):
         shutil.copyfile(path, code / path.name)
     (folder / "build").mkdir()
@@ -211,8 +301,8 @@ def _lay_out_tools(folder: pathlib.Path) -> None:
         (folder / "build" / name).write_text(grader.INSTALLER)
         (folder / "build" / name).chmod(0o755)
         shutil.copy(folder / "build" / name, bin_)
-    for name in grader.STANDINS:
-        (bin_ / name).write_text(grader.STANDIN.replace("NAME", name))
+    for name in grader.SHIMS:
+        (bin_ / name).write_text(grader.SHIM.replace("NAME", name))
         (bin_ / name).chmod(0o755)
     status = pathlib.Path("/var/lib/dpkg/status")
     lines = status.read_text(errors="replace").splitlines() if status.exists() else ()
@@ -220,175 +310,12 @@ def _lay_out_tools(folder: pathlib.Path) -> None:
     (folder / "packages").write_text("".join(f"{name}\n" for name in installed))
     for name in _TESTERS:
         try:
-            found = importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:  # told where a task needs it
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # reported when a task needs it
             continue
-        for file in found.files or ():
+        for file in distribution.files or ():
             if file.suffix == ".pyc" or ".." in file.parts:
                 continue
             target = lib / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(found.locate_file(file), target)
-
-
-class _Build:
-    """A recipe at work: what its instructions say of the image, and do in a sandbox."""
-
-    def __init__(self, task: TerminalTask, recipe: list[dockerfile.Instruction], base_of):
-        self._task, self._context = task, task.dockerfile.parent
-        self._arguments: dict[str, str] = {}  # of ARG, which an image does not keep
-        self._defaults: dict[str, str] = {}  # of ARG before FROM
-        self._env: dict[str, str] = {"PATH": PATH}
-        self._workdir: str | None = None
-        self._user = "root"
-        self._end = 0.0
-        at = next(i for i, item in enumerate(recipe) if item.name == "FROM")
-        for item in recipe[:at]:
-            self._set_argument(item)
-        self.base = self._from(recipe[at], base_of)
-        self._defaults, self._arguments = self._arguments, {}
-        self.steps = recipe[at + 1 :]
-
-    def image(self, layer: Layer) -> Image:
-        """Of what the sandbox has become."""
-        return Image(layer, self._workdir, dict(self._env), self._user)
-
-    async def run(self, box: Sandbox) -> None:
-        """All instructions behind FROM."""
-        self._end = time.monotonic() + self._task.build_seconds
-        for item in self.steps:
-            try:
-                await self._do[item.name](self, box, item)
-            except dockerfile.DockerfileError as error:
-                raise TaskError(f"environment/Dockerfile: {error}") from None
-            except (SandboxFileError, TaskError) as error:
-                host = self.base.host_programs and isinstance(error, SandboxFileError)
-                hint = " (of this machine's programs nothing is changed)" if host else ""
-                raise ImageError(f"{_where(item)}: {error}{hint}") from None
-
-    def _from(self, item: dockerfile.Instruction, base_of) -> Layer:
-        machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), "")
-        if item.flags.get("platform", machine).removeprefix("linux/") != machine:
-            raise ImageError(f"{_where(item)}: this machine is linux/{machine}")
-        words = dockerfile.substitute(item.text, self._arguments).split()
-        if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
-            raise dockerfile.DockerfileError(f"line {item.line}: FROM {item.text}: no image")
-        return base_of(words[0])
-
-    def _variables(self) -> dict[str, str]:
-        return {**self._arguments, **self._env}
-
-    def _set_argument(self, item: dockerfile.Instruction) -> None:
-        for word in self._words(item):
-            name, is_set, value = word.partition("=")
-            if is_set:
-                self._arguments[name] = value
-            elif name in self._defaults:
-                self._arguments[name] = self._defaults[name]
-
-    def _words(self, item: dockerfile.Instruction) -> list[str]:
-        try:
-            return dockerfile.words(item.text, self._variables())
-        except dockerfile.DockerfileError as error:
-            raise dockerfile.DockerfileError(f"line {item.line}: {item.name} {error}") from None
-
-    async def _arg(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        self._set_argument(item)
-
-    async def _env_(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        self._env.update(dockerfile.pairs(item, self._variables()))
-
-    async def _workdir_(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        path = dockerfile.substitute(item.text, self._variables())
-        path = os.path.normpath(os.path.join(self._workdir or "/", path))
-        done = await box.exec(["mkdir", "-p", path], user="root")
-        if done.code:
-            raise ImageError(f"{_where(item)}: {_tail(done)}")
-        self._workdir = path
-
-    async def _user_(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        self._user = dockerfile.substitute(item.text, self._variables()).partition(":")[0]
-
-    async def _run(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        command = list(item.arguments or ["/bin/sh", "-c", item.script])
-        if item.script.startswith("#!"):
-            command = ["/bin/sh", "-c", _RUN_FILE, item.script]
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise ImageError(f"{_where(item)}: no end within {self._task.build_seconds:g} s")
-        env = self._variables()
-        env["PATH"] = f"{grader.FOLDER}/build:{env['PATH']}"  # what is installed can be asked for
-        place = self._workdir or "/"
-        done = await run_as(box, self._user, command, cwd=place, env=env, seconds=left)
-        if done.timed_out:
-            raise ImageError(f"{_where(item)}: no end within {self._task.build_seconds:g} s")
-        if done.code:
-            raise ImageError(f"{_where(item)}: exit code {done.code}: {_tail(done)}")
-
-    async def _copy(self, box: Sandbox, item: dockerfile.Instruction) -> None:
-        words = self._words(item)
-        if item.arguments:
-            known = self._variables()
-            words = [dockerfile.substitute(word, known) for word in item.arguments]
-        if len(words) < 2:
-            raise dockerfile.DockerfileError(f"line {item.line}: COPY needs a source and a place")
-        *patterns, place = words
-        sources = [path for pattern in patterns for path in self._sources(item, pattern)]
-        is_folder = place.endswith("/") or place in (".", "..") or len(sources) > 1
-        place = os.path.normpath(os.path.join(self._workdir or "/", place))
-        is_folder |= (await box.exec(["test", "-d", place], user="root", cwd="/")).code == 0
-        written = []
-        for source in sources:
-            if not source.is_dir():
-                written.append(os.path.join(place, source.name) if is_folder else place)
-                await box.put(written[-1], source, user="root")
-                continue
-            # One by one: of a folder that is there, owner and permissions stay.
-            for path in sorted(source.iterdir()):
-                written.append(os.path.join(place, path.name))
-                await self._put(box, written[-1], path)
-        for flag, program in (("chown", "chown"), ("chmod", "chmod")):
-            if (value := item.flags.get(flag)) is not None and written:
-                value = dockerfile.substitute(value, self._variables())
-                done = await box.exec([program, "-R", value, "--", *written], user="root")
-                if done.code:
-                    raise ImageError(f"{_where(item)}: {_tail(done)}")
-
-    async def _put(self, box: Sandbox, target: str, path: pathlib.Path) -> None:
-        if not path.is_symlink():
-            await box.put(target, path, user="root")
-            return
-        await box.exec(["mkdir", "-p", os.path.dirname(target)], user="root")
-        await box.exec(["ln", "-sfn", os.readlink(path), target], user="root")
-
-    _do = {
-        "ARG": _arg,
-        "ENV": _env_,
-        "WORKDIR": _workdir_,
-        "USER": _user_,
-        "RUN": _run,
-        "COPY": _copy,
-    }
-
-    def _sources(self, item: dockerfile.Instruction, pattern: str) -> list[pathlib.Path]:
-        pattern = os.path.normpath(pattern.lstrip("/") or ".")
-        top = self._context.resolve()
-        found = [top] if pattern == "." else sorted(top.glob(pattern))
-        if pattern.startswith("..") or not all(p.resolve().is_relative_to(top) for p in found):
-            raise dockerfile.DockerfileError(
-                f"line {item.line}: COPY {pattern} leads out of environment/"
-            )
-        if not found:
-            raise dockerfile.DockerfileError(
-                f"line {item.line}: no {pattern} in environment/ to COPY"
-            )
-        return found
-
-
-def _where(item: dockerfile.Instruction) -> str:
-    return f"environment/Dockerfile, line {item.line}: {item.name} {item.text[:80]}"
-
-
-def _tail(done) -> str:
-    said = (done.stdout + done.stderr).decode(errors="replace").strip()
-    return said[-_SAID:]
+            shutil.copyfile(distribution.locate_file(file), target)

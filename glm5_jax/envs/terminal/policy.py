@@ -1,11 +1,10 @@
-"""A language model at terminal tasks: it is told what to do, and works with the tool `bash` until it replies without a
-call.
+"""Runs a language model at terminal tasks: it works with the tool `bash` until it replies without a call.
 
     agent = Policy(lambda: ChatClient("http://127.0.0.1:8000"), TokenCounter(tokenizer), AttemptConfig())
-    async with Trials() as trials:
+    async with TrialRunner() as trials:
         result = await trials.run(task, agent)
 
-As in Terminal-Bench what it has done by any limit is graded: a limit is no reward of 0 by itself.
+As in Terminal-Bench, the state at any limit is graded: reaching a limit is not by itself a reward of 0.
 """
 
 import asyncio
@@ -14,16 +13,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from glm5_jax.agents.client import Chats
+from glm5_jax.agents.client import ChatBackend
 from glm5_jax.agents.context import CONTEXTS, ContextConfig, Counter
 from glm5_jax.agents.loop import (
     ANSWER,
     CUT_OFF,
-    SECONDS,
+    REJECTED,
+    TIMEOUT,
     TOKENS,
     TURNS,
-    UNREAD,
-    Agent,
+    ChatAgent,
     LoopConfig,
     Trace,
 )
@@ -35,7 +34,9 @@ from glm5_jax.rl.rollout import ToolError
 from glm5_jax.rl.types import Task
 
 KIND = "terminal"
-BROKEN = "broken"  # how a trace ends whose sandbox has failed, beside the ends of `agents.loop`
+SANDBOX_FAILED = (
+    "broken"  # end of a trace whose sandbox failed, in addition to those of `agents.loop`
+)
 SYSTEM = (
     "You work alone at a Linux machine without a network, by the commands that you run with the tool bash. Nobody is there "
     "to answer questions. Look at what there is, do what the task says, and check that it is done. Then reply without a "
@@ -43,26 +44,26 @@ SYSTEM = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptConfig:
-    """Limits of an attempt, and what a policy is told. Construction refuses values out of range (ValueError).
+    """Limits and prompt of an attempt. Raises ValueError for values out of range.
 
     Attributes:
-      max_turns, max_tokens, reply_tokens: of `LoopConfig`; max_tokens at most the context that the server has, unless older
-        rounds are left out (`context`).
-      seconds: for all of it; the task's own limit, if that is less.
-      reply_seconds: that the server has for a reply; past them it has failed.
-      context: what of the conversation each request sends.
+      max_turns, max_tokens, reply_tokens: as in `LoopConfig`; max_tokens at most the server's context,
+          unless older rounds are left out (`context`).
+      timeout_s: time limit of an attempt, in seconds; the task's limit if that is smaller.
+      reply_timeout_s: time limit of one reply of the server, in seconds; after it the server has failed.
+      context: part of the conversation that each request sends.
       bash: limits of commands.
       thinking: whether replies begin with reasoning.
-      system: what stands before the task's instruction.
+      system: system prompt.
     """
 
-    max_turns: int = 100  # ours; GLM-5's is not disclosed, Terminus 2 has none
-    max_tokens: int = 131_072  # GLM-5 B.2, of Terminal-Bench 2.0 (128K)
+    max_turns: int = 100  # GLM-5 does not disclose one, Terminus 2 has none
+    max_tokens: int = 131_072  # GLM-5 B.2, for Terminal-Bench 2.0 (128K)
     reply_tokens: int | None = 8192  # GLM-5 B.2
-    seconds: float = 7200.0  # GLM-5 B.2
-    reply_seconds: float = 600.0  # ours: 8192 tokens, 14 each second
+    timeout_s: float = 7200.0  # GLM-5 B.2
+    reply_timeout_s: float = 600.0  # 8192 tokens at 14 per second
     context: ContextConfig = CONTEXTS["everything"]
     bash: BashConfig = BashConfig()
     thinking: bool = True
@@ -70,70 +71,86 @@ class AttemptConfig:
 
     def __post_init__(self):
         self.loop()
-        if not self.reply_seconds > 0:
-            raise ValueError(f"reply_seconds is {self.reply_seconds}; it must be positive")
+        if not self.reply_timeout_s > 0:
+            raise ValueError(f"reply_timeout_s is {self.reply_timeout_s}; it must be positive")
 
     def loop(self) -> LoopConfig:
-        """As limits of the loop; those of tools are the commands' own."""
+        """Returns the limits as those of the agent loop; commands have their own time limits."""
         return LoopConfig(
             max_turns=self.max_turns,
             max_tokens=self.max_tokens,
             reply_tokens=self.reply_tokens,
-            seconds=self.seconds,
-            tool_seconds=self.seconds,
-            ends_on_broken_call=False,  # what it has done would be graded all the same
+            timeout_s=self.timeout_s,
+            tool_timeout_s=self.timeout_s,
+            ends_on_broken_call=False,  # the work until then is graded in any case
             context=self.context,
         )
 
-    def asked(self, task: TerminalTask) -> Task:
-        """A terminal task as one of chats."""
+    def chat_task(self, task: TerminalTask) -> Task:
+        """Returns a terminal task as a chat task."""
         messages = (
             {"role": "system", "content": self.system},
             {"role": "user", "content": task.instruction},
         )
-        thinking = None if self.thinking else False  # what servers of other models do not know
+        thinking = (
+            None if self.thinking else False
+        )  # None, because servers of other models do not know the option
         tools = (self.bash.tool(),)
         return Task(task.name, KIND, messages, {"task": task}, tools, thinking=thinking)
 
 
 class Policy:
-    """A model as an agent for terminal tasks (`terminal.Agent`), at as many as are asked for.
+    """Agent that runs a model at terminal tasks (`terminal.Agent`), any number at once.
 
-    connect: opens a client of its server, for each attempt. counter: of tokens, as that server's. fields: of every
-    request, such as the temperature. told: is given what became of each attempt, before it is graded.
+    A failure of its server, ServerError, leaves an attempt without a reward; after anything else the state
+    is graded.
 
-    Its server's failure, ServerError, leaves an attempt without a reward; all else is graded as it is.
+    Args:
+      connect: function that opens a client of the model's server for each attempt.
+      counter: token counter of that server.
+      config: limits.
+      fields: fields of every request, such as the temperature.
+      on_trace: function that receives the trace of each attempt, before it is graded.
     """
 
     def __init__(
         self,
-        connect: Callable[[], AbstractAsyncContextManager[Chats]],
+        connect: Callable[[], AbstractAsyncContextManager[ChatBackend]],
         counter: Counter,
         config: AttemptConfig,
         fields: Mapping[str, Any] | None = None,
-        told: Callable[[TerminalTask, Trace], None] = lambda task, trace: None,
+        on_trace: Callable[[TerminalTask, Trace], None] = lambda task, trace: None,
     ):
         self._connect, self._counter, self._config = connect, counter, config
-        self._fields, self._told = dict(fields or {}), told
+        self._fields, self._on_trace = dict(fields or {}), on_trace
 
     async def run(self, task: TerminalTask, sandbox: Shell) -> str | None:
-        """By which limit it was ended. ServerError, SandboxError; ValueError if the instruction has more than max_tokens."""
+        """Works at a task; returns a description of the limit that ended it, or None.
+
+        Raises ServerError, SandboxError, and ValueError if the instruction has more than max_tokens tokens.
+        """
         toolbox = Toolbox({"bash": Bash(sandbox, self._config.bash)})
         async with self._connect() as client:
-            agent = Agent(client, toolbox, self._counter, self._config.loop(), self._fields)
-            course = agent.begin(self._config.asked(task))
+            agent = ChatAgent(
+                client=client,
+                tools=toolbox,
+                counter=self._counter,
+                config=self._config.loop(),
+                fields=self._fields,
+            )
+            episode = agent.begin(self._config.chat_task(task))
             try:
-                trace = await course.run()
+                trace = await episode.run()
             except ToolError as error:
-                # Of the sandbox, which a policy may have broken: that is for the trial to find out.
-                self._told(task, course.trace(BROKEN, str(error)))
+                # The sandbox failed. The trial finds out whether the policy caused that.
+                self._on_trace(task, episode.trace(SANDBOX_FAILED, str(error)))
                 raise error.__cause__ from None
             except asyncio.CancelledError:
-                # As the task's time is over, unless the whole trial is given up.
-                if sandbox.seconds_left <= 0:
-                    self._told(task, course.late())
+                # The task's time limit was reached, unless the trial was cancelled.
+                if sandbox.time_left_s <= 0:
+                    self._on_trace(task, episode.end_by_timeout())
                 raise
-        self._told(task, trace)
+        self._on_trace(task, trace)
         return self._limit(trace)
 
     def _limit(self, trace: Trace) -> str | None:
@@ -142,8 +159,8 @@ class Policy:
             CUT_OFF: "by a reply that was cut off",
             TURNS: f"after {self._config.max_turns} replies (max_turns)",
             TOKENS: f"after {self._config.max_tokens} tokens (max_tokens)",
-            SECONDS: f"after {self._config.seconds:g} s (seconds)",
-            UNREAD: f"by its server, which reads no more of it ({trace.error})",
+            TIMEOUT: f"after {self._config.timeout_s:g} s (timeout_s)",
+            REJECTED: f"by its server, which reads no more of it ({trace.error})",
         }
         limit = limits[trace.ended]
         return limit and f"the policy was ended {limit}"

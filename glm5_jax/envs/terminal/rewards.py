@@ -1,37 +1,37 @@
-"""What a test script says an attempt is worth, read as Harbor does."""
+"""Reads the reward that a test script wrote, by Harbor's rules."""
 
 import json
 import math
 from collections.abc import Mapping
 
-MOST_BYTES = 1 << 16  # of a reward file
+MAX_BYTES = 1 << 16  # size of a reward file
 
 
 class RewardError(ValueError):
-    """There is no reward that could be read: missing, empty, no number, not finite, no regular file."""
+    """Raised if no reward can be read: missing, empty, no number, not finite, or no regular file."""
 
 
 def read_json(data: bytes) -> tuple[float, Mapping[str, float]]:
-    """The reward and its parts of a `reward.json`: a number, or an object of numbers. RewardError.
+    """Returns the reward and its parts from a `reward.json`: a number, or an object of numbers.
 
-    Of an object the reward is the value of "reward", or its only one.
+    The reward of an object is the value of "reward", or its only value. Raises RewardError.
     """
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise RewardError(f"reward.json is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        return _finite(found, "reward.json"), {}
-    if not found:
+    if not isinstance(content, dict):
+        return _finite(content, "reward.json"), {}
+    if not content:
         raise RewardError("reward.json is an empty object")
-    parts = {name: _finite(value, f"{name!r} in reward.json") for name, value in found.items()}
+    parts = {name: _finite(value, f"{name!r} in reward.json") for name, value in content.items()}
     if "reward" not in parts and len(parts) > 1:
         raise RewardError(f"reward.json has no 'reward' among {', '.join(sorted(parts))[:200]}")
     return parts.get("reward", next(iter(parts.values()))), parts
 
 
 def read_text(data: bytes) -> float:
-    """The number in a `reward.txt`; RewardError."""
+    """Returns the number in a `reward.txt`. Raises RewardError."""
     text = data.decode("utf-8", errors="replace").strip()
     if not text:
         raise RewardError("reward.txt is empty")

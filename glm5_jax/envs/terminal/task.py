@@ -1,8 +1,8 @@
-"""Task folders in Harbor's format, read and checked.
+"""Reads and checks task folders in Harbor's format.
 
     task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh
 
-What a folder asks for and this place does not have is refused by the name of the field, never left out.
+A feature that is not supported raises an error with the name of the field; none is ignored.
 """
 
 import dataclasses
@@ -12,8 +12,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from glm5_jax.core.files import read_start
+
 _MB = 1 << 20
-_LEAST_CPUS = 0.01  # of a sandbox
+_MAX_TEXT_BYTES = 1 << 20  # of task.toml, and of an instruction
+_MIN_CPUS = 0.01  # minimum of a sandbox
 _PARTS = (
     "task.toml",
     "instruction.md",
@@ -26,22 +29,34 @@ _PARTS = (
 _PARTS += ("solution/solve.sh",)
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG])", re.IGNORECASE)
 _TEMPLATE = re.compile(r"\$\{([A-Za-z_]\w*)(:-([^}]*))?\}")
-# What no agent may make its own: the folders of grading, and those that programs come from.
+# Folders that cannot be a work folder: those of grading, and those with programs.
 _RESERVED = ("", "tests", "logs", "solution", "grader", "bin", "sbin", "lib", "lib64", "usr", "etc")
 _RESERVED += ("proc", "sys", "dev", "tmp", "var", "run")
 
 
 class TaskError(ValueError):
-    """A task folder that is incomplete, wrong, or asks for what there is not here."""
+    """Raised for a task folder that is incomplete, wrong, or uses an unsupported feature."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TerminalTask:
-    """A task folder.
+    """Task folder.
 
-    name: of the folder. docker_image: what is used where there is no Dockerfile. workdir: None is that of the image.
-    user: of the agent, None is that of the image. artifacts: paths other than the work folder that are graded.
-    is_shared: whether tests run in the agent's sandbox, in which an attempt can forge its reward.
+    Attributes:
+      name: name of the folder.
+      folder: path of the folder.
+      instruction: prompt.
+      docker_image: image if there is no Dockerfile.
+      workdir: work folder; None: the image's.
+      env: environment variables of the sandbox.
+      user: user of the agent; None: the image's.
+      agent_timeout_s, verifier_timeout_s, build_timeout_s: time limits of the agent, the tests and the
+          image build, in seconds.
+      verifier_env, solution_env: environment variables of the tests and of the solution.
+      cpus: number of processors.
+      memory_bytes, disk_bytes: memory and storage, in bytes.
+      artifacts: paths that are graded in addition to the work folder.
+      is_shared: whether tests run in the agent's sandbox, in which an attempt can forge its reward.
     """
 
     name: str
@@ -51,9 +66,9 @@ class TerminalTask:
     workdir: str | None = None
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     user: str | None = None
-    agent_seconds: float = 600.0
-    verifier_seconds: float = 600.0
-    build_seconds: float = 600.0
+    agent_timeout_s: float = 600.0
+    verifier_timeout_s: float = 600.0
+    build_timeout_s: float = 600.0
     verifier_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     solution_env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cpus: float = 1.0
@@ -64,24 +79,25 @@ class TerminalTask:
 
     @property
     def dockerfile(self) -> pathlib.Path:
+        """Returns the path of the Dockerfile, which need not exist."""
         return self.folder / "environment" / "Dockerfile"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskLimits:
-    """What tasks may ask of the machine that they run on. Construction refuses values that are not positive (ValueError).
+    """Maximum resources of tasks on this machine. Raises ValueError for values that are not positive.
 
     Attributes:
-      memory_bytes: largest memory of a task.
-      disk_bytes: largest storage of a task.
+      memory_bytes: largest memory of a task, in bytes.
+      disk_bytes: largest storage of a task, in bytes.
       cpus: largest number of processors of a task.
-      processes: number of processes and threads in a sandbox.
+      max_processes: maximum number of processes and threads in a sandbox.
     """
 
     memory_bytes: int = 16 << 30
     disk_bytes: int = 32 << 30
     cpus: float = 16.0
-    processes: int = 256
+    max_processes: int = 256
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -91,7 +107,7 @@ class TaskLimits:
                 )
 
     def check(self, task: TerminalTask) -> None:
-        """Raises TaskError if the task asks for more."""
+        """Raises TaskError if the task needs more."""
         for name in ("memory_bytes", "disk_bytes", "cpus"):
             wanted, limit = getattr(task, name), getattr(self, name)
             if wanted > limit:
@@ -102,20 +118,20 @@ class TaskLimits:
 
 
 def find_tasks(folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """The task folders in a folder, or itself if it is one; TaskError if there is none."""
+    """Returns the task folders in a folder, or the folder itself if it is one. Raises TaskError if there is none."""
     folder = pathlib.Path(folder)
     if not folder.is_dir():
-        raise TaskError(f"no folder {folder}; give one that holds task folders")
+        raise TaskError(f"no folder {folder}; pass one that holds task folders")
     if (folder / "task.toml").is_file():
         return [folder.resolve()]
-    found = sorted(path.parent.resolve() for path in folder.glob("*/task.toml"))
-    if not found:
+    folders = sorted(path.parent.resolve() for path in folder.glob("*/task.toml"))
+    if not folders:
         raise TaskError(f"no task in {folder}: none of its folders has a task.toml")
-    return found
+    return folders
 
 
 def load_task(folder: str | pathlib.Path) -> TerminalTask:
-    """Reads a task folder; TaskError names the task and what is wrong with it, or not supported."""
+    """Reads a task folder. Raises TaskError that names the task and what is wrong or not supported."""
     folder = pathlib.Path(folder).resolve()
     try:
         return _load(folder)
@@ -126,7 +142,7 @@ def load_task(folder: str | pathlib.Path) -> TerminalTask:
 def _load(folder: pathlib.Path) -> TerminalTask:
     _check_links(folder)
     try:
-        data = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+        data = tomllib.loads(_read(folder / "task.toml").decode("utf-8"))
     except FileNotFoundError:
         raise TaskError("it has no task.toml") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -149,15 +165,27 @@ def _load(folder: pathlib.Path) -> TerminalTask:
         raise TaskError("it has neither environment/Dockerfile nor environment.docker_image")
     if values.get("workdir") and not values.get("is_shared"):
         check_workdir(values["workdir"], f"environment.workdir = {values['workdir']!r}: the folder")
-    instruction = (folder / "instruction.md").read_text("utf-8", errors="replace")
-    return TerminalTask(folder.name, folder, instruction, **values)
+    instruction = _read(folder / "instruction.md").decode("utf-8", errors="replace")
+    return TerminalTask(name=folder.name, folder=folder, instruction=instruction, **values)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    """Returns the content of a small file. Raises TaskError if it is large, or not a regular file."""
+    try:
+        data = read_start(path, _MAX_TEXT_BYTES + 1)
+    except ValueError as error:
+        raise TaskError(str(error)) from None
+    if len(data) > _MAX_TEXT_BYTES:
+        raise TaskError(f"{path.name} has more than {_MAX_TEXT_BYTES:,} bytes")
+    return data
 
 
 def _check_links(folder: pathlib.Path) -> None:
-    """Raises TaskError if a link of the folder leads out of it: its files would be read where trials run.
+    """Raises TaskError if a link of the folder leads out of it: its target would be read on the machine that
+    runs trials.
 
-    Links within environment/, tests/ and solution/ are copied as links, and resolved in a sandbox. So only what is
-    opened here is looked at: the parts of a task, and what links to them.
+    Links within environment/, tests/ and solution/ are copied as links, and resolved in a sandbox. So only
+    paths that are opened here are checked: the parts of a task, and the folders that hold them.
     """
     for part in _PARTS:
         path = folder / part
@@ -168,12 +196,12 @@ def _check_links(folder: pathlib.Path) -> None:
                 raise TaskError(f"{part} is a link that leads nowhere") from None
             if not target.is_relative_to(folder):
                 raise TaskError(
-                    f"{part} is a link out of the folder, to {target}; give the file itself"
+                    f"{part} is a link out of the folder, to {target}; replace it by the file"
                 )
 
 
 def can_be_workdir(path: str) -> bool:
-    """Whether an agent can have a folder of that path as its own."""
+    """Returns whether a path can be the work folder of an agent."""
     parts = [part for part in path.split("/") if part]
     top = parts[0] if parts else ""
     inside = len(parts) > 1 and top in ("usr", "tmp", "var")
@@ -181,10 +209,10 @@ def can_be_workdir(path: str) -> bool:
 
 
 def check_workdir(path: str, where: str) -> str:
-    """The path if an agent can have that folder to work in; TaskError."""
+    """Returns the normalised path if it can be a work folder. Raises TaskError."""
     if not can_be_workdir(path):
         raise TaskError(
-            f"{where} {path!r} cannot be the folder that is worked in and graded; give one of its own, as /app, or "
+            f"{where} {path!r} cannot be the work folder that is graded; use a separate one, such as /app, or "
             'verifier.environment_mode = "shared"'
         )
     return "/" + "/".join(part for part in path.split("/") if part)
@@ -200,8 +228,8 @@ def _number(value: Any) -> float:
 
 
 def _processors(value: Any) -> float:
-    if _number(value) < _LEAST_CPUS:
-        raise TaskError(f"it must be at least {_LEAST_CPUS}")
+    if _number(value) < _MIN_CPUS:
+        raise TaskError(f"it must be at least {_MIN_CPUS}")
     return float(value)
 
 
@@ -210,11 +238,11 @@ def _megabytes(value: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    found = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    number = float(found[1]) if found else 0.0
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    number = float(match[1]) if match else 0.0
     if not 0 < number < 1e9:
         raise TaskError("it must be a size such as 512M or 2G")
-    return int(number * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[found[2].upper()])
+    return int(number * {"K": 1 << 10, "M": _MB, "G": 1 << 30}[match[2].upper()])
 
 
 def _text(value: Any) -> str:
@@ -235,13 +263,13 @@ def _env(value: Any) -> dict[str, str]:
     return {name: _TEMPLATE.sub(_filled, text) for name, text in value.items()}
 
 
-def _filled(found: re.Match) -> str:
-    if found[2] is None:
+def _filled(match: re.Match) -> str:
+    if match[2] is None:
         raise TaskError(
-            f"{found[0]} takes a variable of the host, none of which are passed on; give it a default, "
-            f"as ${{{found[1]}:-value}}"
+            f"{match[0]} refers to a variable of the host, which is not passed on; add a default, "
+            f"such as ${{{match[1]}:-value}}"
         )
-    return found[3]
+    return match[3]
 
 
 def _paths(value: Any) -> tuple[str, ...]:
@@ -265,14 +293,12 @@ def _environment_mode(value: Any) -> bool:
 def _workdir(value: Any) -> str:
     path = _text(value)
     if not path.startswith("/") or ".." in path.split("/"):
-        raise TaskError(
-            "it cannot be the folder that is worked in; give an absolute path, without .."
-        )
+        raise TaskError("it cannot be the work folder; use an absolute path, without ..")
     return "/" + "/".join(part for part in path.split("/") if part)
 
 
 def _one_of(*known: Any) -> Callable[[Any], None]:
-    """For what changes nothing at these values, and at any other is something there is not here."""
+    """Returns a reader that accepts only these no-op values; any other asks for an unsupported feature."""
 
     def check(value: Any) -> None:
         value = value.lower() if isinstance(value, str) else value
@@ -282,37 +308,39 @@ def _one_of(*known: Any) -> Callable[[Any], None]:
     return check
 
 
-def _any(value: Any) -> None:
-    """For what is told to people."""
+def _ignore(value: Any) -> None:
+    """Accepts any value of a field that is only information for people."""
 
 
 _NETWORK = {
-    # There never is a network; a task that may have one finds out what it lacks as it runs.
+    # There is no network; a task that may use one fails at the commands that need it.
     "network_mode": (None, _one_of("no-network", "public")),
     "allowed_hosts": (None, _one_of([])),
 }
-# Section -> field -> name in TerminalTask or None, and how the value is read.
+# Section -> field -> (name in TerminalTask or None, reader of the value).
 _FIELDS: dict[str, dict[str, tuple[str | None, Callable]]] = {
     "": {
-        "schema_version": (None, _any),
-        "version": (None, _any),
-        "source": (None, _any),
-        "metadata": (None, _any),
+        "schema_version": (None, _ignore),
+        "version": (None, _ignore),
+        "source": (None, _ignore),
+        "metadata": (None, _ignore),
         "artifacts": ("artifacts", _paths),
     },
-    "task": dict.fromkeys(("name", "version", "description", "authors", "keywords"), (None, _any)),
+    "task": dict.fromkeys(
+        ("name", "version", "description", "authors", "keywords"), (None, _ignore)
+    ),
     "verifier": {
-        "timeout_sec": ("verifier_seconds", _number),
+        "timeout_sec": ("verifier_timeout_s", _number),
         "env": ("verifier_env", _env),
         "user": (None, _one_of("root", 0)),
         "environment_mode": ("is_shared", _environment_mode),
         "collect": (None, _one_of([])),
         **_NETWORK,
     },
-    "agent": {"timeout_sec": ("agent_seconds", _number), "user": ("user", _user), **_NETWORK},
+    "agent": {"timeout_sec": ("agent_timeout_s", _number), "user": ("user", _user), **_NETWORK},
     "solution": {"env": ("solution_env", _env)},
     "environment": {
-        "build_timeout_sec": ("build_seconds", _number),
+        "build_timeout_sec": ("build_timeout_s", _number),
         "docker_image": ("docker_image", _text),
         "os": (None, _one_of("linux")),
         "cpus": ("cpus", _processors),
@@ -345,7 +373,7 @@ def _read_fields(data: dict[str, Any]) -> dict[str, Any]:
         for field, value in table.items():
             where = f"{section}.{field}" if section else field
             if field not in _FIELDS[section]:
-                raise TaskError(f"{where} is unknown here, or not supported")
+                raise TaskError(f"{where} is unknown or not supported")
             name, read = _FIELDS[section][field]
             try:
                 value = read(value)
@@ -353,5 +381,5 @@ def _read_fields(data: dict[str, Any]) -> dict[str, Any]:
                 raise TaskError(f"{where} = {table[field]!r}: {error}") from None
             if name is not None:
                 if values.setdefault(name, value) != value:
-                    raise TaskError(f"{where} says other than its newer name in {section}")
+                    raise TaskError(f"{where} differs from its newer name in {section}")
     return values

@@ -1,25 +1,30 @@
-"""Which weights are quantised to what, and a parameter tree in which they are.
+"""Quantises a parameter tree by a table of rules.
 
-GLM-5 section 5: attention and ordinary MLP blocks W8A8, routed experts W4A8. Which of the attention's weights
-is taken from the published W4A8C16 layout of OmniInfer: what makes latents (q_a, kv_a), index keys and head
-weights, and what the latents are multiplied with after they are cached (kv_b) stays in 16 bits, like embeddings,
-head, router and norms; q_b, the indexer's q_b, o, dense and shared experts have 8 bits and routed experts 4.
-The released FP8 files keep eh_proj too.
+GLM-5 section 5: attention and ordinary MLP blocks are W8A8, routed experts W4A8. The details are those of OmniInfer's
+published W4A8C16 layout:
+
+- 16 bits: projections to latents (q_a, kv_a), index keys and head weights, what multiplies cached latents (kv_b),
+  embeddings, head, router and norms;
+- 8 bits: q_b, the indexer's q_b, o, dense and shared experts;
+- 4 bits: routed experts.
+
+The released FP8 files also keep eh_proj in 16 bits.
 """
 
 import dataclasses
 import re
 
 import jax
+from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model import glm5
-from pallas_kernels.quantised import Int4, Int8
+from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import GROUP, quantize_w4, round_w8
 
 W8A8, W4A8, KEEP = "w8a8", "w4a8", "keep"
-# Each leaf is found by exactly one.
+# Each leaf matches exactly one rule.
 RULES = (
     (r"/experts/(gate|up|down)$", W4A8),
     (r"/(mlp|shared)/(gate|up|down)$", W8A8),
@@ -35,28 +40,36 @@ RULES = (
 )
 
 
-def rules_of(tree) -> dict[str, str]:
-    """{path: rule} of every leaf of a parameter tree. ValueError names each leaf that no rule, or more than one,
-    finds."""
-    found = {path: [rule for at, rule in RULES if re.search(at, path)] for path in flatten(tree)}
-    if wrong := [f"{path} ({len(rules)})" for path, rules in found.items() if len(rules) != 1]:
+def rules_of(tree: PyTree) -> dict[str, str]:
+    """Returns {path: rule} of all leaves of a parameter tree.
+
+    Raises ValueError that names each leaf which no rule, or more than one, matches.
+    """
+    matches = {
+        path: [rule for pattern, rule in RULES if re.search(pattern, path)]
+        for path in flatten(tree)
+    }
+    if wrong := [f"{path} ({len(rules)})" for path, rules in matches.items() if len(rules) != 1]:
         raise ValueError(
-            f"leaves with a number of rules other than one: {', '.join(wrong)}; GLM-5's own attention (MLA) can "
-            "be quantised, its alternatives cannot"
+            f"leaves with a number of rules other than one: {', '.join(wrong)}; only GLM-5's attention (MLA) can "
+            "be quantised"
         )
-    return {path: rule for path, [rule] in found.items()}
+    return {path: rule for path, [rule] in matches.items()}
 
 
-def quantise(params, cfg: ModelConfig, group: int | None = None):
-    """(parameters, config) of a model with its weights quantised by RULES, which the same `forward` takes.
+def quantise(
+    params: PyTree, cfg: ModelConfig, group: int | None = None
+) -> tuple[PyTree, ModelConfig]:
+    """Quantises a model's weights by RULES. Returns (parameters, config) for the same `forward`.
 
-    group: inputs of an expert's matrix that share a scale (default: those that it was trained with, the config's
-    int4_group, else 128); the experts of a model that was trained as int4 become the integers that it computed
-    with. ValueError if the group does not divide, for a leaf without a rule, and for parameters that are not
-    those of cfg or quantised already.
+    group: inputs of an expert's matrix that share a scale; None: the config's int4_group, else 128. The experts of a
+    model that was trained as int4 become the integers that training computed with.
+
+    Raises ValueError if the group does not divide a matrix, for a leaf without a rule, and for parameters that are not
+    those of cfg or already quantised.
     """
     group = group or cfg.int4_group or GROUP
-    rules, letters = rules_of(glm5.abstract(cfg)), flatten(glm5.letters(cfg))
+    rules, letters = rules_of(glm5.abstract_params(cfg)), flatten(glm5.axis_letters(cfg))
     if odd := sorted(rules.keys() ^ flatten(params).keys()):
         raise ValueError(f"the parameters are not those of the config: {odd[0]} is in one of them")
 
@@ -70,15 +83,15 @@ def quantise(params, cfg: ModelConfig, group: int | None = None):
     return map_with_path(one, params), dataclasses.replace(cfg, int4_group=None)
 
 
-def quantised(path: str, w, letters: str, group: int) -> Int4 | Int8:
-    """The plain weight w at a path, with these letters, as its rule has it; group: of int4 ones."""
+def quantised(path: str, w: Array, letters: str, group: int) -> Int4 | Int8:
+    """Returns the plain weight w of a path quantised by its rule. letters: its axes. group: rows of a scale in int4."""
     if re.search(RULES[0][0], path):
         return Int4(*_w4(w, group=group))
     return Int8(*_w8(w, axes=summed(letters)))
 
 
 def summed(letters: str) -> tuple[int, ...]:
-    """The dimensions of a weight with these letters that its product sums over."""
+    """Returns the dimensions that the product with a weight of these axis letters sums over."""
     names = letters.split()
     inputs = ("n", "u") if names[-3:] == ["n", "u", "d"] else names[names[0] == "l" :][:1]
     return tuple(map(names.index, inputs))

@@ -1,17 +1,21 @@
-"""A trained model of full attention with other kinds of attention in the layers of one's choice.
+"""Conversion of a trained model of full attention to other kinds of attention in chosen layers.
 
     full -> window      the same weights
     full -> simple_gdn  the same weights: q, k, v and o serve the delta rule
-    full -> gdn         the same weights beside new ones, which start neutrally (`NEUTRAL`)
+    full -> gdn         the same weights plus new ones, which start neutrally (`NEUTRAL`)
 
-What is not new is not copied. (GLM-5 2.1.2; the paper goes on training for 190B tokens.)
+Existing weights are shared with the input, not copied. (GLM-5 2.1.2; the paper then trains for 190B tokens.)
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
 
 from glm5_jax.config import RECURRENT_KINDS, ModelConfig
 from glm5_jax.core.tree import flatten, unflatten
@@ -19,16 +23,18 @@ from glm5_jax.model import glm5
 
 
 def _last_tap(shape):
-    """Of a convolution: 1 on a token itself, 0 on those before it."""
+    """Returns the taps of an identity convolution: 1 on the token itself, 0 on earlier ones."""
     return jnp.zeros(shape).at[..., -1].set(1)
 
 
-# What the state forgets of itself a token; not printed, the least of the public first values.
+# Share of the state that decays per token. Not in the paper; the smallest initial value of public code.
 SLOW = 0.001
 
-# New weights of Gated DeltaNet. The taps pass tokens as they are; gates depend on no token yet: half of what
-# a key recalls is replaced (beta = sigmoid(0)), and a thousandth of the state is forgotten (a_log = 0). SiLU
-# has no neutral argument but 0: a converted layer is silent until its output gate has learnt.
+# New weights of Gated DeltaNet.
+# - Taps pass tokens unchanged.
+# - Gates do not depend on the token yet: half of what a key recalls is replaced (beta = sigmoid(0)), and
+#   a thousandth of the state decays (a_log = 0).
+# - SiLU has no neutral argument except 0: a converted layer outputs zero until its output gate is trained.
 NEUTRAL = {
     "conv_q": _last_tap,
     "conv_k": _last_tap,
@@ -42,22 +48,25 @@ NEUTRAL = {
 }
 
 
-def convert(params, cfg: ModelConfig, kinds) -> tuple[dict, ModelConfig]:
-    """(params, config) of the model with the attention `kinds`, one of `config.LAYER_KINDS` per layer.
+def convert(
+    params: PyTree, cfg: ModelConfig, kinds: Sequence[str]
+) -> tuple[dict[str, Any], ModelConfig]:
+    """Returns (params, config) of the model with the attention `kinds`, one of `config.LAYER_KINDS` per layer.
 
-    params: of full or windowed attention; its indexers, which only see full layers, are left behind. New
-    weights have the dtype of the embedding and are to be put on a mesh by the caller
-    (`glm5.param_shardings`). ValueError if the model has recurrent layers already, or for kinds that do not
-    fit it.
+    - params: weights of a model of full or windowed attention. Its indexers, which were trained for full
+      layers only, are dropped.
+    - New weights have the dtype of the embedding. The caller puts them on a mesh (`glm5.param_shardings`).
+
+    Raises ValueError if the model already has recurrent layers, or if kinds do not fit it.
     """
-    target, old = converted(cfg, kinds), flatten(params)
-    kept = {path: old[path] for path in flatten(glm5.abstract(target)) if path in old}
+    target, old = convert_config(cfg, kinds), flatten(params)
+    shared = {path: old[path] for path in flatten(glm5.abstract_params(target)) if path in old}
     dtype = old["embed/weight"].dtype
-    return completed(unflatten(kept), target, jax.random.key(0), dtype=dtype), target
+    return add_missing_weights(unflatten(shared), target, jax.random.key(0), dtype=dtype), target
 
 
-def converted(cfg: ModelConfig, kinds) -> ModelConfig:
-    """The config of the model with the attention `kinds` in its layers; ValueError as `convert`."""
+def convert_config(cfg: ModelConfig, kinds: Sequence[str]) -> ModelConfig:
+    """Returns the config with the attention `kinds` in its layers. Raises ValueError as `convert` does."""
     recurrent = sorted(set(cfg.layer_kinds) & set(RECURRENT_KINDS))
     if recurrent:
         raise ValueError(
@@ -72,26 +81,35 @@ def converted(cfg: ModelConfig, kinds) -> ModelConfig:
     )
 
 
-def completed(params, cfg: ModelConfig, key, *, dtype="float32", mesh=None):
-    """Trained weights with what they lack of a model: the values of `glm5.init_params`, but for Gated
-    DeltaNet `NEUTRAL`."""
-    have = flatten(params)
-    lacking = [path for path in flatten(glm5.abstract(cfg)) if path not in have]
-    if not lacking:
+def add_missing_weights(
+    params: PyTree,
+    cfg: ModelConfig,
+    key: Array,
+    *,
+    dtype="float32",
+    mesh: Mesh | AbstractMesh | None = None,
+) -> PyTree:
+    """Adds the weights that a model of this config has and params lack.
+
+    New weights existing the values of `glm5.init_params`; those of Gated DeltaNet start at `NEUTRAL`.
+    """
+    existing = flatten(params)
+    missing = [path for path in flatten(glm5.abstract_params(cfg)) if path not in existing]
+    if not missing:
         return params
 
     def draw(key):
         fresh = flatten(glm5.init_params(cfg, key, dtype, mesh))
-        return {path: fresh[path] for path in lacking}
+        return {path: fresh[path] for path in missing}
 
     if mesh is None:
         new = draw(key)
-    else:  # compiled, so that what is not returned is not made
-        where = flatten(glm5.param_shardings(cfg, mesh))
-        new = jax.jit(draw, out_shardings={path: where[path] for path in lacking})(key)
-    for path in lacking:
+    else:  # compiled, so that weights that are not returned are not computed
+        shardings = flatten(glm5.param_shardings(cfg, mesh))
+        new = jax.jit(draw, out_shardings={path: shardings[path] for path in missing})(key)
+    for path in missing:
         neutral = NEUTRAL.get(path.split("/")[-1]) if "/gdn/" in path else None
         if neutral:
             value = neutral(new[path].shape).astype(dtype)
             new[path] = jax.device_put(value, new[path].sharding)
-    return unflatten({path: (have | new)[path] for path in flatten(glm5.abstract(cfg))})
+    return unflatten({path: (existing | new)[path] for path in flatten(glm5.abstract_params(cfg))})

@@ -1,46 +1,61 @@
-"""Gated DeltaNet (arXiv 2412.06464) on the projections of the attention that a layer had.
+"""Gated DeltaNet (arXiv 2412.06464) on the projections of the attention layer that it replaces.
 
     q, k, v = SiLU(conv(x W))    q, k of unit length    beta = sigmoid(x b)
     alpha = exp(-exp(a_log) softplus(x a + dt_bias))
     S_t = alpha_t S_(t-1) (1 - beta_t k_t k_t^T) + beta_t v_t k_t^T,    o_t = S_t q_t
     out = RMSNorm(o) SiLU(x gate)
 
-The convolution is causal, over each channel's own last w inputs. x W are MLA's or GQA's heads without RoPE.
+The convolution is causal and covers the last w inputs of each channel. x W are MLA's or GQA's heads
+without RoPE.
 """
+
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, PyTree
 
+from glm5_jax.core.params import Declare
 from glm5_jax.model.ablations.recurrence import delta_rule
-from glm5_jax.model.cache import State
-from pallas_kernels.numerics import wide
+from glm5_jax.model.cache import RecurrentState
+from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.pointwise import rms_norm
 
-# Mean and spread of the public implementations' first values: a_log = log U(0, 16), dt_bias so that
-# softplus(dt_bias) is log-uniform in [0.001, 0.1], taps uniform within w^-1/2 for w = 4.
+if TYPE_CHECKING:  # block imports this module
+    from glm5_jax.model.block import ForwardContext
+
+# Mean and standard deviation of the public implementations' initial values: a_log = log U(0, 16), dt_bias
+# so that softplus(dt_bias) is log-uniform in [0.001, 0.1], taps uniform within w^-1/2 for w = 4.
 A_LOG, DT_BIAS, TAPS = (1.77, 1.0), (-4.6, 1.33), (0.0, 0.29)
 
 
 class Gdn(nnx.Module):
-    """What a layer has beside its attention's projections: taps, gates and the norm of the outcome."""
+    """Weights that a layer has in addition to its attention: taps, gates and the output norm."""
 
-    def __init__(self, declare):
-        self.conv_q = declare.around("conv_q", "n hr w", *TAPS)
-        self.conv_k = declare.around("conv_k", "y hr w", *TAPS)
-        self.conv_v = declare.around("conv_v", "y u w", *TAPS)
+    def __init__(self, declare: Declare):
+        self.conv_q = declare.normal_around("conv_q", "n hr w", *TAPS)
+        self.conv_k = declare.normal_around("conv_k", "y hr w", *TAPS)
+        self.conv_v = declare.normal_around("conv_v", "y u w", *TAPS)
         self.a = declare.normal("a", "d n")
-        self.a_log = declare.around("a_log", "n", *A_LOG)
-        self.dt_bias = declare.around("dt_bias", "n", *DT_BIAS)
+        self.a_log = declare.normal_around("a_log", "n", *A_LOG)
+        self.dt_bias = declare.normal_around("dt_bias", "n", *DT_BIAS)
         self.b = declare.normal("b", "d n")
         self.gate = declare.normal("gate", "d n u")
         self.norm = declare.ones("norm", "u")
 
 
-def gdn(w, x, q, k, v, context, cache: State | None):
-    """(out [b t n u], State or None) of the normed input x [b t d] and its heads q [b t n h+r],
-    k [b t y h+r], v [b t y u] without RoPE."""
-    inner, n = wide(x.dtype), q.shape[2]
+def gdn(
+    w: PyTree,
+    x: Float[Array, "b t d"],
+    q: Float[Array, "b t n h+r"],
+    k: Float[Array, "b t y h+r"],
+    v: Float[Array, "b t y u"],
+    context: "ForwardContext",
+    cache: RecurrentState | None,
+) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
+    """Returns (output heads, new state) of the normed input x and its heads q, k, v without RoPE."""
+    inner, n = accum_dtype(x.dtype), q.shape[2]
 
     def gates(name):
         return jnp.einsum("btd,dn->btn", x, w[name], preferred_element_type=inner)

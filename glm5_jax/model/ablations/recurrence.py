@@ -1,29 +1,46 @@
-"""The delta rule as a layer runs it: packed documents, a state that continues, heads shared out on a mesh.
+"""Delta rule of a layer: packed documents, a state that continues, heads distributed over a mesh.
 
-What Gated DeltaNet and SimpleGDN have in common; q, k, v are those of the attention that the layer had.
-The recurrence goes over all tokens of a sequence, so on a mesh whose sequence is cut the devices exchange
-tokens for heads: each runs its own heads over the whole sequence.
+Gated DeltaNet and SimpleGDN share it; q, k, v are those of the attention that the layer had. The recurrence
+runs over all tokens of a sequence. On a mesh that shards the sequence, devices exchange tokens for heads:
+each runs some heads over the full sequence.
 """
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from glm5_jax.model.cache import State
+from glm5_jax.model.cache import RecurrentState
 from pallas_kernels.gated_delta import gated_delta, gated_delta_step
-from pallas_kernels.numerics import wide
+from pallas_kernels.numerics import accum_dtype
 
-L2_EPS = 1e-6  # under the root of a head's squared length; that of the public implementations
+if TYPE_CHECKING:  # block imports this module
+    from glm5_jax.model.block import ForwardContext
+
+L2_EPS = 1e-6  # added to a head's squared length before the root, as in public implementations
 
 
-def delta_rule(q, k, v, g, beta, context, cache: State | None, taps=None):
-    """(out [b t n u], State or None) of q [b t n h+r], k [b t y h+r], v [b t y u] and g, beta [b t n].
+def delta_rule(
+    q: Float[Array, "b t n h+r"],
+    k: Float[Array, "b t y h+r"],
+    v: Float[Array, "b t y u"],
+    g: Float[Array, "b t n"],
+    beta: Float[Array, "b t n"],
+    context: "ForwardContext",
+    cache: RecurrentState | None,
+    taps: Float[Array, "n 2*(h+r)+u w"] | None = None,
+) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
+    """Returns (output heads, new state).
 
-    Keys and values are repeated for the n / y query heads that they serve; q and k get unit length. taps
-    [n 2(h+r)+u w] are convolved over the inputs and followed by SiLU (None: neither). context:
-    `block.Context`; cache: the state to go on from, which is returned moved on.
+    Keys and values are repeated for the n / y query heads that they serve; q and k get unit length.
+
+    Args:
+      g, beta: log decay and write strength of each head.
+      cache: state to continue from; None: an empty state, and none is returned.
+      taps: convolution over the inputs, followed by SiLU; None: neither.
     """
     region, (n, x) = context.region, q.shape[2:]
     axes = region.sequence_axes
@@ -32,44 +49,50 @@ def delta_rule(q, k, v, g, beta, context, cache: State | None, taps=None):
             f"{n} attention heads do not divide over the mesh axes context * tensor = "
             f"{region.size(axes)}, on which a recurrent layer shares them out; choose a divisor"
         )
+    # Heads to devices, then the convolution.
     inputs = jnp.concatenate([q, *(_per_query_head(z, n) for z in (k, v))], axis=-1)
     inputs, g, beta = (region.all_to_all(z, axes, 2, 1) for z in (inputs, g, beta))
     segments = context.key_segments if cache is None else context.segments
     conv = None
     if taps is not None:
-        own = inputs.shape[2]
-        taps = lax.dynamic_slice_in_dim(taps, region.index(axes) * own, own)
-        inputs, conv = _convolved(inputs, taps, segments, context, cache)
+        heads = inputs.shape[2]  # of this device
+        taps = lax.dynamic_slice_in_dim(taps, region.index(axes) * heads, heads)
+        inputs, conv = _convolve(inputs, taps, segments, context, cache)
+    # The recurrence: all tokens in training, one step or a prefill with a cache.
     q, k, v = jnp.split(inputs, [x, 2 * x], axis=-1)
     q, k = _unit(q), _unit(k)
-    run = functools.partial(gated_delta, segments=segments, implementation=context.plan.kernels)
+    run = functools.partial(
+        gated_delta, segments=segments, implementation=context.execution.kernels
+    )
     if cache is None:
         return region.all_to_all(run(q, k, v, g, beta)[0], axes, 1, 2), None
     before = jnp.where(_continues(segments, context)[:, None, None, None], cache.state, 0)
     if q.shape[1] == 1:
-        here = (segments != 0)[..., None]
-        g, beta = jnp.where(here, g, 0), jnp.where(here, beta, 0)
+        is_token = (segments != 0)[..., None]
+        g, beta = jnp.where(is_token, g, 0), jnp.where(is_token, beta, 0)
         out, state = gated_delta_step(before, *(z[:, 0] for z in (q, k, v, g, beta)))
-        out = jnp.where(here[..., None], out[:, None], 0)
+        out = jnp.where(is_token[..., None], out[:, None], 0)
     else:
         out, state = run(q, k, v, g, beta, initial_state=before)
-    return out, State(state.astype(cache.state.dtype), conv)
+    return out, RecurrentState(state.astype(cache.state.dtype), conv)
 
 
 def _per_query_head(x, n: int):
-    """[b t y .] with every head as often as query heads use it, neighbours together."""
+    """Repeats the heads of x [b t y .] for the query heads that use them, neighbours together."""
     return jnp.repeat(x, n // x.shape[2], axis=2)
 
 
 def _unit(x):
-    """x / |x| over the last dimension."""
-    y = x.astype(wide(x.dtype))
+    """Returns x / |x| over the last dimension."""
+    y = x.astype(accum_dtype(x.dtype))
     return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + L2_EPS)).astype(x.dtype)
 
 
-def _convolved(x, taps, segments, context, cache: State | None):
-    """(SiLU of x [b t n .] convolved with taps [n . w] over its own document's last w, the next w - 1
-    inputs to remember)."""
+def _convolve(x, taps, segments, context, cache: RecurrentState | None):
+    """Returns (SiLU(convolution), last w - 1 inputs) of x [b t n .] with taps [n . w].
+
+    The convolution covers the last w inputs of the same document.
+    """
     b, t = x.shape[:2]
     width = taps.shape[-1]
     segments = jnp.ones((b, t), jnp.int32) if segments is None else segments
@@ -91,7 +114,7 @@ def _convolved(x, taps, segments, context, cache: State | None):
 
 
 def _continues(segments, context):
-    """bool[b]: whether the first document among these tokens is the one that the cache ends with."""
+    """Returns bool[b]: True if the first document of these tokens is the last one in the cache."""
     keys = context.key_segments
     index = jnp.arange(keys.shape[1])
     last = jnp.max(jnp.where((index < context.start) & (keys != 0), index, -1), axis=1)

@@ -1,20 +1,35 @@
-"""SimpleGDN: a trained attention's own projections plugged into the delta rule (GLM-5 2.1.2).
+"""SimpleGDN: the delta rule on the projections of a trained attention layer (GLM-5 2.1.2).
 
     S_t = S_(t-1) (1 - beta k_t k_t^T) + beta v_t k_t^T,    out_t = S_t q_t
 
-without convolution, gates or any new parameter. The paper does not say which constant beta is, nor whether
-queries and keys are normalised or rotated: here beta is `cfg.simple_gdn_beta` (1: what a key recalls is
-replaced), both have unit length, for which the recurrence is stable up to beta 2, and no RoPE.
+It has no convolution, gates or new parameters. The paper does not give the constant beta, nor say whether
+queries and keys are normalised or rotated. This implementation:
+
+- takes beta from `cfg.simple_gdn_beta` (1: the value that a key recalls is replaced),
+- gives queries and keys unit length, for which the recurrence is stable up to beta 2,
+- uses no RoPE.
 """
 
+from typing import TYPE_CHECKING
+
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from glm5_jax.model.ablations.recurrence import delta_rule
-from glm5_jax.model.cache import State
-from pallas_kernels.numerics import wide
+from glm5_jax.model.cache import RecurrentState
+from pallas_kernels.numerics import accum_dtype
+
+if TYPE_CHECKING:  # block imports this module
+    from glm5_jax.model.block import ForwardContext
 
 
-def simple_gdn(q, k, v, context, cache: State | None):
-    """(out [b t n u], State or None) of heads q [b t n h+r], k [b t y h+r], v [b t y u] without RoPE."""
-    beta = jnp.full(q.shape[:3], context.cfg.simple_gdn_beta, wide(q.dtype))
+def simple_gdn(
+    q: Float[Array, "b t n h+r"],
+    k: Float[Array, "b t y h+r"],
+    v: Float[Array, "b t y u"],
+    context: "ForwardContext",
+    cache: RecurrentState | None,
+) -> tuple[Float[Array, "b t n u"], RecurrentState | None]:
+    """Returns (output heads, new state) of heads q, k, v without RoPE."""
+    beta = jnp.full(q.shape[:3], context.cfg.simple_gdn_beta, accum_dtype(q.dtype))
     return delta_rule(q, k, v, jnp.zeros_like(beta), beta, context, cache)

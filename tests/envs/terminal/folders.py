@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from glm5_jax.envs.terminal import Result, Script, Trials, load_task
+from glm5_jax.envs.terminal import Script, TrialResult, TrialRunner, load_task
 
 needs_root = pytest.mark.skipif(
     os.getuid() != 0, reason="needs users that only root's sandboxes have"
@@ -108,7 +108,7 @@ class Text(Script):
         self._script = text.encode()
 
 
-async def tried(folder: pathlib.Path, agent, images=None) -> Result:
+async def tried(folder: pathlib.Path, agent, images=None) -> TrialResult:
     """The result of one trial."""
-    async with Trials(images) as trials:
+    async with TrialRunner(images) as trials:
         return await trials.run(load_task(folder), agent)

@@ -3,10 +3,13 @@
 import collections
 import datetime
 import decimal
+import enum
 import inspect
+import math
 import os
 import threading
 import types
+from unittest import mock
 
 import pytest
 
@@ -29,6 +32,49 @@ class Stack:
 
     def map(self, function):
         return [function(item) for item in self.items]
+
+
+class Anything:
+    """Equal to all, and computes what is expected."""
+
+    def __eq__(self, other):
+        return True
+
+    def __lt__(self, other):
+        return True
+
+    __gt__ = __le__ = __ge__ = __lt__
+    __hash__ = object.__hash__
+
+    def __sub__(self, other):
+        return 0
+
+    __rsub__ = __sub__
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return True
+
+
+class Degrees(float):
+    """A plain value with a class of its own."""
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Half:
+    def __float__(self):
+        return 0.5
+
+    def __eq__(self, other):
+        return True
+
+    def __rsub__(self, other):
+        return 99
 
 
 class StackError(KeyError):
@@ -56,6 +102,11 @@ def attempts_module():
     names = {
         "Stack": Stack,
         "StackError": StackError,
+        "Anything": Anything,
+        "Half": Half,
+        "degrees": lambda: Degrees(36.6),
+        "level": lambda: Level.HIGH,
+        "point": lambda: collections.namedtuple("Point", "x y")(1, 2),
         "fail": fail,
         "leave": leave,
         "interrupt": interrupt,
@@ -93,7 +144,7 @@ def module():
     source = attempts_module()
 
     async def finished(number):
-        return await server.taken(number)
+        return await server.object_of(number)
 
     def wait(number):
         import asyncio
@@ -142,6 +193,32 @@ def test_shows_objects_like_ones_of_its_own(module):
     assert not hasattr(stack, "nothing") and callable(module.echo) and not callable(stack)
 
 
+def test_compares_objects_by_plain_value_that_they_extend(module):
+    assert module.degrees() == 36.6 == pytest.approx(module.degrees()) and module.degrees() > 36
+    assert module.level() == 3 and module.level() + 1 == 4 and module.level() in (2, 3)
+    assert module.point() == (1, 2) != module.point()[:1]
+    assert module.Half() == 0.5 and not module.Half() == 0.6 and 1 - module.Half() == 0.5
+
+
+def test_lets_no_object_of_attempt_decide_what_it_equals(module):
+    thing = module.Anything()
+    for value in (8, "x", [1], pytest.approx(8.0), decimal.Decimal(8), mock.sentinel.x):
+        assert not thing == value and thing != value
+    assert not [thing] == [8] and 8 not in [thing]
+    with pytest.raises(TypeError):
+        assert 7 < thing
+    with pytest.raises(RemoteError, match="computes a plain value from a number of its tests"):
+        abs(thing - 8)
+    assert thing == module.Anything()  # of two objects of the attempt's it does
+
+
+def test_lets_no_object_of_attempt_swallow_what_tests_assert(module):
+    with pytest.raises(AssertionError), module.Anything():
+        raise AssertionError
+    with module.Anything():
+        raise KeyError
+
+
 def test_changes_lists_of_caller(module):
     items = [3, 1, 2]
     module.sort(items)
@@ -181,6 +258,12 @@ def test_keeps_attempt_from_insides_of_tests(module, name):
     with pytest.raises(RuntimeError, match="may not read"):
         module.read(function, name)
     assert module.read(types.SimpleNamespace(x=3), "x") == 3
+
+
+def test_keeps_attempt_from_modules_of_tests(module):
+    assert module.read(math, "pi") == math.pi
+    with pytest.raises(RuntimeError, match="may not reach the module sys"):
+        module.read(datetime, "sys")
 
 
 @pytest.mark.parametrize(

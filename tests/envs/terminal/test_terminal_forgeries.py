@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
-from glm5_jax.envs.terminal import Nop, Trials, load_task
+from glm5_jax.envs.terminal import Nop, TrialRunner, load_task
 from tests.envs.leftovers import run
+from tests.envs.terminal import forgeries, forgeries_by_surroundings
 from tests.envs.terminal.folders import Text, needs_root, own, selected, slow_but
-from tests.envs.terminal.forgeries import ATTACKS, FORMS, QUICK
 
 pytestmark = [pytest.mark.usefixtures("isolation"), needs_root]
-QUICK_FORMS = ("relative", "import", "check", "cmp after a program")
+FORMS = forgeries.FORMS | forgeries_by_surroundings.FORMS
+ATTACKS = forgeries.ATTACKS | forgeries_by_surroundings.ATTACKS
+QUICK = forgeries.QUICK + forgeries_by_surroundings.QUICK
+QUICK_FORMS = ("relative", "import", "check", "cmp after a program", "pipe into grep", "perl tests")
 
 
 def results(folder, attempts):
@@ -23,7 +26,7 @@ def results(folder, attempts):
             return await trials.run(load_task(task), agent)
 
     async def work():
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             pairs = enumerate(attempts.values())
             found = await asyncio.gather(*(one(trials, i, *attempt) for i, attempt in pairs))
             return dict(zip(attempts, found))

@@ -3,7 +3,7 @@
 import pytest
 
 from glm5_jax.envs.terminal import load_task
-from glm5_jax.envs.terminal.forms import SHARED, forgeable
+from glm5_jax.envs.terminal.forms import SHARED, forgeable_forms
 from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
 
 
@@ -12,7 +12,33 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
     [
         ({"test": 'eval "$(cat /app/prog)"'}, "tests/test.sh: evaluate a text"),
         ({"test": "source /app/env.sh"}, "tests/test.sh: run a file in their own shell"),
-        ({"test": 'python3 -c "$(cat /app/x.py)"'}, "-c with a substitution"),
+        ({"test": "cd /app && . ./env.sh"}, "run a file in their own shell"),
+        ({"test": "export $(cat /app/.env | xargs)"}, "set variables by a file"),
+        ({"test": "export PATH=/app/bin:$PATH"}, "in a folder of the attempt's first"),
+        ({"test": 'python3 -c "$(cat /app/x.py)"'}, "into a program"),
+        ({"test": 'bash -c "$(cat /app/x)"'}, "into a program"),
+        ({"test": 'x=$(/app/prog)\nawk "BEGIN { exit !($x > 0.9) }"'}, "into a program"),
+        ({"test": "python3 - <<EOF\nassert $(/app/prog) == 4\nEOF"}, "into a program"),
+        ({"test": 'x=$(/app/prog)\necho "$x > 3" | bc'}, "into a program"),
+        ({"test": 'x=$(/app/prog)\n[[ "$x" -eq 42 ]]'}, "calculate with a text"),
+        ({"test": "read -r x < /app/out\n(( x > 3 )) && true"}, "calculate with a text"),
+        ({"test": "cd /app && make -s test"}, "tell a builder to run"),
+        ({"test": "cargo test --release"}, "tell a builder to run"),
+        (
+            {"test": "gcc /tmp/a.c /app/b.c -o /tmp/t\n/tmp/t\nif [ $? -eq 0 ]; then echo 1; fi"},
+            "the exit code",
+        ),
+        ({"test": "gcc /tests/main.c /app/lib.c"}, "compilers cannot read"),
+        (
+            {"test": "pytest /tests/a.py > /tmp/log; grep -q '2 passed' /tmp/log"},
+            "test program prints",
+        ),
+        ({"test": "cp /app/*.json /logs/verifier/"}, "where the reward is"),
+        ({"test": "diff -q /tmp/got /app/expected.txt"}, "with a file that the attempt"),
+        (
+            {"test": "cat ~/out.txt", "dockerfile": "FROM debian\nWORKDIR /root\n"},
+            "root's home folder",
+        ),
         ({"test": "cd /app && python3 -m doctest x.py"}, "run the attempt's own tests"),
         ({"test": "cd /app && pytest -q"}, "run the attempt's own tests"),
         ({"test": "if /app/prog; then echo 1; fi"}, "believe the exit code"),
@@ -20,11 +46,15 @@ from tests.envs.terminal.folders import ORDINARY, PYTEST, TOML, own
         ({"test": "node /tests/check.js"}, "in an interpreter that loads"),
         ({"tests": "exec(open('/app/x.py').read())"}, "tests/test_outputs.py: execute a text"),
         ({"tests": "import pickle\nx = pickle.load(f)"}, "load objects that execute code"),
+        ({"tests": "import pandas\nx = pandas.read_pickle('/app/x')"}, "load objects that execute"),
+        ({"tests": "run([sys.executable, '-c', code])"}, "a Python of the user"),
+        ({"tests": "worst = max(worst, abs(a - b))"}, "neither more nor less"),
+        ({"tests": "assert ordered(data) == sorted(data)"}, "may have changed"),
         ({"tests": "lib = ctypes.CDLL('/app/x.so')"}, "which is refused"),
     ],
 )
 def test_names_forms_that_can_be_forged(tmp_path, files, part):
-    (found,) = forgeable(load_task(own(tmp_path, **files)))
+    (found,) = forgeable_forms(load_task(own(tmp_path, **files)))
     assert part in found
 
 
@@ -34,13 +64,18 @@ def test_names_forms_that_can_be_forged(tmp_path, files, part):
         ORDINARY,
         PYTEST,
         "# eval x\npip install pytest\ncmp /app/a /tests/b && echo 1 > /logs/verifier/reward.txt",
+        "python3 -m pytest /tests/a.py > /logs/verifier/pytest.txt 2>&1\nif [ $? -eq 0 ]; then echo 1; fi",
+        'got=$(/app/prog)\nif [ "$got" = 42 ] && [ "$got" -eq 42 ]; then echo 1; fi',
+        "s=$(date +%s)\nn=$(ls /app | wc -l)\nif (( n > 3 )) && [[ $s -gt 5 ]]; then n=$((n + 1)); fi",
+        'export PATH="$HOME/.local/bin:$PATH"\n/app/prog > /tmp/out && cmp /tmp/out /tests/key',
+        "cd /app && make && ./prog > /tmp/out; cmp /tmp/out /tests/key",
     ],
 )
 def test_names_nothing_of_ordinary_tests(tmp_path, test):
     files = {"test": test, "tests": "from app import f\ndef test():\n    assert f(3) == 4\n"}
-    assert forgeable(load_task(own(tmp_path, **files))) == []
+    assert forgeable_forms(load_task(own(tmp_path, **files))) == []
 
 
 def test_names_shared_tasks(tmp_path):
     toml = TOML.replace("[verifier]", '[verifier]\nenvironment_mode = "shared"')
-    assert forgeable(load_task(own(tmp_path, toml=toml))) == [SHARED]
+    assert forgeable_forms(load_task(own(tmp_path, toml=toml))) == [SHARED]

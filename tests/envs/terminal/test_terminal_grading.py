@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from glm5_jax.envs.sandbox import SandboxError
-from glm5_jax.envs.terminal import Nop, Trials, load_task, rewards
+from glm5_jax.envs.terminal import Nop, TrialRunner, load_task, rewards
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import PYTEST, TOML, Text, needs_root, own, selected, slow_but
 
@@ -126,7 +126,7 @@ CASES = {
         {"test": "uvx --with numpy==2 pytest /tests/test_outputs.py; echo 0 > /logs/verifier/reward.txt", "tests": PASSED},
         "",
         None,
-        "the tests need what is not here: Python package numpy",
+        "the tests need what this machine lacks: Python package numpy",
     ),
     "a missing program": (
         {"test": "apt-get install -y no-such-thing; echo 0 > /logs/verifier/reward.txt"},
@@ -236,7 +236,7 @@ def results(tmp_path_factory, request):
             return await trials.run(load_task(own(folder, name.replace(" ", "-"), **files)), agent)
 
     async def work():
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             cases = [one(trials, name, *CASES[name][:2]) for name in names]
             return dict(zip(names, await asyncio.gather(*cases)))
 
@@ -249,7 +249,7 @@ def test_what_a_trial_says(results, name):
     result = results[name]
     assert result.reward == reward, result
     assert (result.error is None) if error is None else (error in result.error), result
-    assert 0 < result.seconds < 60
+    assert 0 < result.duration_s < 60
 
 
 @dataclasses.dataclass
@@ -262,7 +262,7 @@ class Failing:
 
 def test_an_agent_that_fails_gets_no_reward(tmp_path, caplog):
     async def work():
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             task = load_task(own(tmp_path, test="echo 1 > /logs/verifier/reward.txt"))
             errors = ConnectionError("no server"), KeyError("mine"), SandboxError("lost")
             return [await trials.run(task, Failing(error)) for error in errors]

@@ -18,7 +18,7 @@ import time
 
 import pytest
 
-from glm5_jax.core.server import free_port
+from glm5_jax.core.server import find_free_port
 from glm5_jax.envs.terminal import AttemptConfig, load_task
 from glm5_jax.envs.terminal.service import TerminalService
 from glm5_jax.rl.client import HubClient
@@ -316,7 +316,7 @@ def test_a_killed_service_takes_its_sandboxes_along_and_the_next_sweeps_what_is_
         trainer = Trainer(stack, course)
         healthy = course.service("healthy", trainer.hub, max_inflight=MOST)
         stack.enter_context(healthy.running())
-        options = {"hub": trainer.hub, "port": free_port(), "max_inflight": MOST}
+        options = {"hub": trainer.hub, "port": find_free_port(), "max_inflight": MOST}
         with process(course, **options) as child:
             # Fork bombs and endless output of at least four attempts.
             trainer.train(lambda: trainer.of("healthy"))

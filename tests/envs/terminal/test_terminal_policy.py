@@ -17,10 +17,10 @@ from glm5_jax.envs.terminal import (
     Policy,
     Shell,
     TerminalTask,
-    Trials,
+    TrialRunner,
     load_task,
 )
-from glm5_jax.envs.terminal.bash import LONGEST, MOST_SHOWN, Bash
+from glm5_jax.envs.terminal.bash import MAX_COMMAND_BYTES, MAX_SHOWN, Bash
 from glm5_jax.rl.rollout import ToolError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, ScriptedServer
@@ -49,7 +49,7 @@ async def attempt(trials, folder, server, config=CONFIG, fields=None):
     """(result, trace or None) of an attempt by a policy at this server."""
     traces = []
     policy = Policy(
-        lambda: ChatClient(server, seconds=config.reply_seconds),
+        lambda: ChatClient(server, timeout_s=config.reply_timeout_s),
         COUNTER,
         config,
         fields,
@@ -64,7 +64,7 @@ def tried(folder, replies, config=CONFIG, fields=None):
     server = ScriptedServer(replies)
 
     async def work(url):
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             return await attempt(trials, folder, url, config, fields)
 
     with server.running() as url:
@@ -107,8 +107,8 @@ LENGTH = {"message": {"role": "assistant", "content": "I th"}, "finish_reason": 
 SLEEPS, SILENT = [bash("sleep 60")], {"sleep": 60, **LENGTH}
 TOO_LONG, DOWN = ApiError("the prompt has 99 tokens", 400), ApiError("no engine answers", 502)
 FORGES = [bash("echo 1 > /logs/verifier/reward.txt")]
-TASK = TerminalTask("t", None, "Do it.\n")
-FEW = COUNTER.prompt(CONFIG.asked(TASK)) + 60
+TASK = TerminalTask(name="t", folder=None, instruction="Do it.\n")
+FEW = COUNTER.prompt(CONFIG.chat_task(TASK)) + 60
 LATE, FAILED = "the agent had no end within 4 s", "the policy's server failed: "
 # Name -> (what the model says, limits, the reward, how its trace ends, the error). All have 4 s for the task `short`.
 CASES = {
@@ -118,19 +118,19 @@ CASES = {
     "done": ([SCORES, "Done."], {}, 0.5, "answer", None),
     "turns": ([SCORES] * 9, {"max_turns": 2}, 0.5, "max_turns", "ended after 2 replies (max_turns)"),
     "tokens": ([SCORES] * 99, {"max_tokens": FEW}, 0.5, "max_tokens", f"after {FEW} tokens (max_tokens)"),
-    "seconds": ([SCORES, SLEEPS], {"seconds": 4.0}, 0.5, "seconds", "ended after 4 s (seconds)"),
+    "seconds": ([SCORES, SLEEPS], {"timeout_s": 4.0}, 0.5, "timeout", "ended after 4 s (timeout_s)"),
     "cut off": ([SCORES, LENGTH], {}, 0.5, "length", "ended by a reply that was cut off"),
     "unread": ([SCORES, TOO_LONG], {}, 0.5, "refused", "reads no more of it (the prompt has 99 tokens)"),
-    "short command": ([SCORES, SLEEPS], {}, 0.5, "seconds", LATE),
-    "short reply": ([SCORES, SILENT], {}, 0.5, "seconds", LATE),
+    "short command": ([SCORES, SLEEPS], {}, 0.5, "timeout", LATE),
+    "short reply": ([SCORES, SILENT], {}, 0.5, "timeout", LATE),
     # From here on the server fails.
     "down": ([DOWN], {}, None, None, f"{FAILED}no engine answers"),
     "later down": ([SCORES, DOWN], {}, None, None, f"{FAILED}no engine answers"),
     "key": ([ApiError("the API key is wrong", 401)], {}, None, None, f"{FAILED}the API key is wrong"),
     "unread at once": ([TOO_LONG], {}, None, None, f"{FAILED}the prompt has 99 tokens"),
-    "garbage": ([{"message": "none"}], {}, None, None, f"{FAILED}the answer is no chat completion"),
-    "slow": ([SCORES, SILENT], {"reply_seconds": 0.5}, None, None, "has not answered within 0.5 s"),
-    "short silent": ([SILENT], {}, None, None, f"{FAILED}no reply has come in all the time"),
+    "garbage": ([{"message": "none"}], {}, None, None, f"{FAILED}the reply is not a chat completion"),
+    "slow": ([SCORES, SILENT], {"reply_timeout_s": 0.5}, None, None, "has not answered within 0.5 s"),
+    "short silent": ([SILENT], {}, None, None, f"{FAILED}no reply has arrived within the time"),
     "gone": (None, {}, None, None, f"{FAILED}no server answers at http://127.0.0.1:9"),
     "no room": (["Done."], {"max_tokens": 50}, None, None, "max_tokens is 50; raise it"),
 }  # fmt: skip
@@ -159,7 +159,7 @@ def attempted(tmp_path_factory, request):
                     trials, short if "short" in name else usual, urls[name], config
                 )
 
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             return await asyncio.gather(*(one(trials, name) for name in names))
 
     with contextlib.ExitStack() as stack:
@@ -194,7 +194,7 @@ def test_a_sandbox_that_breaks_is_the_policys_doing_if_others_work(tmp_path, mon
 
     async def work(url):
         nonlocal works
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             first = await attempt(trials, folder, url)
             works = False
             return first, await attempt(trials, folder, url)
@@ -214,7 +214,7 @@ def test_old_results_are_left_out_where_that_is_asked_for():
 
     async def work():
         connect = functools.partial(contextlib.nullcontext, client)
-        policy = Policy(connect, COUNTER, config, told=lambda task, trace: traces.append(trace))
+        policy = Policy(connect, COUNTER, config, on_trace=lambda task, trace: traces.append(trace))
         async with Sandbox() as box:
             return await policy.run(TASK, Shell(box, "root", "/app", 60.0))
 
@@ -232,7 +232,7 @@ def told(*calls, config=BashConfig(), side_by_side=False):
     """What is answered to calls in one sandbox, given as arguments."""
 
     async def work():
-        async with Sandbox(SandboxConfig(seconds=20.0)) as box:
+        async with Sandbox(SandboxConfig(timeout_s=20.0)) as box:
             tool = Bash(Shell(box, "root", "/app", 60.0), config)
             if side_by_side:
                 return await asyncio.gather(*(tool(None, call) for call in calls))
@@ -271,13 +271,13 @@ def test_what_runs_on_and_what_is_ended():
     assert on == "on\n[exit code 0]"
     assert late == "begun\n[no end within 0.5 s, so it was ended]"
     assert left == "1\n0\n[exit code 1]"
-    [late] = told({"command": "sleep 60"}, config=BashConfig(seconds=0.2))
+    [late] = told({"command": "sleep 60"}, config=BashConfig(timeout_s=0.2))
     assert late == "[no end within 0.2 s, so it was ended]"
 
 
 def test_of_much_that_is_printed_the_beginning_and_the_end():
     calls = ({"command": f"seq 1 {count}; echo END"} for count in (9, 999, 999_999))
-    little, some, much = told(*calls, config=BashConfig(characters=60))
+    little, some, much = told(*calls, config=BashConfig(max_characters=60))
     lines = [str(i) for i in range(1, 100)]
     head = "\n".join(lines)[:30]
     assert little == "\n".join([*lines[:9], "END", "[exit code 0]"])
@@ -303,7 +303,10 @@ def test_calls_of_one_reply_go_one_after_the_other():
         ({"command": 1}, "command is no text"),
         ({"command": "\0"}, "command holds a null character"),
         ({"command": "\ud800"}, "command holds half a character"),
-        ({"command": "x" * (LONGEST + 1)}, f"command is longer than {LONGEST} bytes"),
+        (
+            {"command": "x" * (MAX_COMMAND_BYTES + 1)},
+            f"command is longer than {MAX_COMMAND_BYTES} bytes",
+        ),
         ({"command": "true", "timeout_sec": 601}, "timeout_sec is no number above 0 and up to 600"),
         ({"command": "true", "timeout_sec": 0}, "timeout_sec is no number"),
         ({"command": "true", "timeout_sec": "9"}, "timeout_sec is no number"),
@@ -317,7 +320,9 @@ def test_what_is_no_command_is_answered(arguments, words):
 
 
 def test_the_longest_command_runs():
-    [found] = told({"command": "echo " + "x" * (LONGEST - 5)}, config=BashConfig(characters=4))
+    [found] = told(
+        {"command": "echo " + "x" * (MAX_COMMAND_BYTES - 5)}, config=BashConfig(max_characters=4)
+    )
     assert found == "xx\n[...]\nxx\n[exit code 0]"
 
 
@@ -335,13 +340,13 @@ def test_a_sandbox_that_fails_raises():
     ("make", "words"),
     [
         (lambda: AttemptConfig(max_turns=0), "max_turns is 0"),
-        (lambda: AttemptConfig(seconds=-1.0), "seconds is -1"),
-        (lambda: AttemptConfig(reply_seconds=0.0), "reply_seconds is 0"),
-        (lambda: BashConfig(seconds=0.0), "seconds is 0.0 and most_seconds 600"),
-        (lambda: BashConfig(seconds=601.0), "seconds is 601.0 and most_seconds 600"),
+        (lambda: AttemptConfig(timeout_s=-1.0), "timeout_s is -1"),
+        (lambda: AttemptConfig(reply_timeout_s=0.0), "reply_timeout_s is 0"),
+        (lambda: BashConfig(timeout_s=0.0), "timeout_s is 0.0 and max_timeout_s 600"),
+        (lambda: BashConfig(timeout_s=601.0), "timeout_s is 601.0 and max_timeout_s 600"),
         (
-            lambda: BashConfig(characters=MOST_SHOWN + 1),
-            f"characters is {MOST_SHOWN + 1}; use 2 to",
+            lambda: BashConfig(max_characters=MAX_SHOWN + 1),
+            f"max_characters is {MAX_SHOWN + 1}; use 2 to",
         ),
     ],
 )

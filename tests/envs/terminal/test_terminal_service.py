@@ -143,4 +143,4 @@ def test_limits_that_leave_no_room_are_refused(tmp_path, options, words):
     with pytest.raises(ValueError, match="0 tasks"):
         service_of([])
     # With less time for the policy the same rollouts end in time.
-    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=AttemptConfig(seconds=5.0))
+    service_of([own(tmp_path, toml=TOML)], seconds=670.0, policy=AttemptConfig(timeout_s=5.0))

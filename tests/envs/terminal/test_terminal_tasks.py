@@ -34,14 +34,18 @@ def test_fields_old_and_new(tmp_path):
     folder = own(tmp_path, toml=OLD)
     task = load_task(folder)
     assert (task.name, task.folder, task.instruction) == ("own", folder, "Do it.\n")
-    assert (task.agent_seconds, task.verifier_seconds, task.build_seconds) == (60.0, 900.0, 30.0)
+    assert (task.agent_timeout_s, task.verifier_timeout_s, task.build_timeout_s) == (
+        60.0,
+        900.0,
+        30.0,
+    )
     assert (task.memory_bytes, task.disk_bytes, task.cpus) == (2 << 30, 512 << 20, 2.0)
     assert task.verifier_env == {"A": "7", "B": "x"} and task.solution_env == {"KEY": "1"}
     assert (task.user, task.workdir, task.docker_image) == ("1000", "/srv/work", "debian:12")
     new = load_task(
         own(tmp_path, "new", toml='schema_version = "1.4"\n[environment]\nmemory_mb = 64\n')
     )
-    assert (new.memory_bytes, new.disk_bytes, new.agent_seconds) == (64 << 20, 10 << 30, 600.0)
+    assert (new.memory_bytes, new.disk_bytes, new.agent_timeout_s) == (64 << 20, 10 << 30, 600.0)
     both = load_task(own(tmp_path, "both", toml='[environment]\nmemory = "1G"\nmemory_mb = 1024\n'))
     assert both.memory_bytes == 1 << 30
 
@@ -55,28 +59,28 @@ def test_fields_old_and_new(tmp_path):
         ("[environment]\ngpus = 1", "environment.gpus = 1: not supported; it can be 0"),
         ('[environment]\ngpu_types = ["H100"]', "environment.gpu_types = ['H100']: not supported"),
         ("[[environment.mcp_servers]]\nname = 'x'", "environment.mcp_servers = "),
-        ("[environment.healthcheck]\ncommand = 'x'", "environment.healthcheck is unknown here, or not supported"),
-        ('[environment]\nskills_dir = "/x"', "environment.skills_dir is unknown here, or not supported"),
+        ("[environment.healthcheck]\ncommand = 'x'", "environment.healthcheck is unknown or not supported"),
+        ('[environment]\nskills_dir = "/x"', "environment.skills_dir is unknown or not supported"),
         ('[environment]\nos = "windows"', "environment.os = 'windows': not supported; it can be 'linux'"),
         ('[environment]\nnetwork_mode = "allowlist"', "environment.network_mode = 'allowlist': not supported"),
         ('[environment]\nallowed_hosts = ["a.org"]', "environment.allowed_hosts = ['a.org']: not supported"),
         ('[agent]\nnetwork_mode = "allowlist"', "agent.network_mode = 'allowlist'"),
         ('[verifier]\nuser = "nobody"', "verifier.user = 'nobody': not supported; it can be 'root' or 0"),
-        ("[verifier.environment]\ncpus = 1", "verifier.environment is unknown here, or not supported"),
+        ("[verifier.environment]\ncpus = 1", "verifier.environment is unknown or not supported"),
         ('[[verifier.collect]]\ncommand = "x"', "verifier.collect = "),
         ("[[steps]]\nname = 'a'", "steps: tasks of several steps are not supported"),
-        ("[agent]\ntimeout = 3", "agent.timeout is unknown here"),
-        ("colour = 3", "colour is unknown here"),
+        ("[agent]\ntimeout = 3", "agent.timeout is unknown or"),
+        ("colour = 3", "colour is unknown or"),
         ("[agent]\ntimeout_sec = 0", "agent.timeout_sec = 0: it must be a number above 0"),
         ("[agent]\ntimeout_sec = true", "agent.timeout_sec = True: it must be a number"),
         ('[environment]\nmemory = "2X"', "environment.memory = '2X': it must be a size such as 512M or 2G"),
-        ('[environment]\nmemory = "2G"\nmemory_mb = 5', "environment.memory_mb says other than"),
+        ('[environment]\nmemory = "2G"\nmemory_mb = 5', "environment.memory_mb differs from"),
         ('[environment]\nworkdir = "/"', "environment.workdir = '/': the folder '/' cannot be"),
-        ('[environment]\nworkdir = "/tests/x"', "cannot be the folder that is worked in and graded"),
-        ('[environment]\nworkdir = "/app/../etc"', "cannot be the folder"),
+        ('[environment]\nworkdir = "/tests/x"', "cannot be the work folder that is graded"),
+        ('[environment]\nworkdir = "/app/../etc"', "cannot be the work folder"),
         ('artifacts = ["/etc/passwd"]', "the artifact '/etc/passwd' cannot be"),
         ('artifacts = [{source = "/x", service = "db"}]', "service is not supported"),
-        ('[environment.env]\nA = "${TOKEN}"', "${TOKEN} takes a variable of the host"),
+        ('[environment.env]\nA = "${TOKEN}"', "${TOKEN} refers to a variable of the host"),
         ("[environment.env]\nA = 3", "environment.env = {'A': 3}: it must be a table of texts"),
     ],
 )  # fmt: skip

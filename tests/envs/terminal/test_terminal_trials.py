@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from glm5_jax.envs.terminal import Nop, Oracle, Trials, load_task
+from glm5_jax.envs.terminal import Nop, Oracle, TrialRunner, load_task
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import (
     ORDINARY,
@@ -253,7 +253,7 @@ async def all_results(tasks, attempts):
         async with places:
             return await trials.run(load_task(tasks[task]), agent)
 
-    async with Trials() as trials:
+    async with TrialRunner() as trials:
         results = await asyncio.gather(*(one(trials, *attempt) for attempt in attempts.values()))
     return dict(zip(attempts, results))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.envs.terminal import Nop, Trials, load_task
+from glm5_jax.envs.terminal import Nop, TrialRunner, load_task
 from tests.envs.leftovers import run
 from tests.envs.terminal.folders import TOML, Text, needs_root, own, tried
 
@@ -45,7 +45,7 @@ def test_grades_shared_task_in_sandbox_of_agent(tmp_path):
 
     async def both():
         task = load_task(own(tmp_path, toml=SHARED, test=test, dockerfile="FROM debian\n"))
-        async with Trials() as trials:
+        async with TrialRunner() as trials:
             return await trials.run(task, Text(script)), await trials.run(task, Nop())
 
     right, nothing = run(both())

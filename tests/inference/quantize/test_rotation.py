@@ -14,7 +14,7 @@ from glm5_jax.core import axes
 from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.inference.quantize import rotation
 from glm5_jax.model import block, glm5
-from glm5_jax.model.turned import Turned
+from glm5_jax.model.rotated_norm import RotatedNorm
 from tests.mesh import cases
 
 # A dense layer, a MoE layer with a shared selection, the MTP layer, biases.
@@ -60,8 +60,8 @@ def plain(cfg):
     """Of the model as it is; that of CFG by the program of the rotated one, which turns back what nothing turned."""
     flat = dict(flatten(params(cfg)))
     if cfg is CFG:
-        for path in rotation.READ_OUT:
-            flat[path] = Turned(flat[path], np.eye(cfg.hidden_size))
+        for path in rotation.FINAL_NORMS:
+            flat[path] = RotatedNorm(flat[path], np.eye(cfg.hidden_size))
     with jax.enable_x64(True):
         return jax.device_get(run(unflatten(flat), cfg))
 
@@ -96,7 +96,7 @@ def test_outputs_and_selected_keys_stay():
     differ, keys = difference(got, CFG, plain(CFG))
     assert differ < 1e-9 and keys == 0
     for path, w in flatten(got).items():
-        if path.endswith("norm") and path not in (*rotation.READ_OUT, "mtp/hnorm"):
+        if path.endswith("norm") and path not in (*rotation.FINAL_NORMS, "mtp/hnorm"):
             want = flatten(params(CFG))[path] if path.endswith("k_norm") else np.ones(w.shape)
             np.testing.assert_array_equal(w, want)
 
@@ -118,11 +118,11 @@ def test_no_fold_can_be_left_out(norm, reader):
 def test_nor_what_belongs_to_the_hidden_state(what):
     got = rotated(CFG)
     flat, before = flatten(got), flatten(params(CFG))
-    if what in rotation.READ_OUT:
-        assert isinstance(flat[what], Turned)
+    if what in rotation.FINAL_NORMS:
+        assert isinstance(flat[what], RotatedNorm)
         back = flat[what].back
         np.testing.assert_allclose(back @ back.T, np.eye(CFG.hidden_size), atol=1e-12)
-        flat[what] = Turned(flat[what].weight, np.eye(CFG.hidden_size))
+        flat[what] = RotatedNorm(flat[what].weight, np.eye(CFG.hidden_size))
     else:
         flat[what] = before[what] + (what == "mtp/hnorm")
     assert difference(unflatten(flat), CFG, plain(CFG))[0] > 1e-3
@@ -140,12 +140,12 @@ def test_every_space_can_be_turned_alone_and_twice(space):
     changed = {
         path
         for path, w in flatten(got).items()
-        if isinstance(w, Turned) or np.any(w != before[path])
+        if isinstance(w, RotatedNorm) or np.any(w != before[path])
     }
-    names = flatten(glm5.letters(CFG))
+    names = flatten(glm5.axis_letters(CFG))
     beside = {"d": ("d", "dd"), "c": ("c", "cr")}.get(space, (space,))
     own = {p for p, x in names.items() if set(x.split()) & {*beside} and not p.endswith("norm")}
-    own = own - {"lm_head/weight"} | ({*rotation.READ_OUT} if space == "d" else set())
+    own = own - {"lm_head/weight"} | ({*rotation.FINAL_NORMS} if space == "d" else set())
     assert changed == own
     if space == "d":  # its program is compiled already
         differ, keys = difference(got, CFG, plain(CFG))
@@ -191,4 +191,4 @@ def test_one_large_channel_is_spread_over_all():
 def test_other_attention_is_refused(kind):
     cfg = presets.ablation(kind)
     with pytest.raises(ValueError, match="own attention .MLA. can be rotated, not projections"):
-        rotation.fold(glm5.abstract(cfg), cfg)
+        rotation.fold(glm5.abstract_params(cfg), cfg)

@@ -15,9 +15,9 @@ from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.sampling import Sampling
-from glm5_jax.model import dispatch, experts, glm5
+from glm5_jax.model import expert_dispatch, experts, glm5
 from glm5_jax.model.generate import generate
-from pallas_kernels.quantised import Int4, Int8
+from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_a8
 from tests.mesh import cases
 from tests.oracles import quantize as oracle
@@ -41,8 +41,8 @@ def run(params, cfg=CFG, tokens=TOKENS):
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_leaf_has_one_rule_and_those_with_bits_are_these(name):
     cfg = presets.get(name)
-    rules = table.rules_of(glm5.abstract(cfg))
-    assert rules.keys() == flatten(glm5.abstract(cfg)).keys()
+    rules = table.rules_of(glm5.abstract_params(cfg))
+    assert rules.keys() == flatten(glm5.abstract_params(cfg)).keys()
     blocks = ("dense_layers", "moe_layers") + ("mtp/block",) * cfg.num_nextn_predict_layers
     want = {f"{b}/attn/{w}": table.W8A8 for b in blocks for w in ("q_b", "o")}
     if cfg.index_topk:
@@ -55,21 +55,21 @@ def test_every_leaf_has_one_rule_and_those_with_bits_are_these(name):
 
 
 def test_biases_have_a_rule_and_other_attention_has_none():
-    table.rules_of(glm5.abstract(cases.config(attention_bias=True)))
+    table.rules_of(glm5.abstract_params(cases.config(attention_bias=True)))
     for kind in ("gqa", "gdn"):
         cfg = presets.ablation(kind)
         with pytest.raises(ValueError, match=r"other than one: .*attn/q \(0\)|gdn/\w+ \(0\)"):
-            table.rules_of(glm5.abstract(cfg))
+            table.rules_of(glm5.abstract_params(cfg))
     twice = (*table.RULES, ("eh_proj", table.W8A8))
     with (
         mock.patch.object(table, "RULES", twice),
         pytest.raises(ValueError, match=r"mtp/eh_proj \(2\)"),
     ):
-        table.rules_of(glm5.abstract(CFG))
+        table.rules_of(glm5.abstract_params(CFG))
 
 
 def test_scales_are_per_output_channel_and_per_group():
-    flat, letters = flatten(quantised()), flatten(glm5.letters(CFG))
+    flat, letters = flatten(quantised()), flatten(glm5.axis_letters(CFG))
     for path, w in flatten(cases.params(CFG)).items():
         got = flat[path]
         assert got.shape == w.shape
@@ -142,7 +142,7 @@ def test_experts_few_rows_and_many_compute_what_the_integers_say():
     # A hidden value next to a half may round either way.
     np.testing.assert_allclose(fetched, want, rtol=0, atol=0.02 * np.abs(want).max())
     assert np.median(np.abs(fetched - want)) < 1e-6 * np.abs(want).max()
-    order, inverse, counts = dispatch.sort_by_expert(
+    order, inverse, counts = expert_dispatch.sort_by_expert(
         jnp.asarray(ids.reshape(-1)), CFG.n_routed_experts
     )
     together = jax.jit(experts.sorted_swiglu)(x[order // 2], counts, w)[inverse].reshape(want.shape)
@@ -178,7 +178,12 @@ def test_every_quantised_weight_counts(stack):
 def served(params, cfg, **options):
     """Prompts and the four tokens that an engine replies to each."""
     engine = Engine(
-        glm5.Glm5(cfg, params=params), page_size=8, max_batch=2, max_length=24, chunk=16, **options
+        glm5.Glm5(cfg, params=params),
+        page_size=8,
+        max_num_seqs=2,
+        max_length=24,
+        prefill_chunk=16,
+        **options,
     )
     replies = engine.generate(TOKENS[:, :14].tolist(), Sampling(max_tokens=4, temperature=0))
     return [[*prompt, *reply.ids] for prompt, reply in zip(TOKENS[:, :14].tolist(), replies)]
@@ -199,19 +204,17 @@ def test_engine_serves_a_rotated_and_quantised_model_with_drafts():
     model = glm5.Glm5(cfg, params=params)
     assert flatten(glm5.params_of(model)).keys() == flatten(params).keys()
     want = generate(params, TOKENS[:, :14], cfg, 4)
-    assert served(params, cfg, num_draft=1) == want.tolist()
+    assert served(params, cfg, num_speculative_tokens=1) == want.tolist()
 
 
 def on(mesh):
     return jax.device_put(quantised(), glm5.param_shardings(CFG, mesh, quantised()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [
-        {"expert": 2, "context": 2, "tensor": 2},
-        pytest.param({"fsdp": 2, "tensor": 2, "context": 2}, marks=pytest.mark.slow),
-    ],
+    [{"expert": 2, "context": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "context": 2}],
 )
 def test_on_a_mesh_it_computes_what_it_does_on_one_device(axes):
     mesh = make_mesh(axes)

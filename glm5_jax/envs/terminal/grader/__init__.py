@@ -1,31 +1,42 @@
-"""Programs of a grading sandbox that run next to the task's own tests, and which rights each program has there.
+"""Defines the programs that support tests in a grading sandbox, and the rights of each program there.
 
-A task's tests/test.sh runs as root, as its author expects. What it starts is decided by the file that is executed, from
-outside of the sandbox (`sandbox.gate.supervise`, with `POLICY`):
+A task's tests/test.sh runs as root, as its author expects. The rights of the programs that it starts are
+decided by the executed file, from outside the sandbox (`sandbox.entry.supervise`, with `POLICY`):
 
-- Shells keep root's rights for scripts that the attempt cannot have written; so do programs that take files for data.
-- Python and pytest are replaced by stand-ins. They run tests, whose files are root's, as a user that is not root but
-  keeps root's rights for itself only (guard.py): what it starts has none of them.
-- Modules of an attempt that tests import run in another process (apart.py), and pytest is judged by what it reports of
-  each test (run_pytest.py).
-- Everything else is an ordinary user's: an attempt's files however they are started, their copies, what was compiled
-  from them or while tests ran, and all programs that are not listed here.
-- What would be fetched from a network is taken from here, or noted as missing.
+- Shells keep root's rights for scripts that the attempt cannot have written; so do programs that only read
+  files as data.
+- Python and pytest are replaced by shims. They run tests, whose files are root's, as an unprivileged user
+  that keeps root's rights only for itself (privileges.py): programs that it starts have none of them.
+- Modules of an attempt that tests import run in another process (isolation.py), and the verdict of pytest
+  is what it reported for each test (run_pytest.py). Objects of their classes are compared by the plain
+  values that they are or convert to (plain.py), so no `__eq__` of theirs decides, and no `__exit__`
+  swallows an assertion.
+- Interpreters that run tests of other languages may read all files; what they start loses that right with
+  the first program that is not the image's.
+- Everything else runs as an ordinary user: an attempt's files however they are started, their copies, files
+  compiled from them or during the tests, and all programs that are not listed here.
+- Downloads from a network are replaced by local files, or recorded as missing.
 
-What an attempt can still forge is listed in `terminal.forms`. These files are copied into the sandbox and import nothing but
-Python's library.
+Nobody opens a file of the tests, or a reward, by a path that leads there through a link
+(`sandbox.entry.watch`). Processes of tests are hidden from the attempt's, which could read expected results
+in their arguments. Folders of the attempt are last on PATH, and are nobody's home. A reward from tests
+during which the disk was full does not count.
+
+`terminal.forms` lists what an attempt can still forge. These files are copied into the sandbox and import
+only Python's standard library.
 """
 
 FOLDER = "/grader"
+HOME = f"{FOLDER}/home"  # home of tests if the image's home is the work folder
 MISSING = (
-    f"{FOLDER}/missing"  # a file in it for each thing that tests asked for and that is not here
+    f"{FOLDER}/missing"  # holds a file for each thing that tests needed and this machine lacks
 )
 PYTHONS = ("python", "python3")
 PACKAGERS = ("pip", "pip3", "uv", "uvx")
 FETCHERS = ("curl", "wget")
-# They may read tests that are written for them, and write what an ordinary user may.
+# They may read tests that are written for them, and write only what an ordinary user may.
 INTERPRETERS = ("perl", "ruby", "node", "php")
-STANDINS = (*PYTHONS, "pytest", *PACKAGERS, *FETCHERS, *INTERPRETERS)
+SHIMS = (*PYTHONS, "pytest", *PACKAGERS, *FETCHERS, *INTERPRETERS)
 
 SHELLS = ("sh", "bash", "dash", "ash")
 LAUNCHERS = (
@@ -48,9 +59,16 @@ printf ps pwd readlink realpath rm rmdir rev seq sha1sum sha224sum sha256sum sha
 strings stty sum sync tac tail tee test touch tr true truncate tsort tty uname unexpand uniq unlink useradd usermod uptime
 wc which which.debianutils who whoami xxd yes""".split()
 
-_HELPER = f'import sys; sys.path.append("{FOLDER}/code"); import grader.standin as s; s.main()'
-# The image's Python, and of its path no folder that an attempt can write (`apart.MARKER` holds them).
-STANDIN = f"""#!/bin/sh
+# Arguments of the process that runs an attempt's modules, followed by two descriptors and a search path.
+WORKER = (
+    "-I",
+    "-B",
+    "-c",
+    f"import sys; sys.path.append('{FOLDER}/code'); import grader.worker as w; w.main()",
+)
+_HELPER = f'import sys; sys.path.append("{FOLDER}/code"); import grader.shims as s; s.main()'
+# Runs the image's Python, with a PATH without folders that an attempt can write (`isolation.MARKER` holds it).
+SHIM = f"""#!/bin/sh
 PATH_BEFORE=$PATH; export PATH_BEFORE
 read -r PATH < {FOLDER}/path; export PATH
 command -v python3 >/dev/null || {{ : > "{MISSING}/program python3"; exit 127; }}
@@ -61,13 +79,16 @@ POLICY = {
     "data": tuple(DATA_PROGRAMS),
     "launchers": LAUNCHERS,
     "shells": SHELLS,
-    "standins": {name: f"{FOLDER}/bin/{name}" for name in (*INTERPRETERS, "python3")}
+    "shims": {name: f"{FOLDER}/bin/{name}" for name in (*INTERPRETERS, "python3")}
     | {"python": f"{FOLDER}/bin/python3"},
     "helper": ("-I", "-B", "-c", _HELPER),
+    "worker": WORKER,
     "folders": ("/tests",),
+    "sealed": ("/logs/verifier/reward.txt", "/logs/verifier/reward.json"),
+    "watched": ("/tests", "/logs/verifier"),
 }
 
-# In place of apt-get: what is installed can be asked for.
+# Replaces apt-get: only packages that are installed can be requested.
 INSTALLER = f"""#!/bin/sh
 wanted=
 for word; do

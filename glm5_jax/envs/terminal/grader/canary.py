@@ -1,4 +1,4 @@
-"""Two tests that run after every run of pytest: where the first does not fail, or the second does, nothing counts."""
+"""Tests that run after every run of pytest: nothing counts unless the first fails and the second passes."""
 
 SEEN = []
 

@@ -1,7 +1,8 @@
-"""pytest, whose verdict is what it reported of each test.
+"""Runs pytest, and takes its verdict from what it reported for each test.
 
-Modules of an attempt run in another process (`apart`). A run has passed if it reported of every test that it collected
-and its own end, and if after it a test that must fail fails and one that must pass passes (`canary`).
+Modules of an attempt run in another process (`isolation`). A run has passed if pytest reported every
+collected test and its own end, and if afterwards a test that must fail fails and one that must pass passes
+(`canary`).
 """
 
 import contextlib
@@ -18,97 +19,111 @@ import stat
 import sys
 import tempfile
 
-from . import apart, guard, watched
+from . import isolation, privileges, watched
 
 _LIB = "/grader/lib"
 _CANARY = pathlib.Path(__file__).with_name("canary.py")
-_MOST_BYTES = 1 << 24  # of a report
+_MAX_REPORT_BYTES = 1 << 24  # copied of a report
 _USAGE_ERROR = 4
 REPORTS = "/logs/"
-# Options whose value is the next word.
+# Options whose value is the next argument.
 _VALUED = """-c -k -m -n -o -p -r -W --basetemp --confcutdir --config-file --deselect --ignore --import-mode --junitxml
 --maxfail --rootdir --tb""".split()
 
 
 class Missing(Exception):
-    """What tests need and there is not."""
+    """Raised for something that tests need and that does not exist."""
 
 
 def run(args, paths=()):
-    """The exit code that pytest would have, or another if it was not come by honestly.
+    """Returns the exit code of pytest, or `NOT_FINISHED` if code 0 is not supported by its reports.
 
-    paths: folders that tests may import from, behind all others.
+    Args:
+      args: arguments of pytest.
+      paths: folders that tests may import from, after all others.
     """
     args, ctrf = _without_ctrf(args)
-    place = tempfile.mkdtemp(
+    folder = tempfile.mkdtemp(
         dir="/tmp"
-    )  # root's, so that no program of an attempt gets at a report
+    )  # root's, so that no program of an attempt can change a report
     try:
-        args, reports = _redirected(args, place)
+        args, reports = _redirected(args, folder)
+        if changed := [
+            path for folder in _test_paths(args) for path in isolation.changed_test_files(folder)
+        ]:
+            print(f"the tests have not passed: {changed[0]} was replaced", file=sys.stderr)
+            return watched.NOT_FINISHED
         is_apart = not _are_of_attempt(args)
         hardened = _hardened(args)
         code, records = watched.run(lambda send: _run_tests(hardened, paths, is_apart, send))
-        told = _told(records)
-        for made, wanted in reports.items():
-            _keep(made, wanted)
+        summary = _summarize(records)
+        for temporary, target in reports.items():
+            _copy_report(temporary, target)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if ctrf:
-        _write(ctrf, json.dumps(_as_ctrf(told["tests"])).encode())
-    if code == _USAGE_ERROR and told["unknown"]:
-        raise Missing(f"pytest with {told['unknown']}")
-    if code == 0 and (problem := _problem(told)):
+        _write(ctrf, json.dumps(_as_ctrf(summary["tests"])).encode())
+    if code == _USAGE_ERROR and summary["unknown"]:
+        raise Missing(f"pytest with {summary['unknown']}")
+    if code == 0 and (problem := _problem(summary)):
         print(f"the tests have not passed: {problem}", file=sys.stderr)
         return watched.NOT_FINISHED
     return code
 
 
 def available():
-    """Makes pytest importable: the image's own, or else the one that grading brings."""
+    """Makes pytest importable: the image's, or else the copy that grading provides."""
     if importlib.util.find_spec("pytest") is None:
         sys.path.append(_LIB)
         if importlib.util.find_spec("pytest") is None:
-            raise Missing("pytest (in the image, or installed beside glm5_jax)")
+            raise Missing("pytest (in the image, or installed next to glm5_jax)")
 
 
 def _hardened(args):
-    """Nothing that lies in a folder of work configures pytest, or is loaded by it."""
-    given = {arg.partition("=")[0] for arg in args}
+    """Returns the arguments with options that keep files of a work folder from configuring pytest or being
+    loaded by it.
+    """
+    options = {arg.partition("=")[0] for arg in args}
     extra = ["-p", "no:cacheprovider"]
-    if not given & {"-c", "--config-file"}:
-        own = "/tests/pytest.ini"
-        extra += ["-c", own if os.path.isfile(own) else os.devnull]
-    if "--rootdir" not in given:
+    if not options & {"-c", "--config-file"}:
+        config = "/tests/pytest.ini"
+        extra += ["-c", config if os.path.isfile(config) else os.devnull]
+    if "--rootdir" not in options:
         extra += ["--rootdir", "/tests"]
-    if "--confcutdir" not in given:
+    if "--confcutdir" not in options:
         extra += ["--confcutdir", "/tests"]
     return [*extra, *_image_plugins(args), *args]
 
 
 def _image_plugins(args):
-    """Options for the plug-ins of the image, found before any folder of work is on sys.path."""
+    """Returns options for the image's plug-ins, looked up before a work folder is on sys.path."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     off = {after.removeprefix("no:") for arg, after in zip(args, args[1:]) if arg == "-p"}
     off |= {arg[5:] for arg in args if arg.startswith("-pno:")}
-    found = importlib.metadata.entry_points(group="pytest11")
-    names = {point.value.partition(":")[0] for point in found if point.name not in off}
+    entry_points = importlib.metadata.entry_points(group="pytest11")
+    names = {point.value.partition(":")[0] for point in entry_points if point.name not in off}
     return [word for name in sorted(names) for word in ("-p", name)]
 
 
 def _run_tests(args, paths, is_apart, send):
-    """Runs pytest in a child process. is_apart: nothing of an attempt runs in it."""
+    """Runs pytest in a child process.
+
+    Args:
+      is_apart: whether attempts' modules run in another process.
+    """
     writes_itself = any(
         "/logs" in path.read_text(errors="replace") for path in pathlib.Path("/tests").rglob("*.py")
     )
-    guard.keep_rights_here()
+    privileges.keep_rights_of_this_process()
     if not writes_itself:
-        guard.close_folders()
+        privileges.close_folders()
+    # Attempts' modules run elsewhere from here on.
     pytest = importlib.import_module("pytest")
     if is_apart:
-        apart.install()
-        apart.install_in_pytest()
+        isolation.install()
+        isolation.install_in_pytest()
     sys.path.extend(paths)
-    temporary = pathlib.Path(guard.HOME, "pytest")  # where links may be followed
+    temporary = pathlib.Path(privileges.HOME, "pytest")  # a folder in which links may be followed
     temporary.mkdir(exist_ok=True)
     os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
 
@@ -126,25 +141,32 @@ def _run_tests(args, paths, is_apart, send):
                 seconds=getattr(report, "duration", 0.0),
             )
 
-    said = _Said(sys.stderr)
-    sys.stderr = said
+    # The beginning of stderr shows unknown arguments.
+    stderr = _Tee(sys.stderr)
+    sys.stderr = stderr
     code = int(pytest.main(args, plugins=[Reporter()]))
-    sys.stderr = said.stream
-    found = re.search(r"unrecognized arguments: (.*)", said.text) if code == _USAGE_ERROR else None
-    send(end=code, unknown=found[1][:200] if found else "", canaries=_canaries(pytest))
+    sys.stderr = stderr.stream
+    match = (
+        re.search(r"unrecognized arguments: (.*)", stderr.text) if code == _USAGE_ERROR else None
+    )
+    send(end=code, unknown=match[1][:200] if match else "", canaries=_canaries(pytest))
     return code
 
 
 def _are_of_attempt(args):
-    """Whether tests are the attempt's own files, which cannot be kept out of the process that runs them."""
+    """Returns whether the tests are the attempt's files, which have to run in the process of pytest."""
+    return any(isolation.is_of_attempt(path) for path in _test_paths(args))
+
+
+def _test_paths(args):
+    """Returns the files and folders in which pytest is to find tests."""
     pairs = zip(("", *args), args)
     words = [word for before, word in pairs if word[:1] != "-" and before not in _VALUED]
-    places = [place for word in words if os.path.exists(place := word.partition("::")[0])]
-    return any(apart.is_of_attempt(place) for place in places or [os.getcwd()])
+    return [p for word in words if os.path.exists(p := word.partition("::")[0])] or [os.getcwd()]
 
 
 def _canaries(pytest):
-    """Outcomes of the two tests of `canary`, by name."""
+    """Returns the outcomes of the two tests of `canary`, by name."""
     outcomes = {}
 
     class Listener:
@@ -169,8 +191,8 @@ def _canaries(pytest):
     return outcomes
 
 
-class _Said:
-    """A stream that also keeps the beginning of what is written to it."""
+class _Tee:
+    """Stream that also keeps the beginning of the text that is written to it."""
 
     def __init__(self, stream):
         self.stream, self.text = stream, ""
@@ -183,28 +205,30 @@ class _Said:
         return getattr(self.stream, name)
 
 
-def _told(records):
-    told = {"collected": 0, "tests": {}, "end": None, "unknown": "", "canaries": None}
+def _summarize(records):
+    summary = {"collected": 0, "tests": {}, "end": None, "unknown": "", "canaries": None}
     for record in records:
         if "test" in record:
-            phases = told["tests"].setdefault(record["test"], {})
+            phases = summary["tests"].setdefault(record["test"], {})
             phases[record["when"]] = record["outcome"], record["seconds"]
         else:
-            told.update(record)
-    return told
+            summary.update(record)
+    return summary
 
 
-def _problem(told):
-    """Why a run that ended with 0 has not passed, or None."""
-    if told["end"] != 0:
+def _problem(summary):
+    """Returns why a run that ended with 0 has not passed, or None."""
+    if summary["end"] != 0:
         return "pytest was ended before it was done"
-    outcomes = [_outcome(phases) for phases in told["tests"].values()]
-    if not outcomes or len(outcomes) < told["collected"]:
-        return f"{len(outcomes)} of {told['collected']} tests told how they ended"
+    outcomes = [_outcome(phases) for phases in summary["tests"].values()]
+    if not outcomes or len(outcomes) < summary["collected"]:
+        return f"{len(outcomes)} of {summary['collected']} tests reported how they ended"
     if "failed" in outcomes:
         return "a test failed"
-    if told["canaries"] != {"test_that_fails": "failed", "test_that_passes": "passed"}:
-        return f"tests whose outcomes are known came to {told['canaries']}"
+    if "passed" not in outcomes:
+        return "all tests were skipped"
+    if summary["canaries"] != {"test_that_fails": "failed", "test_that_passes": "passed"}:
+        return f"tests whose outcomes are known came to {summary['canaries']}"
     return None
 
 
@@ -216,7 +240,7 @@ def _outcome(phases):
 
 
 def _as_ctrf(tests):
-    """The report of pytest-json-ctrf, as far as scripts read it."""
+    """Returns the report of pytest-json-ctrf, with the fields that scripts read."""
     rows = [
         {
             "name": name,
@@ -245,28 +269,28 @@ def _without_ctrf(args):
     return rest, path
 
 
-def _redirected(args, place):
-    """Reports below /logs are written elsewhere first: tests cannot write there."""
+def _redirected(args, folder):
+    """Replaces paths of reports below /logs by temporary ones, because tests cannot write there."""
     reports, rest = {}, []
     for arg in args:
         name, equals, path = arg.partition("=") if arg.startswith("-") else ("", "", arg)
         if path.startswith(REPORTS):
-            made = os.path.join(place, str(len(reports)))
-            reports[made] = path
-            arg = name + equals + made
+            temporary = os.path.join(folder, str(len(reports)))
+            reports[temporary] = path
+            arg = name + equals + temporary
         rest.append(arg)
     return rest, reports
 
 
-def _keep(made, wanted):
-    """Copies a report to where it was asked for, if it is a regular file."""
+def _copy_report(temporary, target):
+    """Copies a report to the requested path if it is a regular file."""
     try:
-        descriptor = os.open(made, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return
     with open(descriptor, "rb") as file:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            _write(wanted, file.read(_MOST_BYTES))
+            _write(target, file.read(_MAX_REPORT_BYTES))
 
 
 def _write(path, data):

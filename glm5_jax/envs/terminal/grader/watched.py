@@ -1,4 +1,4 @@
-"""Work in a child process, of which success is believed only if the work itself reported its end."""
+"""Runs work in a child process, whose success counts only if the work itself reported its end."""
 
 import atexit
 import json
@@ -10,9 +10,9 @@ NOT_FINISHED = 70
 
 
 def run(work):
-    """(exit code, records) of work(report) in a child, where report(**record) sends a record to this process.
+    """Returns (exit code, records) of work(report) in a child; report(**record) sends a record to this process.
 
-    The code is `NOT_FINISHED` in place of 0 if the child ended before the work did.
+    The code is `NOT_FINISHED` instead of 0 if the child ended before the work did.
     """
     receiving, sending = os.pipe()
     sys.stdout.flush()
@@ -23,7 +23,7 @@ def run(work):
         _work(work, sending)
     os.close(sending)
     chunks = []
-    # A process that is left behind may hold the pipe open for ever.
+    # A process that the child started may hold the pipe open forever.
     reader = threading.Thread(target=_read, args=(receiving, chunks), daemon=True)
     reader.start()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -38,14 +38,14 @@ def run(work):
 
 def _work(work, sending):
     code = NOT_FINISHED
-    atexit._clear()  # those of the parent are its own
+    atexit._clear()  # the parent runs its exit functions itself
 
     def report(**record):
         os.write(sending, (json.dumps(record) + "\n").encode())
 
     try:
         code = _code_of(work, report)
-        threading._shutdown()  # as Python does at its end, which os._exit leaves out
+        threading._shutdown()  # Python does this at exit, and os._exit does not
         atexit._run_exitfuncs()
         report(ended=True)
     except BaseException as error:
@@ -63,7 +63,7 @@ def _code_of(work, report):
     try:
         return work(report) or 0
     except SystemExit as end:
-        # RemoteExit: the attempt's code wanted to end, not the tests.
+        # RemoteExit comes from the attempt's code, not from the tests.
         if type(end) is not SystemExit:
             print(f"the attempt's code ended itself with {end.code!r}", file=sys.stderr)
             return NOT_FINISHED

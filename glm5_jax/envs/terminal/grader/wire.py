@@ -1,24 +1,24 @@
-"""Calls between two processes of which one runs an attempt's code: values as JSON, objects as numbers.
+"""Connects two processes, one of which runs an attempt's code: values as JSON, objects as numbers.
 
-Plain values are copied. Of all else the other side has a `Proxy`, whose attributes, calls and operators are requests.
-Lists, dictionaries and sets that a call changes are changed on the side of the caller, too.
+Plain values are copied. The other side gets a `Proxy` for everything else, whose attributes, calls and
+operators are requests. Lists, dictionaries and sets that a call changes are changed on the caller's side
+too.
 """
 
 import builtins
 import collections
 import datetime
-import decimal
-import fractions
 import inspect
 import json
-import pathlib
 import re
+import sys
 import threading
 import types
-import uuid
 
-_DEEPEST = 100
-_LARGEST = 1 << 28  # bytes of a message
+from .plain import ARITHMETIC, COMPARISONS, NUMBERS, PLAIN_MODULES, TEXTS, value_inside
+
+_MAX_DEPTH = 100
+_MAX_MESSAGE_BYTES = 1 << 28
 _ITEMS = {"l": list, "t": tuple, "s": set, "z": frozenset, "q": collections.deque}
 _TABLES = {
     "d": dict,
@@ -29,24 +29,9 @@ _TABLES = {
 _TABLE_OF = {dict: "d", collections.OrderedDict: "o", collections.Counter: "n"}
 _TABLE_OF[collections.defaultdict] = "v"
 _ITEM_OF = {kind: letter for letter, kind in _ITEMS.items()}
-# Type -> what it is made from again, and how.
-_TEXTS = {
-    decimal.Decimal: (str, decimal.Decimal),
-    fractions.Fraction: (str, fractions.Fraction),
-    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
-    pathlib.PosixPath: (str, pathlib.PosixPath),
-    pathlib.PurePosixPath: (str, pathlib.PurePosixPath),
-    uuid.UUID: (str, uuid.UUID),
-    int: (hex, lambda text: int(text, 16)),
-    bytes: (bytes.hex, bytes.fromhex),
-    bytearray: (bytearray.hex, bytearray.fromhex),
-    complex: (str, complex),
-}
-_BY_NAME = {kind.__qualname__: make for kind, (_, make) in _TEXTS.items()}
+_BY_NAME = {kind.__qualname__: make for kind, (_, make) in TEXTS.items()}
 _BUILTIN_TYPES = {k: v for k, v in vars(builtins).items() if isinstance(v, type)}
-# Kinds of objects for which tests look.
+# Kinds of objects that tests check for.
 _KINDS = {"class": type, "function": types.FunctionType, "generator": types.GeneratorType}
 _OPERATORS = """lt le eq ne gt ge hash bool len length_hint getitem setitem delitem contains iter next reversed call add
 sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or radd rsub rmul rmatmul rtruediv rfloordiv rmod
@@ -61,19 +46,19 @@ _HIDDEN = (
     "tb_",
     "co_",
     "_",
-)  # of frames and code, from which all can be reached
+)  # beginnings of attributes of frames and code, which give access to everything
 
 
 class RemoteError(RuntimeError):
-    """The process with the attempt's code has ended, or what it sent cannot be read."""
+    """Raised if the process with the attempt's code has ended, or sent something that cannot be read."""
 
 
 class RemoteExit(SystemExit):
-    """The attempt's code has ended itself; that is not the end of its tests."""
+    """Raised if the attempt's code ended itself, which is not the end of its tests."""
 
 
 class Proxy:
-    """An object of the other process; a class, function or generator passes for one."""
+    """Object of the other process; it reports the `__class__` of a class, function or generator."""
 
     @property
     def __class__(self):
@@ -96,35 +81,97 @@ class Proxy:
         return self._peer.request("dir", self)
 
     def __instancecheck__(self, value):
-        return issubclass(type(value), Proxy) and self._peer.request("isinstance", value, self)
+        return _is_proxy(value) and self._peer.request("isinstance", value, self)
 
     def __subclasscheck__(self, value):
-        return issubclass(type(value), Proxy) and self._peer.request("issubclass", value, self)
+        return _is_proxy(value) and self._peer.request("issubclass", value, self)
 
 
 def _special(name):
     def method(self, *args, **keywords):
-        return self._peer.request("special", self, name, list(args), keywords)
+        if self._peer.decides and name in COMPARISONS and not _is_proxy(args[0]):
+            return _compare(self, name, args[0])
+        is_sum = self._peer.decides and name in ARITHMETIC and isinstance(args[0], NUMBERS)
+        if is_sum and isinstance(value := self._peer.value_of(self), NUMBERS):
+            return ARITHMETIC[name](value, args[0])
+        answer = self._peer.request("special", self, name, list(args), keywords)
+        if is_sum and not _is_proxy(answer) and answer is not NotImplemented:
+            raise RemoteError(
+                f"{_class_of(self)} computes a plain value from a number of its tests, which may be the one that they "
+                "expect; give the class __float__ or __int__"
+            )
+        if name == "__exit__" and self._peer.decides:
+            # The attempt's code must not swallow a test's assertion.
+            is_test = isinstance(args[1], AssertionError) or not isinstance(args[1], Exception)
+            return answer and not is_test
+        return answer
 
     return method
 
 
-class Peer:
-    """One end of a connection. files: to read from and to write to. is_open: whether the other end may do anything.
+def _is_proxy(value):
+    return issubclass(type(value), Proxy)
 
-    An end that is not open lets the other call what it was given, and read its public attributes.
+
+def _class_of(proxy):
+    return f"an object of the attempt's class {type(proxy).__name__}"
+
+
+def _compare(proxy, name, other):
+    """Compares an object of the attempt with a value of the tests, which the attempt's code does not see.
+
+    The object counts as the plain value that its class extends, or as the number that it converts to. If it
+    has neither, the other value decides (NotImplemented).
+    """
+    if type(other).__module__ not in PLAIN_MODULES:
+        return NotImplemented
+    value = proxy._peer.value_of(proxy)
+    if value is not None:
+        return COMPARISONS[name](value, other)
+    if name != "__ne__" and other is not None:
+        text = f"{_class_of(proxy)} is no plain value: it is compared with none, whatever its own methods say"
+        print(text, file=sys.stderr)
+    return NotImplemented
+
+
+class Peer:
+    """One end of a connection.
+
+    Args:
+      reader, writer: files to read from and to write to.
+      is_open: whether the other end may do everything. Otherwise it may only call what it was passed, and
+          read public attributes.
+      around: object whose `before` and `after` run around each request.
+
+    Attributes:
+      decides: whether this is the end of the tests, which compare objects of the other end by their plain
+          values.
     """
 
     def __init__(self, reader, writer, is_open, around=None):
         self._reader, self._writer, self._is_open = reader, writer, is_open
+        self.decides = not is_open
         self._around = around
         self._objects, self._numbers = {}, {}
         self._classes, self._proxies, self._errors = {}, {}, {}
         self._lock = threading.RLock()
+        self._num_requests, self._values = 0, {}
+
+    def value_of(self, proxy):
+        """Returns the plain value of an object of the other end (`plain.value_inside`); cached until another
+        request.
+        """
+        number = vars(proxy)["_number"]
+        at, value = self._values.get(number, (None, None))
+        if at != self._num_requests:
+            at, value = self._num_requests, self.request("value", proxy)
+            self._values[number], self._num_requests = (at, value), at
+        return value
 
     def request(self, operation, *arguments):
-        """What the other end answers; raises what it raises, and RemoteError."""
+        """Sends a request and returns the answer. Raises what the other end raises, and RemoteError."""
         with self._lock:
+            self._num_requests += 1
             mutable = [a for a in _flat(arguments) if type(a) in (list, dict, set, bytearray)]
             sent = {"do": operation, "with": [self._encode(a) for a in arguments]}
             self._send({**sent, "extra": self._around.before() if self._around else None})
@@ -149,8 +196,8 @@ class Peer:
                 return
             self._serve(message)
 
-    def taken(self, number):
-        """The object that the other end knows by a number."""
+    def object_of(self, number):
+        """Returns the object that the other end knows by a number."""
         return self._objects[number]
 
     # -- messages ------------------------------------------------------------------------------------
@@ -166,7 +213,7 @@ class Peer:
     def _receive(self):
         try:
             size = int.from_bytes(self._reader.read(4), "little")
-            data = self._reader.read(size) if 0 < size <= _LARGEST else b""
+            data = self._reader.read(size) if 0 < size <= _MAX_MESSAGE_BYTES else b""
             message = json.loads(data) if len(data) == size and data else None
         except (OSError, ValueError, RecursionError):
             message = None
@@ -204,7 +251,7 @@ class Peer:
             self._check_name(rest[0])
             if rest[0] == "__signature__" and callable(target):
                 return inspect.signature(target)
-            return getattr(target, rest[0])
+            return self._checked(getattr(target, rest[0]))
         if operation == "special":
             name, args, keywords = rest
             if name not in SPECIAL:
@@ -213,6 +260,7 @@ class Peer:
         if not self._is_open:
             raise RemoteError(f"the attempt's code may not {operation} what its tests gave it")
         return {
+            "value": value_inside,
             "set": setattr,
             "del": delattr,
             "dir": dir,
@@ -224,11 +272,21 @@ class Peer:
         if not self._is_open and (not isinstance(name, str) or name.startswith(_HIDDEN)):
             raise RemoteError(f"the attempt's code may not read {name!r} of what its tests gave it")
 
+    def _checked(self, value):
+        """Returns the value of an attribute, unless it is a module of the tests' process, which would give
+        access to everything.
+        """
+        if not self._is_open and isinstance(value, types.ModuleType):
+            raise RemoteError(
+                f"the attempt's code may not reach the module {value.__name__} of its tests"
+            )
+        return value
+
     # -- values --------------------------------------------------------------------------------------
 
     def _encode(self, value, depth=0):
         kind = type(value)
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise RecursionError("a value is too deep, or contains itself")
         if value is None or kind in (bool, str, float) or (kind is int and abs(value) < 2**53):
             return value
@@ -237,8 +295,8 @@ class Peer:
         if kind in _TABLE_OF:
             pairs = ([self._encode(x, depth + 1) for x in pair] for pair in value.items())
             return {_TABLE_OF[kind]: list(pairs)}
-        if kind in _TEXTS:
-            return {"k": [kind.__qualname__, _TEXTS[kind][0](value)]}
+        if kind in TEXTS:
+            return {"k": [kind.__qualname__, TEXTS[kind][0](value)]}
         if kind is datetime.timedelta:
             return {"td": [value.days, value.seconds, value.microseconds]}
         if kind in (range, slice):
@@ -263,10 +321,12 @@ class Peer:
         return [is_given, self._encode(parameter.default) if is_given else None]
 
     def _encode_object(self, value):
-        if issubclass(type(value), Proxy) and value._peer is self:
+        if _is_proxy(value) and value._peer is self:
             return {"yours": value._number}
         if issubclass(type(value), type) and value in self._errors.values():
-            return {"yours": next(n for n, made in self._errors.items() if made is value)}
+            return {
+                "yours": next(n for n, error_class in self._errors.items() if error_class is value)
+            }
         if isinstance(value, BaseException):
             return {"er": self._encode_error(value)}
         if inspect.iscoroutine(value):
@@ -328,13 +388,13 @@ class Peer:
                 methods["__hash__"] = None
             self._classes[key] = type(str(type_name), (Proxy,), methods)
         if number not in self._proxies:
-            made = self._classes[key].__new__(self._classes[key])
-            own = {"_peer": self, "_number": number, "_kind": _KINDS.get(kind)}
-            own["__qualname__"] = label
+            proxy = self._classes[key].__new__(self._classes[key])
+            fields = {"_peer": self, "_number": number, "_kind": _KINDS.get(kind)}
+            fields["__qualname__"] = label
             if is_callable:
-                own["__name__"] = label.rpartition(".")[2]
-            vars(made).update(own)
-            self._proxies[number] = made
+                fields["__name__"] = label.rpartition(".")[2]
+            vars(proxy).update(fields)
+            self._proxies[number] = proxy
         return self._proxies[number]
 
     def _coroutine(self, number):
@@ -356,15 +416,15 @@ class Peer:
             args = self._encode(error.args)
         except Exception:
             fields, args = {}, self._encode((str(error),))
-        own = kind.__name__ if _is_builtin(kind) else self._describe_error(kind)
-        return {"kind": own, "args": args, "fields": fields}
+        name = kind.__name__ if _is_builtin(kind) else self._describe_error(kind)
+        return {"kind": name, "args": args, "fields": fields}
 
     def _decode_error(self, data):
         kind = data["kind"]
         kind = _exception(kind) if isinstance(kind, str) else self._error_class(kind)
         try:
             error = kind(*self._decode(data["args"]))
-        except TypeError:  # a few builtin ones want arguments of their kind
+        except TypeError:  # a few builtin classes require certain arguments
             error = RuntimeError(f"{kind.__name__}: {self._decode(data['args'])!r}"[:1000])
         for name, value in data["fields"].items():
             if name.startswith("_"):
@@ -378,8 +438,8 @@ class Peer:
     def _error_class(self, described):
         number, name, module, base = described
         if number not in self._errors:
-            made = type(str(name), (_exception(base),), {"__module__": str(module)})
-            self._errors[number] = made
+            error_class = type(str(name), (_exception(base),), {"__module__": str(module)})
+            self._errors[number] = error_class
         return self._errors[number]
 
 
@@ -388,7 +448,7 @@ def _is_builtin(kind):
 
 
 def _exception(name):
-    """The builtin class of errors of that name; those that end programs become ones that do not."""
+    """Returns the builtin exception class of a name; classes that end programs are replaced by others."""
     kind = _BUILTIN_TYPES.get(name)
     if kind is SystemExit:
         return RemoteExit
@@ -396,7 +456,7 @@ def _exception(name):
 
 
 def _flat(arguments):
-    """The arguments, and those of the lists and tables of a call."""
+    """Yields the arguments, and those inside the lists and tables of a call."""
     for argument in arguments:
         yield argument
         if type(argument) is list:
@@ -418,5 +478,5 @@ def _change(old, new):
 def _array(kind, shape, content):
     import numpy
 
-    found = numpy.frombuffer(bytes.fromhex(content), numpy.dtype(kind)).copy()
-    return found[0] if shape is None else found.reshape(shape)
+    array = numpy.frombuffer(bytes.fromhex(content), numpy.dtype(kind)).copy()
+    return array[0] if shape is None else array.reshape(shape)

@@ -1,8 +1,9 @@
-"""The process in which an attempt's modules run when tests import them; an ordinary user's, without rights."""
+"""Runs an attempt's modules that tests import, in a process of an ordinary user without rights."""
 
 import asyncio
 import contextlib
 import importlib
+import importlib.machinery
 import importlib.util
 import io
 import os
@@ -13,36 +14,45 @@ from .wire import Peer
 
 
 class _Around:
-    """Takes over folder, variables and arguments of the tests, and gives back what was printed."""
+    """Applies the folder, variables and arguments of the tests before a request, and returns printed text
+    after it.
+    """
 
     def before(self, extra):
         self.streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         if extra:
-            with contextlib.suppress(OSError):  # a folder of the tests, closed to this user
+            with contextlib.suppress(OSError):  # a folder of the tests that this user cannot enter
                 os.chdir(extra["cwd"])
             os.environ.clear()
             os.environ.update(extra["environ"])
             sys.argv[:] = extra["argv"]
 
     def after(self):
-        said = [getattr(stream, "getvalue", str)() for stream in (sys.stdout, sys.stderr)]
+        texts = [getattr(stream, "getvalue", str)() for stream in (sys.stdout, sys.stderr)]
         sys.stdout, sys.stderr = self.streams
-        return {"printed": said}
+        return {"printed": texts}
 
 
-def _load(name, path, folders):
-    """The module of that name and file, imported if it was not."""
-    found = sys.modules.get(name)
-    if found is not None and getattr(found, "__file__", None) == path:
-        return _names(found)
+def _load(name, path, folders, source):
+    """Returns the module of a name and file, imported if needed.
+
+    Args:
+      source: text of a file that only tests can read; None to read it.
+    """
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == path:
+        return _names(loaded)
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) if source is None else None
     except (ImportError, ValueError):
         spec = None
     if spec is not None and spec.origin == path:
         return _names(importlib.import_module(name))
-    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    loader = None if source is None else _Text(name, path, source)
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=loader, submodule_search_locations=folders
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -53,6 +63,20 @@ def _load(name, path, folders):
     return _names(module)
 
 
+class _Text(importlib.machinery.SourceFileLoader):
+    """Loader of a module from its text."""
+
+    def __init__(self, name, path, source):
+        super().__init__(name, path)
+        self.source = source
+
+    def get_data(self, path):
+        return self.source
+
+    def get_code(self, name):
+        return self.source_to_code(self.source, self.path)
+
+
 def _names(module):
     public = getattr(module, "__all__", None)
     if public is None:
@@ -61,7 +85,7 @@ def _names(module):
 
 
 class _Reference:
-    """A module on its way as an object."""
+    """Module that is sent as an object."""
 
     def __init__(self, module):
         object.__setattr__(self, "module", module)
@@ -80,14 +104,14 @@ class _Reference:
 
 
 def main():
-    """Answers requests; the arguments are descriptors for requests and answers, and sys.path."""
+    """Serves requests; the arguments are descriptors for requests and answers, and sys.path."""
     reader, writer = open(int(sys.argv[1]), "rb"), open(int(sys.argv[2]), "wb")
     sys.path[:] = sys.argv[3].split(":")
     sys.argv[:] = [""]
     peer = Peer(reader, writer, is_open=True)
 
     def wait(number):
-        return asyncio.run(peer.taken(number))
+        return asyncio.run(peer.object_of(number))
 
     peer.serve(
         {

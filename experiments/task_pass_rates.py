@@ -1,0 +1,135 @@
+"""Measures how often a policy solves the tasks of Reasoning RL, to select tasks of useful difficulty (GLM-5 3.2).
+
+    python -m launch.run --experiment=experiments/task_pass_rates.py:tiny --experiment.checkpoint=WORKDIR --workdir=DIR
+
+Attempts every task of rl_reasoning.py:tiny as that experiment would, --experiment.rollout.group times, and appends the
+number of passes to DIR/verdicts.jsonl, one line a task. The same command resumes a run that was stopped or killed. Run
+it for the policy that is to train and for a stronger one, which may be another model. rl_reasoning.py reads both files,
+
+    --experiment.verdicts=DIR/verdicts.jsonl --experiment.stronger_verdicts=OTHER/verdicts.jsonl
+
+with the same variant and --experiment.tasks.
+"""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable
+
+from experiments import rl_reasoning
+from experiments.rl_reasoning import ReasoningConfig, Verifiers, make_world
+from glm5_jax.checkpoint import models
+from glm5_jax.core.console import ProgressBar
+from glm5_jax.core.coroutines import run_sync
+from glm5_jax.core.jsonl import append_lines, read_complete_lines
+from glm5_jax.core.mesh import make_mesh
+from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.core.terminal import print_error
+from glm5_jax.envs.difficulty import read_verdicts
+from glm5_jax.inference.engine import Engine
+from glm5_jax.rl.rollout import Group, Rollouts, check_task
+from glm5_jax.rl.stage import judge
+from glm5_jax.text.layouts import template
+from glm5_jax.training.experiment import check_resume, write_config
+
+get_config = rl_reasoning.get_config
+FILE = "verdicts.jsonl"
+
+
+def run(config: ReasoningConfig, workdir: pathlib.Path) -> int:
+    """Attempts all tasks without a verdict. Returns the exit code."""
+    try:
+        # Ending at once is safe: a batch's verdicts are on disk before the next batch.
+        with PreemptionGuard(ends=True):
+            _run(config, workdir)
+    except (ValueError, OSError) as error:
+        print_error(error)
+        return 2
+    return 0
+
+
+def _run(config: ReasoningConfig, workdir: pathlib.Path) -> None:
+    if config.checkpoint is None:
+        raise ValueError(
+            "no policy attempts the tasks; give --experiment.checkpoint=PATH, a workdir, one of its checkpoints/STEP or an "
+            "HF folder"
+        )
+    if config.verdicts is not None:
+        raise ValueError(
+            f"verdicts is {config.verdicts}; all tasks are attempted here, so leave it to rl_reasoning.py"
+        )
+    # Read the verdicts of an earlier run.
+    check_resume(workdir, config)
+    file = workdir / FILE
+    known = set()
+    if file.exists():
+        read_complete_lines(file)  # a run that was killed may have left a part of a line
+        known = set(read_verdicts(file))
+    # Attempt and judge the other tasks, batch by batch.
+    kinds = {share.name: share.tasks_of() for share in config.tasks}
+    tasks = list(itertools.chain(*kinds.values()))
+    world = make_world(config, kinds, Verifiers(config.verifier, False))
+    try:
+        rollouts = _rollouts(config, world.tools, tasks)
+        write_config(workdir, config)
+        with ProgressBar(len(tasks), len(known), "task") as bar:
+            for first in range(0, len(tasks), config.rollout.prompts):
+                part = tasks[first : first + config.rollout.prompts]
+                if not (left := [task for task in part if task.id not in known]):
+                    continue
+                groups = rollouts.sample(left, config.seed, first=first)
+                run_sync(judge(groups, world, config.judged_at_once))
+                if not (rows := _rows(groups)):
+                    raise ValueError(f"no attempt could be judged: {groups[0].rewards[0].error}")
+                append_lines(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
+                known |= {row["task"] for row in rows}
+                rate = sum(row["passes"] for row in rows) / sum(row["tries"] for row in rows)
+                bar.update(len(known), f"passes {rate:.2f}")
+    finally:
+        world.close()
+    _show(file, kinds, len(tasks) - len(known))
+
+
+def _rollouts(config: ReasoningConfig, tools, tasks) -> Rollouts:
+    """Returns the checkpoint's rollouts at the temperature of training. Raises ValueError for unsuitable tasks."""
+    tokenizer = models.load_tokenizer(config.checkpoint)
+    tokenizer = tokenizer.with_chat_template(template(config.chat_variant))
+    options = dataclasses.asdict(config.engine)
+    options["max_length"] = options["max_length"] or config.length
+    for task in tasks:
+        check_task(task, tokenizer, config.rollout, options["max_length"], tools)
+    mesh = make_mesh(dataclasses.asdict(config.mesh))
+    model = models.load_model(config.checkpoint, mesh if mesh.size > 1 else None)
+    engine = Engine(model, tokenizer, version=0, **options)
+    return Rollouts(engine, tokenizer, config.rollout, config.policy.temperature, tools)
+
+
+def _rows(groups: Iterable[Group]) -> list[dict]:
+    """Returns a row for each task with a judged attempt. Failures of the environment do not count as tries."""
+    rows = []
+    for group in groups:
+        values = [reward.value for reward in group.rewards if reward.value is not None]
+        if values:
+            passes = sum(value == 1 for value in values)
+            rows.append({"task": group.task.id, "passes": passes, "tries": len(values)})
+    return rows
+
+
+def _show(file: pathlib.Path, kinds, left: int) -> None:
+    verdicts = read_verdicts(file)
+    for name, tasks in kinds.items():
+        rates = [verdicts[task.id].rate for task in tasks if task.id in verdicts]
+        never = sum(rate == 0 for rate in rates)
+        print(
+            f"{name:20}{sum(rates) / len(rates):.3f} of the attempts at {len(rates):,} tasks passed, none at {never:,}"
+            if rates
+            else f"{name:20}no attempt could be judged"
+        )
+    if left:
+        print(f"{left:,} tasks could not be judged: the same command attempts them again")
+    print(f"verdicts            {file}")
+
+
+if __name__ == "__main__":
+    print(__doc__.split("\n\n")[1].strip())

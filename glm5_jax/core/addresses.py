@@ -1,0 +1,60 @@
+"""Parses and classifies the hosts that servers listen at and that requests name."""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+
+def netloc_of(url: str) -> str | None:
+    """Returns the host and port of a URL; None if it is not a URL."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return None
+
+
+def host_of(host: str) -> str | None:
+    """Returns the name or address in a Host header, without the port; None if it is malformed."""
+    try:
+        return None if "@" in host else urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
+def machine_names() -> frozenset[str]:
+    """Returns the host name of this machine and all prefixes of its full name that end at a label."""
+    labels = socket.getfqdn().lower().split(".")
+    full = (".".join(labels[:count]) for count in range(1, len(labels) + 1))
+    return frozenset({socket.gethostname().lower(), *full})
+
+
+def is_address(name: str) -> bool:
+    """Returns True if a host is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True if only this machine reaches a host."""
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_wildcard(host: str) -> bool:
+    """Returns True if a host means every network of the machine, in any spelling, such as 0 or ::ffff:0.0.0.0."""
+    if not host:
+        return True
+    try:
+        # This queries no name server. The C library accepts more spellings than `ipaddress`.
+        [first, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        return False
+    return is_unspecified(first[4][0])
+
+
+def is_unspecified(address: str) -> bool:
+    """Returns True if the address of a socket is that of every network."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_unspecified

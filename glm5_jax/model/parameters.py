@@ -1,0 +1,176 @@
+"""The parameter tree of a model: its declaration, shapes, axis letters, shardings and initial values.
+
+The tree is a nested dict: `embed, dense_layers, moe_layers, mtp, final_norm, lm_head`. Layer stacks have a leading
+`l`; a stack of OWNED_BY_SOME_LAYERS counts only the layers that have it. `unstack` turns stacks into lists of layers.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, PyTree
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.core import axes, sharding
+from glm5_jax.core.params import Declare, random_values, random_values_at_once, shapes_only
+from glm5_jax.core.tree import flatten, map_with_path, matches_any
+from glm5_jax.model import quant
+from glm5_jax.model.block import Block
+from glm5_jax.model.mtp import Mtp
+
+STACKS = ("dense_layers", "moe_layers")
+_LAYER = re.compile(r"(?<=_layers)/\d+/")  # layer number in paths of unstacked trees
+OWNED_BY_SOME_LAYERS = ("indexer", "gdn")  # their stacks hold only the layers that have them
+# Dimensions that stay sharded in the computation. Outputs are summed over these axes, so a gathered copy
+# would be counted once per device.
+STAY_SHARDED = {
+    "tensor": ("intermediate_size", "moe_intermediate_size"),
+    "expert": ("n_routed_experts",),
+}
+
+
+class _Declared(nnx.Module):
+    """Parameter tree without behaviour: shapes, axis letters or new values."""
+
+    def __init__(self, cfg, make, dtype):
+        declare_model(self, cfg, make, dtype)
+
+
+class _Table(nnx.Module):
+    def __init__(self, declare, letters):
+        self.weight = declare.normal("weight", letters)
+
+
+def declare_model(module: nnx.Module, cfg: ModelConfig, make, dtype) -> None:
+    """Declares all weights of a model as attributes of a module. make: values of a declared `Weight`."""
+    declare = Declare(
+        sizes=axes.sizes(cfg), make=make, std=cfg.initializer_range, dtype=jnp.dtype(dtype)
+    )
+    module.embed = _Table(declare.child("embed"), "v d")
+    for name, layers in stacks(cfg):
+        full = [i for i in cfg.full_layers if i in layers]
+        stack = declare.child(name).stack(layers)
+        gdn = [i for i in cfg.gdn_layers if i in layers]
+        setattr(module, name, Block(stack, cfg, name == "moe_layers", full, gdn))
+    if cfg.num_nextn_predict_layers:
+        module.mtp = Mtp(declare.child("mtp"), cfg)
+    module.final_norm = declare.ones("final_norm", "d")
+    if not cfg.tie_word_embeddings:
+        module.lm_head = _Table(declare.child("lm_head"), "d v")
+
+
+def params_of(model: nnx.Module) -> dict[str, Any]:
+    """Returns a model's arrays as a nested dict, router biases included. Its paths are used everywhere else."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Variable))
+
+
+@functools.lru_cache(maxsize=32)
+def abstract_params(cfg: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
+    """Returns the parameter tree as `jax.ShapeDtypeStruct`s, without allocating memory."""
+    return params_of(_Declared(cfg, shapes_only, dtype))
+
+
+@functools.lru_cache(maxsize=32)
+def axis_letters(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns the parameter tree with every leaf's axis letters ("l q n hr")."""
+    return params_of(_Declared(cfg, lambda weight: weight.letters, "float32"))
+
+
+@functools.lru_cache(maxsize=8192)
+def weight_letters(cfg: ModelConfig, path: str) -> tuple[str, str]:
+    """Returns (name, axis letters) of the weight at a path.
+
+    A path of an `unstack`ed tree has the name of the stack, and letters without its `l`.
+    """
+    name = _LAYER.sub("/", path)
+    letters = flatten(axis_letters(cfg))[name]
+    return name, letters if name == path else letters.removeprefix("l ")
+
+
+def param_shardings(
+    cfg: ModelConfig,
+    mesh: Mesh | AbstractMesh | None,
+    params: PyTree | None = None,
+    replicated: Sequence[str] = (),
+) -> PyTree:
+    """Returns the tree of NamedShardings of the parameters on a mesh.
+
+    Args:
+      params: parameter tree, or its shapes, where some weights are quantised or layers are unstacked;
+        None: `abstract_params`.
+      replicated: patterns as in `ExecutionConfig.replicated_weights`.
+
+    Raises ValueError if the mesh cannot shard the model.
+    """
+    params = abstract_params(cfg) if params is None else params
+    for axis, names in STAY_SHARDED.items():
+        for name in names:
+            if (size := getattr(cfg, name)) % mesh.shape[axis]:
+                raise ValueError(
+                    f"mesh axis {axis}={mesh.shape[axis]} does not divide {name} {size}; choose a "
+                    "divisor"
+                )
+
+    def sharding_of(path, w):
+        name, letters = weight_letters(cfg, path)
+        return sharding.sharding_of(w, letters, mesh, matches_any(replicated, name))
+
+    shardings = map_with_path(sharding_of, params)
+    quant.check_shards(cfg, params, shardings)
+    return shardings
+
+
+def init_params(
+    cfg: ModelConfig, key: Array, dtype="float32", mesh: Mesh | AbstractMesh | None = None
+) -> PyTree:
+    """Returns new weights, each drawn on the devices that hold it. Values are the same on every mesh."""
+
+    def draw(key):
+        return params_of(_Declared(cfg, random_values(key), dtype))
+
+    if mesh is None:
+        return params_of(_Declared(cfg, random_values_at_once(key), dtype))
+    return jax.jit(draw, out_shardings=param_shardings(cfg, mesh))(key)
+
+
+def unstack(params: PyTree, cfg: ModelConfig) -> PyTree:
+    """Returns the tree, or any part of it, with each layer stack as a list of layers.
+
+    `forward` accepts both forms. A step that slices its weights out of a stack copies them: decoding on CPU
+    is then half as fast, and XLA:TPU holds copies of 18 layers' experts at once.
+    """
+    out = dict(params)
+    for name, layers in stacks(cfg):
+        if isinstance(stack := params.get(name), dict):
+            body = {k: v for k, v in stack.items() if k not in OWNED_BY_SOME_LAYERS}
+            parts = {
+                k: (stack[k], layers_with(cfg, k, layers))
+                for k in OWNED_BY_SOME_LAYERS
+                if k in stack
+            }
+            out[name] = []
+            for position, layer in enumerate(layers):
+                weights = jax.tree.map(lambda x, i=position: x[i], body)
+                for part, (values, owners) in parts.items():
+                    if layer in owners:
+                        weights[part] = jax.tree.map(lambda x, i=owners.index(layer): x[i], values)
+                out[name].append(weights)
+    return out
+
+
+def layers_with(cfg: ModelConfig, part: str, layers: range) -> list[int]:
+    """Returns the layers of a stack that have a part of OWNED_BY_SOME_LAYERS."""
+    owners = {"indexer": cfg.full_layers, "gdn": cfg.gdn_layers}[part]
+    return [i for i in layers if i in owners]
+
+
+def stacks(cfg: ModelConfig) -> list[tuple[str, range]]:
+    """Returns (name, absolute layer numbers) of the layer stacks that exist."""
+    first = cfg.first_k_dense_replace
+    parts = zip(STACKS, (range(first), range(first, cfg.num_hidden_layers)))
+    return [(name, layers) for name, layers in parts if layers]

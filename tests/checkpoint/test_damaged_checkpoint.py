@@ -1,0 +1,122 @@
+"""Checkpoints whose files are missing or garbled: one error that says how to go on, and the one before is as it was."""
+
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.checkpoint.store import Store, latest_step, load_data
+from glm5_jax.training.loop import resume
+from glm5_jax.training.metrics import TrainingStopped
+
+
+def state(step):
+    return {
+        "params": {"w": jnp.full((64, 64), step, jnp.float32)},
+        "optimizer": {"m": jnp.zeros(64)},
+        "step": jnp.asarray(step, jnp.int32),
+        "key": jnp.zeros(2, jnp.uint32),
+    }
+
+
+ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state(0))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A workdir with checkpoints of steps 10 and 20."""
+    workdir = tmp_path_factory.mktemp("two")
+    with Store(workdir) as store:
+        for step in (10, 20):
+            store.save(state(step), {"position": step}, {"counters": {}})
+    return workdir
+
+
+def remove(*names):
+    def damage(folder):
+        for name in names:
+            shutil.rmtree(folder / name)
+
+    return damage
+
+
+def cut(pattern):
+    def damage(folder):
+        for path in folder.glob(pattern):
+            if path.is_file():
+                os.truncate(path, 4)
+
+    return damage
+
+
+def garble(pattern):
+    def damage(folder):
+        for path in folder.glob(pattern):
+            if path.is_file():
+                path.write_bytes(bytes(byte ^ 0x55 for byte in path.read_bytes()))
+
+    return damage
+
+
+DAMAGES = {
+    "no data": remove("data"),
+    "no meta": remove("meta"),
+    "no model": remove("model"),
+    "no optimizer": remove("optimizer"),
+    "no random key": remove("rng"),
+    "nothing": remove("data", "meta", "model", "optimizer", "rng"),
+    "cut data": cut("data/*.json"),
+    "cut meta": cut("meta/*.json"),
+    "cut metadata": cut("model/_METADATA"),
+    "cut arrays": cut("model/**/d/*"),
+    "garbled arrays": garble("model/**/d/*"),
+    "garbled moments": garble("optimizer/**/*"),
+}
+
+
+# When a part fails, Orbax never awaits what reads the others.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_names_damaged_checkpoint_and_the_one_before(two, tmp_path, kind):
+    workdir = tmp_path / "run"
+    shutil.copytree(two, workdir)
+    damaged = workdir / "checkpoints" / "20"
+    DAMAGES[kind](damaged)
+    with Store(workdir) as store:
+        with pytest.raises(
+            ValueError, match=f"{damaged} is damaged .*resumes from step 10"
+        ) as raised:
+            store.restore(ABSTRACT)
+        assert len(str(raised.value)) < 1000
+        with pytest.raises(TrainingStopped, match="is damaged"):
+            resume(store, ABSTRACT, lambda: state(0), None)
+    damaged.rename(tmp_path / "aside")
+    with Store(workdir) as store:
+        restored, data, _ = store.restore(ABSTRACT)
+    assert np.all(restored["params"]["w"] == 10) and data == {"position": 10}
+
+
+def test_names_damaged_data_position(two, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(two, workdir)
+    cut("data/*.json")(workdir / "checkpoints" / "20")
+    with pytest.raises(ValueError, match="20 is damaged .*; move it to another folder"):
+        load_data(workdir, 20)
+
+
+@pytest.mark.parametrize("name", ["30", "0030", "٣٠", "3²", "30.orbax-checkpoint-tmp"])
+def test_ignores_what_is_no_checkpoint(two, tmp_path, name):
+    workdir = tmp_path / "run"
+    shutil.copytree(two, workdir)
+    if name == "30":
+        (workdir / "checkpoints" / name).write_text("a file")
+    else:
+        (workdir / "checkpoints" / name).mkdir()
+    assert latest_step(workdir) == 20
+    assert load_data(workdir, latest_step(workdir)) == {"position": 20}
+    with Store(workdir) as store:
+        assert store.latest == 20

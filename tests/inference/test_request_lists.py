@@ -1,0 +1,88 @@
+"""Lists in bodies of requests: bounded in number before each item is looked at, and read once however long they are."""
+
+import json
+
+import pytest
+
+from glm5_jax.core.json_body import MAX_SINGLE_PASS_BYTES, parse
+from glm5_jax.core.schema import object_schema, validate
+from glm5_jax.core.server import ApiError, read_json
+from glm5_jax.inference import protocol
+from glm5_jax.inference.protocol import Reader
+from glm5_jax.text.tokenizer import Tokenizer
+
+READER = Reader(Tokenizer.default(), model="m", max_length=64)
+COUNT = 40_000
+SCHEMAS = ("CHAT", "COMPLETION", "GENERATE", "UPDATE", "BEGIN", "COMMIT", "ABORT")
+
+
+@pytest.mark.parametrize("field", ["stop", "tools", "stop_token_ids"])
+@pytest.mark.parametrize("item", ["1", "[]", '"a"'])
+def test_refuses_a_long_list_by_its_length(field, item):
+    items = ",".join([item] * COUNT)
+    body = f'{{"messages": [{{"role": "user", "content": "a"}}], "{field}": [{items}]}}'.encode()
+    assert len(body) > MAX_SINGLE_PASS_BYTES
+    with pytest.raises(ApiError, match=f"{COUNT} items are too many") as caught:
+        READER.chat(read_json(body, READER.limits), 0)
+    assert caught.value.status == 400 and caught.value.param == field
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_bounds_each_list_whose_items_a_schema_describes(name):
+    """Choices between schemas collect an error for each item, so there are none."""
+
+    def check(schema, path):
+        assert not {"anyOf", "oneOf", "allOf"} & schema.keys(), path
+        assert "items" not in schema or "maxItems" in schema, path
+        for field, inner in schema.get("properties", {}).items():
+            check(inner, f"{path}.{field}")
+
+    check(getattr(protocol, name), name)
+
+
+def test_reports_the_first_of_many_errors():
+    """Of a list without a bound; all errors of a long list would take a minute."""
+    schema = object_schema(rows={"type": "array", "items": {"type": "object"}})
+    numbers = []
+
+    class Counted(list):
+        def __getitem__(self, index):
+            numbers.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self):
+            for i, item in enumerate(super().__iter__()):
+                numbers.append(i)
+                yield item
+
+    with pytest.raises(ApiError, match="is not of type 'object'"):
+        validate({"rows": Counted([1] * 5000)}, schema)
+    assert len(numbers) <= 5000 + 100
+
+
+def test_reads_numbers_of_a_list_in_order_alone():
+    """An access by index would read all that come before it, which a validator does for each item."""
+    found = parse(json.dumps({"ids": [1] * COUNT}).encode())["ids"]
+    assert len(found) == COUNT and sum(found) == COUNT
+    with pytest.raises(TypeError):
+        found[0]
+
+
+@pytest.mark.parametrize("length", [1024, 1025])
+def test_bounds_a_text_to_stop_at(length):
+    body = {"prompt": "a", "stop": "x" * length}
+    if length <= protocol.MAX_STOP_CHARACTERS:
+        assert READER.completion(body, 0).requests[0].sampling.stop == (body["stop"],)
+    else:
+        for stop in (body["stop"], [body["stop"]]):
+            with pytest.raises(ApiError, match="too long"):
+                READER.completion({"prompt": "a", "stop": stop}, 0)
+
+
+def test_bounds_the_id_of_a_request():
+    """Each piece of a stream repeats it."""
+    body = {"text": "a", "rid": "x" * protocol.MAX_RID_CHARACTERS}
+    assert READER.generate(body, 0).rid == body["rid"]
+    with pytest.raises(ApiError, match="too long") as caught:
+        READER.generate(body | {"rid": body["rid"] + "x"}, 0)
+    assert caught.value.param == "rid"

@@ -1,0 +1,45 @@
+"""Secrets are not flags, as any user of a machine sees those in `ps`: a file holds them."""
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from launch import run
+
+ROOT = pathlib.Path(__file__).parents[2]
+SECRET = re.compile(r"key|token|secret|password", re.IGNORECASE)
+# Fields with such a word in their names that hold no secret: counts, files, ids and kinds of tokens.
+OPEN = re.compile(r"tokens|_file$|_id$|^tokenizer$|heads$|_chunk$")
+PROGRAMS = {
+    "serve.py:tiny": "server",
+    "rl_agentic.py:tiny": "place.listen",
+    "evaluate.py:harbor": "endpoint",
+}
+
+
+def secrets(config, path=""):
+    """Yields (path, field) of the fields of a config that may hold a secret."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from secrets(value, f"{path}{field.name}.")
+        elif SECRET.search(field.name) and not OPEN.search(field.name):
+            yield f"{path}{field.name}", field
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_has_no_flag_for_a_secret(name):
+    config = run.parse(["run", f"--experiment={ROOT / 'experiments' / name}"]).config
+    for path, field in secrets(config):
+        assert not field.metadata.get("flag", True), path
+
+
+@pytest.mark.parametrize(("name", "part"), PROGRAMS.items())
+def test_refuses_a_key_as_a_flag(name, part):
+    experiment = f"--experiment={ROOT / 'experiments' / name}"
+    with pytest.raises(ValueError, match="no field 'api_key'"):
+        run.parse(["run", experiment, f"--experiment.{part}.api_key=s3cret"])
+    words = run.parse(["run", experiment, f"--experiment.{part}.api_key_file=/run/key"])
+    assert "/run/key" in repr(words.config)

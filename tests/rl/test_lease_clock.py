@@ -1,0 +1,76 @@
+"""Leases of a clock that was days ahead and is set back: they are replaced, and the run goes on."""
+
+import json
+import time
+
+import pytest
+
+from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.buffer import Buffer, BufferConfig
+from glm5_jax.rl.client import NOT_BEGUN, HubClient
+from glm5_jax.rl.orchestrator import Orchestrator
+from tests.rl.fleet import ENGINE, Fleet, gateway, hub_config
+
+DAYS = 3 * 24 * 3600
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Returns a function that sets the time of day ahead, in seconds."""
+    real, ahead = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + ahead[0])
+
+    def set_ahead(seconds):
+        ahead[0] = seconds
+
+    return set_ahead
+
+
+def test_gives_lease_of_clock_that_was_set_back():
+    buffer = Buffer(BufferConfig())
+    now = 1_700_000_000_000
+    buffer.begin(0, 0, least=now + 1000 * DAYS)
+    buffer.begin(0, 0, least=now)
+    assert buffer.lease == now
+    buffer.begin(0, 0, least=now - 5000)  # by seconds it is later all the same
+    assert buffer.lease == now + 1
+
+
+def test_gateway_replaces_lease_of_clock_that_was_set_back(clock, engine):
+    with gateway(engine) as url:
+
+        def want(lease, version):
+            body = json.dumps({"lease": lease, "version": version}).encode()
+            with Client(url).open("/weights", body) as answer:
+                return json.load(answer)["lease"]
+
+        clock(DAYS)
+        late = int(1e3 * time.time())
+        assert want(late, 7) == late
+        clock(0)
+        now = int(1e3 * time.time())
+        assert want(now, 0) == now
+        assert want(now - 1, 5) == now
+
+
+def test_run_goes_on_after_clock_was_set_back(clock, stack, gate):
+    clock(DAYS)
+    fleet = Fleet(stack, gate).begin()
+    fleet.train()
+    clock(0)
+    assert len(fleet.train(2)) == 8
+
+
+def test_hub_has_trainer_begin_again(clock):
+    with Orchestrator(hub_config("http://127.0.0.1:9")).running() as url:
+        clock(DAYS)
+        ENGINE.version = 0
+        client = HubClient(url, patience=1.0)
+        client.begin(0, 0)
+        lease = int(1e3 * time.time())
+        clock(0)
+        body = json.dumps({"lease": lease, "step": 0, "seconds": 0}).encode()
+        with pytest.raises(ServerError) as raised:
+            Client(url).open("/groups/take", body)
+        assert raised.value.status == NOT_BEGUN
+        assert client.take(0, 0.0) is None

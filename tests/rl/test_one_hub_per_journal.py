@@ -1,0 +1,80 @@
+"""One hub, one gateway and one trainer per workdir: a second one is refused before it reads or writes anything."""
+
+import dataclasses
+
+import pytest
+
+from experiments import rl_agentic
+from glm5_jax.core.folder_lock import FolderInUse, FolderLock
+from glm5_jax.rl.asynchronous import Asynchronous
+from glm5_jax.rl.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.place import PlaceConfig
+from glm5_jax.text.tokenizer import Tokenizer
+from glm5_jax.training.metrics import TrainingStopped
+from tests.rl.fleet import hub_config
+from tests.rl.small_stage import TOKENIZER, shared
+from tests.rl.test_asynchronous import config_of
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def test_rejects_second_hub_until_first_has_ended(tmp_path):
+    config = hub_config(NOBODY, journal=str(tmp_path))
+    with Orchestrator(config).running():
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(FolderInUse, match="is in use by process"):
+            Orchestrator(config)
+        assert sorted(tmp_path.iterdir()) == before
+    with Orchestrator(config).running():
+        pass
+
+
+def test_hub_that_refuses_its_journal_lets_another_have_it(tmp_path):
+    with Orchestrator(hub_config(NOBODY, journal=str(tmp_path))).running():
+        pass
+    with pytest.raises(ValueError, match="is of group=4"):
+        Orchestrator(hub_config(NOBODY, group=2, journal=str(tmp_path)))
+    FolderLock(tmp_path).release()
+
+
+def test_rejects_second_gateway(tmp_path):
+    config = GatewayConfig(port=0, journal=str(tmp_path))
+    with Gateway(Tokenizer.load("bytes"), [NOBODY], config).running():
+        with pytest.raises(FolderInUse, match="is in use by process"):
+            Gateway(Tokenizer.load("bytes"), [NOBODY], config)
+
+
+def test_rejects_second_trainer(tmp_path, one_device):
+    TOKENIZER.save(tmp_path / "tokenizer")
+    config = config_of(str(tmp_path / "tokenizer"))
+    stage = Asynchronous(config, tmp_path, Untouched(), Untouched(), step_maker=shared)
+    with FolderLock(tmp_path), pytest.raises(TrainingStopped, match="is in use by process"):
+        stage.run()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_program_whose_port_is_taken_is_started_again(tmp_path, monkeypatch, capsys):
+    with Orchestrator(hub_config(NOBODY)).running() as url:
+        config = hub_config(NOBODY, port=int(url.rpartition(":")[2]))
+        assert code_of(lambda *_: Orchestrator(config), tmp_path, monkeypatch) == 1
+    assert "address already in use" in capsys.readouterr().err
+
+
+def test_program_with_mistake_of_user_is_not_started_again(tmp_path, monkeypatch, capsys):
+    def make(*_):
+        return Orchestrator(hub_config("no url"))
+
+    assert code_of(make, tmp_path, monkeypatch) == 2
+    assert "gateway is 'no url'" in capsys.readouterr().err
+
+
+class Untouched:
+    """A hub and a pusher of which nothing is asked."""
+
+
+def code_of(make, workdir, monkeypatch):
+    """The exit code of a program."""
+    monkeypatch.setattr(rl_agentic, "PROGRAMS", {"hub": make})
+    place = PlaceConfig(role="hub")
+    return rl_agentic.serve(dataclasses.replace(rl_agentic.tiny(), place=place), workdir)

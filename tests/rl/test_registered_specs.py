@@ -1,0 +1,51 @@
+"""Specs of services: one that is out of bounds is one clear error, and its service is not registered."""
+
+import pytest
+
+from glm5_jax.core.server import ApiError
+from glm5_jax.rl.registry import Registry
+from glm5_jax.rl.service import ServiceConfig
+
+SPEC = dict(schema=1, name="t", url="http://10.0.0.1:8", weight=1.0, size=9, held_out=0)
+SPEC |= dict(max_inflight=8, seconds=5.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("weight", 1e12),
+        ("weight", 1e-320),
+        ("weight", 0),
+        ("name", "mean"),
+        ("name", "reward"),
+        ("name", "a/b"),
+        ("token", "x" * 201),
+        ("token", "a b"),
+        ("token", "a\r\nHost: b"),
+        ("token", "ä"),
+        ("token", 5),
+        ("instance", "x" * 201),
+        ("url", "ftp://10.0.0.1"),
+        ("url", "http://"),
+        ("url", "http://["),
+    ],
+)
+def test_rejects_spec_that_is_out_of_bounds(field, value):
+    registry = Registry(4)
+    with pytest.raises(ApiError) as raised:
+        registry.register(SPEC | {field: value}, 0.0)
+    assert raised.value.param == field and field in str(raised.value)
+    assert not registry.services
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight", 1e12), ("name", "mean"), ("weight", 1e-9)])
+def test_service_rejects_the_same_at_its_start(field, value):
+    with pytest.raises(ValueError, match=f"{field} is "):
+        ServiceConfig(**{field: value})
+
+
+def test_reports_no_token():
+    registry = Registry(4)
+    registry.register(SPEC | {"token": "secret-token"}, 0.0)
+    assert registry.services["t"].spec.token == "secret-token"
+    assert "secret-token" not in str(registry.told({}, 0.0))

@@ -1,0 +1,101 @@
+"""The key of a run stays among its programs: a registered URL gets the token of its service, and no more."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from aiohttp import web
+
+from glm5_jax.core.server import HttpServer, ListenConfig
+from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.rl.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.registry import Spec
+from tests.rl.fleet import ENGINE, Sums, gateway, hub_config, service_config, until
+
+KEY, TOKEN = "key-of-the-run", "token-of-the-service"
+
+
+class Elsewhere(HttpServer):
+    """Keeps the headers of all requests."""
+
+    def __init__(self):
+        super().__init__(ListenConfig(port=0))
+        self.headers = []
+
+    def routes(self):
+        return {"POST": {"/rollout": self._keep, "/cancel": self._keep}}
+
+    async def _keep(self, request):
+        self.headers.append(str(request.headers))
+        raise web.HTTPTemporaryRedirect("http://127.0.0.1:9/elsewhere")
+
+
+@pytest.fixture
+def hub(stack, engine):
+    gate = stack.enter_context(gateway(engine, api_key=KEY))
+    url = stack.enter_context(Orchestrator(hub_config(gate, api_key=KEY)).running())
+    client = HubClient(url, KEY, patience=5.0)
+    ENGINE.version = 0
+    client.begin(0, 0)
+    return url, client
+
+
+def register(hub_url, **fields):
+    """Says to the hub that a service is there."""
+    spec = dict(schema=1, name="elsewhere", weight=1.0, size=9, held_out=0, max_inflight=64)
+    body = spec | {"seconds": 5.0, "instance": "i"} | fields
+    Client(hub_url, KEY).open("/tasks", json.dumps(body).encode()).close()
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_sends_no_key_to_registered_url(stack, hub, token):
+    url, _ = hub
+    elsewhere = Elsewhere()
+    register(url, url=stack.enter_context(elsewhere.running()), token=token)
+    until(lambda: len(elsewhere.headers) > 2)
+    assert not any(KEY in sent for sent in elsewhere.headers)
+    assert all((TOKEN in sent) == (token is not None) for sent in elsewhere.headers)
+
+
+def test_service_requires_its_own_token_or_the_key(stack, hub):
+    url, client = hub
+    services = [Sums(service_config(url, name, api_key=KEY, max_inflight=8)) for name in ("a", "b")]
+    for service in services:
+        service.mode = "hangs"
+    urls = [stack.enter_context(service.running()) for service in services]
+    until(lambda: all(service.seen for service in services))
+    tokens = [service.accepted_keys[1] for service in services]
+    assert len({KEY, *tokens}) == 3 and KEY not in str(client.status())
+    assert not any(token in str(client.status()) for token in tokens)
+
+    def admits(service_url, key):
+        with pytest.raises(ServerError) as raised:
+            Client(service_url, key).open("/rollout" if service_url != url else "/tasks", b"{}")
+        return {400: True, 401: False}[raised.value.status]
+
+    assert admits(urls[0], KEY) and admits(urls[0], tokens[0])
+    assert not admits(urls[0], tokens[1]) and not admits(urls[0], None)
+    assert not admits(url, tokens[0]), "a token opens nothing at the hub"
+
+
+def test_token_is_in_no_text_of_a_spec():
+    spec = Spec("t", "http://h", 1.0, 1, 0, 8, 1.0, token=TOKEN)
+    assert TOKEN not in repr(spec) and dataclasses.replace(spec).token == TOKEN
+
+
+def test_asynchronous_client_follows_no_redirection():
+    async def ask(url):
+        async with JsonClient(KEY) as client:
+            return await client.ask("POST", f"{url}/rollout", {}, seconds=10)
+
+    with Elsewhere().running() as url, pytest.raises(ServerError) as raised:
+        asyncio.run(ask(url))
+    assert raised.value.status == 307
+
+
+def test_plain_client_follows_no_redirection():
+    with Elsewhere().running() as url, pytest.raises(ServerError) as raised:
+        Client(url, KEY).open("/rollout", b"{}")
+    assert raised.value.status == 307
