@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import shares
-from tests.budget import FOLDER, Budget, Spent, cpu_seconds, violations
+from tests.budget import FOLDER, TOLERANCE, Budget, Spent, cpu_seconds, violations
 
 BUDGET = Budget(
     directories={"tests/rl": 10.0},
@@ -79,14 +79,15 @@ def test_rejects_shares_that_do_not_exist(text):
 @pytest.mark.slow
 def test_fails_a_run_with_a_test_that_is_slow_on_purpose(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    seconds = 2 * TOLERANCE * Budget.read().call_s
     (tmp_path / "test_slow.py").write_text(
         "import pytest, time\n"
         "def burn(s):\n"
         "    end = time.process_time() + s\n"
         "    while time.process_time() < end: pass\n"
-        "def test_burns(): burn(8)\n"
+        f"def test_burns(): burn({seconds})\n"
         "@pytest.mark.slow\n"
-        "def test_burns_in_another_tier(): burn(8)\n"
+        f"def test_burns_in_another_tier(): burn({seconds})\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.budget", "--rootdir", tmp_path]
     command += ["--durations-json", tmp_path / "found.json", tmp_path, "-p", "no:cacheprovider"]
