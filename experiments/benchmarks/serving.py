@@ -51,10 +51,10 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Handle, Request
+from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
 from glm5_jax.inference.stats import EngineStats
-from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache, init_pages
 from pallas_kernels.quantized_vectors import FORMATS
@@ -221,7 +221,7 @@ def host(options: argparse.Namespace) -> None:
     # On a CPU the caller starts each of the program's operations, which elsewhere is the device's part. So
     # the same arrays are passed to a program without operations too.
     hand_over = jax.jit(lambda w, state, x: (state, x), donate_argnums=1, keep_unused=True)
-    with mock.patch.object(Steps, "_run", timed(Steps._run, calls)):
+    with mock.patch.object(Runner, "_run", timed(Runner._run, calls)):
         for batch in (1, 32):
             for _ in range(2):  # the first compiles
                 engine.stats = EngineStats(accepted=[0])
