@@ -6,7 +6,7 @@
 import argparse
 from typing import NoReturn
 
-from glm5_jax.core.terminal import clean_logging
+from glm5_jax.runtime.terminal import clean_logging
 
 
 class Parser(argparse.ArgumentParser):

@@ -25,11 +25,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.arguments import Parser
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.files import read_lines
-from glm5_jax.core.terminal import make_printable, print_error
 from glm5_jax.data.chat_data import MAX_TOKENS, VERIFIERS, filter_lines
 from glm5_jax.data.conversation import unread_fields
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.files import read_lines
+from glm5_jax.runtime.terminal import make_printable, print_error
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.thinking import MODES

@@ -22,13 +22,13 @@ from collections.abc import Mapping
 
 from experiments import rl_agentic, rl_general, rl_reasoning
 from experiments.rl_agentic import AgenticConfig
-from glm5_jax.envs.general import GeneralConfig, HybridReward
-from glm5_jax.envs.instructions import KIND as INSTRUCTIONS, Instructions
-from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.hybrid_reward import GeneralConfig, HybridReward
+from glm5_jax.envs.instructions.ifeval import KIND as INSTRUCTIONS, Instructions
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.task_mixture import TaskMixture
-from glm5_jax.rl.experiment import RlConfig, Teacher
-from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.config import RlConfig, Teacher
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage

@@ -50,9 +50,6 @@ from rich.text import Text
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import TokenCounter
 from glm5_jax.agents.loop import Trace
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.server import check_url, read_key
-from glm5_jax.core.terminal import make_printable, print_error
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.terminal import (
     Agent,
@@ -71,6 +68,9 @@ from glm5_jax.envs.terminal import (
     load_task,
 )
 from glm5_jax.envs.terminal.forms import forgeable_forms
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.http_server import check_url, read_key
+from glm5_jax.runtime.terminal import make_printable, print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 

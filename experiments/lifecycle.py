@@ -28,9 +28,9 @@ from experiments.distill import ORIGINS, DistillConfig
 from experiments.rl_agentic import AgenticConfig
 from experiments.rl_general import GeneralRlConfig
 from experiments.rl_reasoning import ReasoningConfig
-from glm5_jax.core.terminal import make_printable
-from glm5_jax.rl.experiment import Teacher
-from glm5_jax.rl.skills import skill_matrix
+from glm5_jax.rl.config import Teacher
+from glm5_jax.rl.trainers.skill_matrix import skill_matrix
+from glm5_jax.runtime.terminal import make_printable
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.lifecycle_report import SKILLS
 

@@ -25,11 +25,11 @@ from jaxtyping import PyTree
 from experiments.arguments import Parser
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.terminal import print_error
-from glm5_jax.core.tree import flatten, is_compound
 from glm5_jax.data.sources import SHAKESPEARE
 from glm5_jax.inference.quantize import calibrate, rotation, table
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, is_compound
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 
 ROWS, LENGTH = 8, 512  # of the calibration text

@@ -2,9 +2,9 @@
 
     python -m launch.run --experiment=experiments/reward_model.py:tiny --workdir=DIR
 
-A scalar head on the backbone trains on pairs of replies (rl/outcome_training.py). metrics.jsonl has
+A scalar head on the backbone trains on pairs of replies (rl/reward_model/outcome_training.py). metrics.jsonl has
 held_out/accuracy: the share of pairs of held-out conversations that the model ranks as people did.
-`rl.outcome_model.OutcomeModel.load(DIR)` scores replies.
+`rl.reward_model.outcome_model.OutcomeModel.load(DIR)` scores replies.
 
 :tiny   from random weights, on synthetic pairs: the same fact in a kind or an unkind tone. About a minute on two CPU
         cores, to an accuracy above 0.9.
@@ -18,8 +18,8 @@ import random
 from experiments import sft
 from glm5_jax import presets
 from glm5_jax.data.preferences import Preference
-from glm5_jax.rl.experiment import policy_alone
-from glm5_jax.rl.outcome_training import OutcomeConfig
+from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.reward_model.outcome_training import OutcomeConfig
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.schedule import ScheduleConfig

@@ -36,34 +36,34 @@ from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import CONTEXTS, ContextConfig
 from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.checkpoint import models
-from glm5_jax.core.config_flags import flags_between
-from glm5_jax.core.placement import Role
-from glm5_jax.core.server import HttpServer
-from glm5_jax.core.terminal import print_error
-from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.envs.service import AgentService
 from glm5_jax.envs.terminal import AttemptConfig
 from glm5_jax.envs.terminal.service import TerminalService, TerminalShare
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
-from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.experiment import EvaluationConfig
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.losses import PolicyConfig
-from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
-from glm5_jax.rl.place import PlaceConfig
-from glm5_jax.rl.pushed import SyncConfig
-from glm5_jax.rl.registry import RegistryConfig
-from glm5_jax.rl.remote import RemoteConfig
-from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.router import RouterConfig
-from glm5_jax.rl.service import ServiceConfig
-from glm5_jax.rl.sessions import SessionConfig
-from glm5_jax.rl.streams import CreditConfig
-from glm5_jax.rl.weight_sync import Network, SharedStorage
+from glm5_jax.rl.algorithm.credit import CreditConfig
+from glm5_jax.rl.algorithm.losses import PolicyConfig
+from glm5_jax.rl.config import EvaluationConfig
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.program import PlaceConfig
+from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
+from glm5_jax.rl.rollouts.router import RouterConfig
+from glm5_jax.rl.rollouts.sessions import SessionConfig
+from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
+from glm5_jax.rl.weights.pusher import SyncConfig
+from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
+from glm5_jax.runtime.config_flags import flags_between
+from glm5_jax.runtime.http_server import HttpServer
+from glm5_jax.runtime.placement import Role
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import MeshConfig, choose
 from glm5_jax.training.loop import TrainConfig
@@ -87,11 +87,11 @@ class ClusterConfig:
     Attributes:
       engines: number of engines.
       ranks: data-parallel size of each engine; the gateway chooses the rank of a session.
-      engine_devices, engine_topology, engine_memory: resources of an engine process, see `core.placement.Role`.
+      engine_devices, engine_topology, engine_memory: resources of an engine process, see `runtime.placement.Role`.
       engine_mesh: mesh of an engine's devices.
       warm: whether an engine compiles all programs before the first request.
       hosts: number of trainer processes.
-      devices, topology, memory: resources of a trainer process, see `core.placement.Role`.
+      devices, topology, memory: resources of a trainer process, see `runtime.placement.Role`.
       port: port of the first engine. Those of the gateway, the hub and the services follow 1000 apart. 0: any free
         ports, which only launch/local.py and on_ray.py support.
       grace_s: time limit for a server to finish its requests and for the trainer to save, in seconds.

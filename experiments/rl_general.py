@@ -29,21 +29,21 @@ from contextlib import AbstractAsyncContextManager
 from experiments import rl_reasoning
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.judge import Judge
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.server import read_key
 from glm5_jax.data.conversation import Conversation, parse_line
 from glm5_jax.data.preferences import PROMPTS, Anchor, read_anchors
 from glm5_jax.data.sources import is_held_out
-from glm5_jax.envs import instruction_tasks, instructions
-from glm5_jax.envs.general import GeneralConfig, HybridReward, anchor_tasks, prompt_tasks
-from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
-from glm5_jax.envs.instructions import Instructions
+from glm5_jax.envs.hybrid_reward import GeneralConfig, HybridReward, anchor_tasks, prompt_tasks
+from glm5_jax.envs.instructions import generated_tasks, ifeval
+from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
+from glm5_jax.envs.instructions.ifeval import Instructions
 from glm5_jax.envs.task_mixture import TaskMixture
-from glm5_jax.rl.experiment import RlConfig
-from glm5_jax.rl.outcome_model import Asked, OutcomeModel
-from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.config import RlConfig
+from glm5_jax.rl.reward_model.outcome_model import Asked, OutcomeModel
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task, Verifier
+from glm5_jax.runtime.http_server import read_key
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage
 
@@ -93,9 +93,9 @@ class GeneralTaskWeight:
     def tasks_of(self, *, evaluation: bool = False) -> list[Task]:
         """Returns the tasks of one side of the split. Raises ValueError for an invalid file."""
         if self.kind == "demands":
-            return list(instruction_tasks.tasks(self.demands, evaluation=evaluation))
+            return list(generated_tasks.tasks(self.demands, evaluation=evaluation))
         if self.kind == "instructions":
-            all_tasks = list(instructions.tasks(self.file or instructions.SHIPPED))
+            all_tasks = list(ifeval.tasks(self.file or ifeval.SHIPPED))
         elif self.kind == "prompts":
             all_tasks = prompt_tasks(PROMPTS.get(self.file, self.file))
         else:
@@ -213,9 +213,7 @@ def make_verifier(
     without_rules = dataclasses.replace(with_rules, rules=None) if unruled_names else with_rules
 
     async def verify(task: Task, attempt: Attempt) -> Reward:
-        return await (with_rules if task.kind == instructions.KIND else without_rules)(
-            task, attempt
-        )
+        return await (with_rules if task.kind == ifeval.KIND else without_rules)(task, attempt)
 
     return verify, (lambda: judge_client) if judge_client else contextlib.nullcontext
 

@@ -26,20 +26,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from experiments import sft
 from glm5_jax import presets
 from glm5_jax.agents.tools import Toolbox, calculate
-from glm5_jax.core.coroutines import run_sync
-from glm5_jax.envs.difficulty import DifficultyConfig, keep_hard, read_verdicts
-from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
-from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
+from glm5_jax.envs.reasoning.difficulty import DifficultyConfig, keep_hard, read_verdicts
+from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
+from glm5_jax.envs.reasoning.task_sources import BOXED, TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig, verifier_for
 from glm5_jax.envs.search.tools import search_tools
 from glm5_jax.envs.task_mixture import TaskMixture
-from glm5_jax.envs.tools import PYTHON, Python
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, adam, policy_alone
-from glm5_jax.rl.losses import PolicyConfig
-from glm5_jax.rl.rollout import RolloutConfig, ToolError
-from glm5_jax.rl.stage import Reinforcement, World
-from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.rl.algorithm.credit import CreditConfig
+from glm5_jax.rl.algorithm.losses import PolicyConfig
+from glm5_jax.rl.config import EvaluationConfig, RlConfig, adam, policy_alone
+from glm5_jax.rl.rollouts.rollout import RolloutConfig, ToolError
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig

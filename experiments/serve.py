@@ -10,7 +10,7 @@ A running server can load another DIR of the same model, with the same quantisat
 
     curl http://127.0.0.1:8000/update_weights -d '{"path": "DIR", "version": 2, "policy": "finish"}'
 
-version is any number up to 2**31 - 1; for a DIR that a trainer pushed (rl/weight_sync.py), that of its manifest. A
+version is any number up to 2**31 - 1; for a DIR that a trainer pushed (rl/weights/weight_sync.py), that of its manifest. A
 trainer may also push to the server directly. Each token of `/generate` reports the version of the weights that sampled
 it. policy decides about running requests: finish (the default) lets them end first, keep continues from the old
 weights' KV cache, recompute starts them again.
@@ -28,11 +28,11 @@ the key that clients send. If the engine fails, the process ends with code 1, an
 import asyncio
 import dataclasses
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import ServerConfig
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.runtime.preemption import PreemptionGuard
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, choose
 
 

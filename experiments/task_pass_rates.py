@@ -20,16 +20,17 @@ from collections.abc import Iterable
 from experiments import rl_reasoning
 from experiments.rl_reasoning import ReasoningConfig, Verifiers, make_world
 from glm5_jax.checkpoint import models
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.coroutines import run_sync
-from glm5_jax.core.jsonl import append_lines, read_complete_lines
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.core.terminal import print_error
-from glm5_jax.envs.difficulty import read_verdicts
+from glm5_jax.envs.reasoning.difficulty import read_verdicts
 from glm5_jax.inference.engine import Engine
-from glm5_jax.rl.rollout import Group, Rollouts, check_task
-from glm5_jax.rl.stage import judge
+from glm5_jax.metrics.jsonl import append_lines, read_complete_lines
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.rollouts.rollout import Rollouts, check_task
+from glm5_jax.rl.trainers.sync_trainer import judge
+from glm5_jax.rl.trajectory import Group
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.coroutines import run_sync
+from glm5_jax.runtime.preemption import PreemptionGuard
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.layouts import template
 from glm5_jax.training.experiment import check_resume, write_config
 

@@ -8,7 +8,7 @@ import importlib
 _HOME = {
     "ModelConfig": "glm5_jax.config",
     "presets": "glm5_jax.presets",
-    "make_mesh": "glm5_jax.core.mesh",
+    "make_mesh": "glm5_jax.parallel.mesh",
     "Glm5": "glm5_jax.model.glm5",
     "load_hf": "glm5_jax.checkpoint.hf_import",
     "save_hf": "glm5_jax.checkpoint.hf_export",

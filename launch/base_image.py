@@ -34,8 +34,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from experiments.arguments import Parser
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.terminal import make_printable, print_error
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.terminal import make_printable, print_error
 
 MIN_FREE_BYTES = 2 << 30
 BUNDLE = pathlib.Path("etc/ssl/certs/ca-certificates.crt")

@@ -17,9 +17,9 @@ from absl import flags
 from rich.console import Console
 from rich.text import Text
 
-from glm5_jax.core.server import read_key
-from glm5_jax.core.terminal import clean_logging, make_printable, print_error
 from glm5_jax.inference.client import Client, ServerError
+from glm5_jax.runtime.http_server import read_key
+from glm5_jax.runtime.terminal import clean_logging, make_printable, print_error
 
 HELP = "/new starts a new chat, /think turns thinking off and on, /quit ends"
 

@@ -52,18 +52,18 @@ from ml_collections import config_flags
 from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.config_flags import to_frozen, to_mutable
-from glm5_jax.core.console import spinner
-from glm5_jax.core.mesh import abstract_mesh, make_mesh
-from glm5_jax.core.program_hash import program_hash
-from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.request import EngineConfig
+from glm5_jax.parallel.mesh import abstract_mesh, make_mesh
+from glm5_jax.parallel.program_hash import program_hash
+from glm5_jax.runtime.config_flags import to_frozen, to_mutable
+from glm5_jax.runtime.console import spinner
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import StageConfig
 from launch import pods
-from launch.program_report import SHAPES, describe, report_of
-from launch.programs import Program, lower_step
+from launch.aot.program_report import SHAPES, describe, report_of
+from launch.aot.programs import Program, lower_step
+from launch.aot.serving_programs import lower_decode, lower_prefill
 from launch.run import check_fields, parse, spec_of
-from launch.serving_programs import lower_decode, lower_prefill
 
 NOT_FITTING = 3  # exit code
 MODEL = "--model"

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.terminal import print_error
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.terminal import print_error
 from launch import pods
 from launch.compile import NOT_FITTING
 

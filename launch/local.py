@@ -23,10 +23,10 @@ import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
-from glm5_jax.core.placement import Role
-from glm5_jax.core.process import ChildProcess
-from glm5_jax.core.ready_file import read_port_file
-from glm5_jax.core.server import find_free_port
+from glm5_jax.runtime.http_server import find_free_port
+from glm5_jax.runtime.placement import Role
+from glm5_jax.runtime.process import ChildProcess
+from glm5_jax.runtime.ready_file import read_port_file
 from launch import run_plan, xla_flags
 from pallas_kernels.chips import find_chip_name
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from glm5_jax.core.placement import Role, SlotLostError
+from glm5_jax.runtime.placement import Role, SlotLostError
 from launch import run_plan, xla_flags
 from launch.local import LocalSlot, this_machine, visibility
 
@@ -168,7 +168,7 @@ class _RaySlot:
         self._call("kill")
 
     def release(self) -> None:
-        """Kills the actor; the processes that it started die with it (`core.process.ChildProcess`)."""
+        """Kills the actor; the processes that it started die with it (`runtime.process.ChildProcess`)."""
         self._ray.kill(self._actor)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from glm5_jax.core.mesh import axis_order, make_mesh, resolve
+from glm5_jax.parallel.mesh import axis_order, make_mesh, resolve
 from launch.xla_flags import FLAGS, GPU_SHARE, OFFLINE, REMOVED
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.compat import JAX_VERSION
@@ -172,9 +172,9 @@ def install_hint(pod: Pod) -> str | None:
 
 
 def make_pod_mesh(pod: Pod, axes: dict[str, int], expert_slices: int = 1) -> Mesh:
-    """Returns the mesh of a run on all devices of the pod (`core.mesh.make_mesh`).
+    """Returns the mesh of a run on all devices of the pod (`parallel.mesh.make_mesh`).
 
-    axes: sizes of the axes of `core.mesh`; one may be -1, for the remaining devices.
+    axes: sizes of the axes of `parallel.mesh`; one may be -1, for the remaining devices.
 
     Raises ValueError if the axes do not fit the pod, and the errors of `list_devices`.
     """

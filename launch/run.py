@@ -36,10 +36,10 @@ from typing import NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from glm5_jax.core.config_flags import check_path, to_frozen, to_mutable
-from glm5_jax.core.placement import EXIT_RESTART
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.core.terminal import clean_logging, print_error
+from glm5_jax.runtime.config_flags import check_path, to_frozen, to_mutable
+from glm5_jax.runtime.placement import EXIT_RESTART
+from glm5_jax.runtime.preemption import PreemptionGuard
+from glm5_jax.runtime.terminal import clean_logging, print_error
 from launch import xla_flags
 
 EXAMPLE = "--experiment=experiments/pretrain.py:tiny"
@@ -231,8 +231,8 @@ def run_config(module: ModuleType, config, workdir: pathlib.Path, stop: Preempti
     import jax
 
     from glm5_jax.checkpoint.store import SaveError
-    from glm5_jax.core import multihost
-    from glm5_jax.core.console import ProgressBar
+    from glm5_jax.parallel import multihost
+    from glm5_jax.runtime.console import ProgressBar
     from glm5_jax.training import lifecycle_report, report
     from glm5_jax.training.metrics import TrainingStopped
 

@@ -2,7 +2,7 @@
 
 local.py and on_ray.py start the roles; slurm.py, gke.py and ssh_commands.py write commands or manifests for them.
 
-- An experiment of several programs defines `roles(config, command)`, which returns its roles (core/placement.py). The
+- An experiment of several programs defines `roles(config, command)`, which returns its roles (runtime/placement.py). The
   argument `command` holds the flags that select this experiment in launch/run.py, with the fields set on the command
   line, and the workdir.
 - Any other experiment is one role that trains, with one process on each host.
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from absl import flags
 
-from glm5_jax.core.mesh import AXES, Region, resolve
-from glm5_jax.core.placement import Placement, Role, topological_order
-from glm5_jax.core.preemption import PreemptionGuard, signal_handlers
-from glm5_jax.core.supervisor import RoleError, RoleEvent, RoleSupervisor
-from glm5_jax.core.terminal import print_error
+from glm5_jax.parallel.mesh import AXES, Region, resolve
+from glm5_jax.runtime.placement import Placement, Role, topological_order
+from glm5_jax.runtime.preemption import PreemptionGuard, signal_handlers
+from glm5_jax.runtime.supervisor import RoleError, RoleEvent, RoleSupervisor
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import MeshConfig, StageConfig
 from launch import run
 from pallas_kernels.chips import CHIPS

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from glm5_jax.core.placement import EXIT_RESTART, SELF_URL, Role, substitute_words
+from glm5_jax.runtime.placement import EXIT_RESTART, SELF_URL, Role, substitute_words
 from launch import run_plan, xla_flags
 from launch.pods import TORUS
 

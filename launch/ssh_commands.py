@@ -25,7 +25,7 @@ import sys
 
 from absl import flags
 
-from glm5_jax.core.placement import substitute_words
+from glm5_jax.runtime.placement import substitute_words
 from launch import run_plan, xla_flags
 
 _NAME = re.compile(

@@ -5,7 +5,7 @@ once.
 Work beyond these lowers an implementation's share of the roofline.
 
 Each package has its formulas in `cost.py`, one function of the shapes per kernel. They give the costs of its
-cases and the `CostEstimate` of its TPU kernels (`estimate`), which XLA and `glm5_jax.core.flops` read.
+cases and the `CostEstimate` of its TPU kernels (`estimate`), which XLA and `glm5_jax.parallel.flops` read.
 """
 
 from typing import NamedTuple

@@ -3,7 +3,7 @@
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core import axes
+from glm5_jax.parallel import axes
 
 
 def test_glm5_has_744_billion_parameters():

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from glm5_jax.checkpoint import store
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.text.tokenizer import BYTES
 from glm5_jax.training.experiment import ExperimentConfig, StageConfig
 from glm5_jax.training.metrics import Diverged, TrainingStopped

@@ -38,12 +38,12 @@ from experiments.ablations.findings import Finding, Plot, Spread, Table
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import charts
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.data.synthetic import LongContextTasks
 from glm5_jax.evals.attention_mass import MassConfig, attention_mass
 from glm5_jax.evals.position import long_documents
 from glm5_jax.evals.ruler import STREAM
+from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, choose

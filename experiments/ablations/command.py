@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from experiments.ablations.arms import AblationRuns
 from experiments.ablations.findings import Finding
 from glm5_jax.checkpoint.store import SaveError
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.core.terminal import print_error
 from glm5_jax.evals.perplexity import HeldOut
+from glm5_jax.runtime.preemption import PreemptionGuard
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.metrics import TrainingStopped
 

@@ -52,8 +52,8 @@ from experiments.ablations.dsa_adaptation import (
     tiny,
 )
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
-from glm5_jax.core.metrics_log import read
 from glm5_jax.evals.ruler import Score, compare
+from glm5_jax.metrics.metrics_log import read
 from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)

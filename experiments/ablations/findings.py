@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from glm5_jax.core import charts
+from glm5_jax.metrics import charts
 from glm5_jax.training import report
 
 CONFIDENCE = 0.95
@@ -116,7 +116,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A chart (SVG of core.charts) and its caption."""
+    """A chart (SVG of metrics.charts) and its caption."""
 
     drawing: str
     caption: str = ""

@@ -34,10 +34,10 @@ from experiments.ablations.findings import (
 )
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, mla
+from glm5_jax.parallel.flops import count_flops
 from glm5_jax.training.experiment import ExperimentConfig, choose
 from glm5_jax.training.flops import train_flops
 

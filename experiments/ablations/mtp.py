@@ -28,10 +28,10 @@ from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, paired, verdict
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
-from glm5_jax.core import charts
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.evals.acceptance import AcceptanceConfig, accepted_length, held_out_prompts
+from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig, choose

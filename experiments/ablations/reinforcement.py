@@ -31,10 +31,10 @@ from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.ablations.sft_attention import DENSE, SPARSE
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.envs.reasoning_tasks import TaskConfig
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher
-from glm5_jax.rl.skills import skill_matrix
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.config import EvaluationConfig, RlConfig, Teacher
+from glm5_jax.rl.trainers.skill_matrix import skill_matrix
 from glm5_jax.training.experiment import choose
 
 SEEDS = (0, 1, 2)

@@ -16,13 +16,13 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import Region
 from glm5_jax.evals.attention_mass import attention_inputs
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.cache import Cache, init_cache, write
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index, Selection
+from glm5_jax.parallel.mesh import Region
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.mask import visible

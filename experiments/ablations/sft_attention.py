@@ -23,7 +23,7 @@ from experiments.ablations.arms import AblationRuns, Arm
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.ablations.finetuned import arm
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.training.experiment import StageConfig, choose
 
 SEEDS = (0, 1, 2)

@@ -3,7 +3,7 @@
     python -m experiments.ablations.stale_policies [tiny|chains] [WORKDIR]
 
 The policy of rl_reasoning.py:addition learns to add from rewards, with the trainer of the asynchronous system. Hub and
-engine are in the same process (rl/in_process.py), so that samples are as old as allowed and nothing depends on a clock.
+engine are in the same process (rl/trainers/in_process.py), so that samples are as old as allowed and nothing depends on a clock.
 All batches have this age except the first ones, before which there were no updates.
 
 - double sided: GLM-5's f(r) A log p; tokens outside the window (Eq. 3-5) do not count;
@@ -31,10 +31,10 @@ from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired
 from experiments.rl_reasoning import TaskWeight, Verifiers, make_world
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.in_process import InProcess
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.trainers.in_process import InProcess
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose
 from glm5_jax.training.stages import Stage

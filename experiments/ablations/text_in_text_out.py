@@ -41,15 +41,15 @@ from experiments.ablations.arms import AblationRuns, Arm, Trial, after_sft
 from experiments.ablations.command import ablate
 from experiments.ablations.findings import Finding, Plot, Spread, Table, curves, paired, verdict
 from experiments.rl_reasoning import DIGITS, TaskWeight, Verifiers, make_world
-from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.experiment import EvaluationConfig
-from glm5_jax.rl.in_process import InProcess
-from glm5_jax.rl.losses import PolicyLoss
-from glm5_jax.rl.rollout import Group
-from glm5_jax.rl.stage import World
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.algorithm.losses import PolicyLoss
+from glm5_jax.rl.config import EvaluationConfig
+from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.trainers.in_process import InProcess
+from glm5_jax.rl.trainers.sync_trainer import World
+from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import NUM_BYTES, SPECIAL_TOKENS, Tokenizer

@@ -66,9 +66,9 @@ from experiments.ablations.selection_rules import (
 )
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import charts
 from glm5_jax.data.synthetic import LongContextTasks
 from glm5_jax.evals.ruler import STREAM
+from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import choose

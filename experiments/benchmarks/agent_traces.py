@@ -1,7 +1,7 @@
 """Records agents' requests to engines: multi-turn chats of a scripted search policy, token by token.
 
 The loop, the tools, the tasks, the template and the tokenizer are those of training. A chat's prompts are built as in
-the gateway (`rl.sessions`). Only the policy is scripted. It searches for one hop of a question after the other, reads
+the gateway (`rl.rollouts.sessions`). Only the policy is scripted. It searches for one hop of a question after the other, reads
 the search results in a random order, sometimes searches with other words, and writes its thoughts. So attempts at one
 task start alike and soon differ, and have between a few and some dozens of turns.
 """
@@ -18,10 +18,10 @@ from typing import NamedTuple
 from glm5_jax.agents.context import CONTEXTS, TokenCounter
 from glm5_jax.agents.loop import ANSWER, ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
 from glm5_jax.envs.search.problems import Hop, fill_question
 from glm5_jax.envs.search.tools import corpus_of, search_tools
-from glm5_jax.rl.sessions import Session
+from glm5_jax.rl.rollouts.sessions import Session
 from glm5_jax.rl.types import Message, Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer

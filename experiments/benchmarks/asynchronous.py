@@ -44,9 +44,9 @@ from experiments.benchmarks.discrete_event_model import (
 )
 from experiments.benchmarks.routing import spread
 from experiments.benchmarks.simulated_fleet import fleet
-from glm5_jax.core import charts
-from glm5_jax.core.terminal import print_error
-from glm5_jax.rl.client import HubClient
+from glm5_jax.metrics import charts
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.training import report
 
 SHORT = Workload(name="short tails", slots=20, tokens=(6, 18))
@@ -150,7 +150,7 @@ def measure(workload: Workload, updates: int, seed: int, folder: pathlib.Path) -
         began, spent = time.monotonic(), time.process_time()
         programs.set_version(0)
         hub.begin(0, 0)
-        # The same calls as in `rl.asynchronous`.
+        # The same calls as in `rl.trainers.async_trainer`.
         for step in range(updates):
             requested = time.monotonic()
             groups = hub.take(step, BATCH_TIMEOUT_S)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm5_jax.rl.admission import BufferConfig, must_wait, room
-from glm5_jax.rl.repair import repaired
-from glm5_jax.rl.sessions import seed_of
+from glm5_jax.rl.orchestrator.group_repair import repaired
+from glm5_jax.rl.orchestrator.staleness import BufferConfig, must_wait, room
+from glm5_jax.rl.rollouts.sessions import seed_of
 
 Span = tuple[float, float]
 
@@ -33,7 +33,7 @@ class Workload:
 
     Attributes:
       name: name for people.
-      group, batch_groups, max_staleness, pacing: see `rl.admission.BufferConfig`; max_staleness=0 is the synchronous
+      group, batch_groups, max_staleness, pacing: see `rl.orchestrator.staleness.BufferConfig`; max_staleness=0 is the synchronous
         trainer.
       turns: turns of a rollout, each an answer of the environment and a reply to it.
       median_answer_s, sigma: median of an answer's log-normal duration in seconds, and standard deviation of its

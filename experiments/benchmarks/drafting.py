@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glm5_jax.core.tree import map_with_path
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
@@ -21,6 +20,7 @@ from glm5_jax.inference.stats import EngineStats
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.generate import unstack_for_decoding
+from glm5_jax.parallel.tree import map_with_path
 
 LAYERS = 20  # of the deepened trunk
 PAGE, LENGTH = 16, 512

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from glm5_jax import presets
-from glm5_jax.core.terminal import print_error
 from glm5_jax.model.expert_dispatch import crossing_share
+from glm5_jax.runtime.terminal import print_error
 
 WAYS = 6
 

@@ -10,11 +10,11 @@ from experiments.benchmarks.measure import NEW_TOKENS, VOCAB_SIZE, Clock, gemm_r
 from experiments.benchmarks.teacher_forced_choices import ChoiceGap, forced_choices
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.process import serve
 from glm5_jax.inference.engine import KEEP, Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
+from glm5_jax.runtime.process import serve
 from glm5_jax.training.gradients import Rates, gradient_function
 from glm5_jax.training.step import StepConfig
 

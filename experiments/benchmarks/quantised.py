@@ -38,13 +38,13 @@ from experiments.benchmarks.measure import pin
 from glm5_jax import presets
 from glm5_jax.checkpoint import store
 from glm5_jax.config import ModelConfig, RopeParameters
-from glm5_jax.core.terminal import print_error
-from glm5_jax.core.tree import first_match, flatten, unflatten
 from glm5_jax.data.loader import held_out_batches
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.inference.quantize import calibrate, rotation, table
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import first_match, flatten, unflatten
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 
 # (pattern of a path, name of its part); the first match counts.

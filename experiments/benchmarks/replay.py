@@ -18,7 +18,7 @@ from experiments.benchmarks.agent_traces import Trace, TraceTurn
 from glm5_jax.inference.request import Handle, Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
-from glm5_jax.rl.router import Router, RouterConfig
+from glm5_jax.rl.rollouts.router import Router, RouterConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class ReplayConfig:
 
 
 class RoutingPolicy(Protocol):
-    """Protocol of routing policies, as of `rl.router.Router`."""
+    """Protocol of routing policies, as of `rl.rollouts.router.Router`."""
 
     def rank_of(self, session: str) -> str: ...
     def release(self, session: str) -> None: ...

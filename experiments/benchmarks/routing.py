@@ -8,7 +8,7 @@ half of them it returns, empty. Arms, each with the same chats, names and tool d
 
     round robin, random     each request to another rank
     hashing                 the session's name on a ring of hashes, without bound or memory
-    router                  rl.router, as in the gateway
+    router                  rl.rollouts.router, as in the gateway
     infinite cache          one rank that never evicts anything
 
 Prints computed prompt tokens, the share of an infinite cache's hits, sessions that moved, the balance of the ranks,
@@ -43,9 +43,9 @@ from experiments.benchmarks.replay import (
     skew,
     slopes,
 )
-from glm5_jax.core import charts
-from glm5_jax.core.terminal import print_error
-from glm5_jax.rl.router import Router, RouterConfig
+from glm5_jax.metrics import charts
+from glm5_jax.rl.rollouts.router import Router, RouterConfig
+from glm5_jax.runtime.terminal import print_error
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report
 

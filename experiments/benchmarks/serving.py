@@ -48,7 +48,6 @@ from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import models
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Handle, Request
 from glm5_jax.inference.runner import Runner
@@ -57,6 +56,7 @@ from glm5_jax.inference.scheduler import Limits, Scheduler, Sequence
 from glm5_jax.inference.stats import EngineStats
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache, init_pages
+from glm5_jax.runtime.terminal import print_error
 from pallas_kernels.quantized_vectors import FORMATS
 
 PAGE = 16

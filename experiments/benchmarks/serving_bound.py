@@ -26,8 +26,8 @@ from rich.table import Table
 from experiments.arguments import Parser
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.terminal import print_error
 from glm5_jax.inference.serving_cost import BOUND, CLAIM, SERVED, TokenCost, arms, flops, prefill
+from glm5_jax.runtime.terminal import print_error
 from pallas_kernels.chips import CHIPS
 
 LENGTHS = (8192, 32768, 131_072, 202_752)

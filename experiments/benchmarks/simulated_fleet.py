@@ -18,16 +18,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from experiments.benchmarks.discrete_event_model import Span, Workload
-from glm5_jax.core.placement import http_url
-from glm5_jax.core.process import ChildProcess
-from glm5_jax.core.ready_file import read_port_file
-from glm5_jax.core.server import HttpServer, ListenConfig, json_response, read_json
-from glm5_jax.core.utilization import FOLDER, read_utilization
 from glm5_jax.inference.client import Client
-from glm5_jax.rl.client import HubClient, JsonClient
-from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
-from glm5_jax.rl.service import Asked, Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.task_service import Asked, Outcome, ServiceConfig, TaskService
 from glm5_jax.rl.types import Reward
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response, read_json
+from glm5_jax.runtime.placement import http_url
+from glm5_jax.runtime.process import ChildProcess
+from glm5_jax.runtime.ready_file import read_port_file
+from glm5_jax.runtime.utilization import FOLDER, read_utilization
 
 SERVICES = ("search", "terminal")
 ROLLOUT_TIMEOUT_S = 600.0
@@ -142,7 +142,7 @@ def _engine(name: str, listen: Mapping, workload: Workload) -> HttpServer:
 def _gateway(
     name: str, listen: Mapping, workload: Workload, engines: list[str], journal: str
 ) -> HttpServer:
-    from glm5_jax.rl.gateway import (  # imports jax, which other programs do not need
+    from glm5_jax.rl.rollouts.gateway import (  # imports jax, which other programs do not need
         Gateway,
         GatewayConfig,
     )

@@ -27,10 +27,10 @@ from rich.table import Table
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import Clock, lengths, pin, tokens
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Keys, Queries, mla
+from glm5_jax.parallel.flops import count_flops
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 SPARSE = dataclasses.replace(BASELINE, num_hidden_layers=2)

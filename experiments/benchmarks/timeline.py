@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 
 from experiments.benchmarks.glm5_arm import BASELINE
-from glm5_jax.core import charts
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.sampling import Sampling
+from glm5_jax.metrics import charts
 from glm5_jax.model import glm5
 from glm5_jax.training import report
 

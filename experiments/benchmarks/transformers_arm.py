@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, StoppingCriteria
 
 from experiments.benchmarks.measure import NEW_TOKENS, THREADS, Clock, gemm_rate, pin, tokens
-from glm5_jax.core.process import serve
+from glm5_jax.runtime.process import serve
 
 
 class TransformersArm:

@@ -36,8 +36,8 @@ from safetensors.numpy import load_file
 
 from experiments.benchmarks.glm5_arm import BASELINE
 from experiments.benchmarks.measure import NEW_TOKENS, PROMPT, THREADS
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.process import PipeWorker, WorkerError
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.process import PipeWorker, WorkerError
 from glm5_jax.training.flops import forward_flops, train_flops
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -29,10 +29,10 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import adam, policy_alone
-from glm5_jax.rl.pushed import Pushed, SyncConfig
-from glm5_jax.rl.reshard import Reshard
-from glm5_jax.rl.weight_sync import Network, SharedStorage
+from glm5_jax.rl.config import adam, policy_alone
+from glm5_jax.rl.weights.pusher import Pushed, SyncConfig
+from glm5_jax.rl.weights.reshard import Reshard
+from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.gradients import BATCH_KEYS
 from glm5_jax.training.step import make_step, reset_optimizer

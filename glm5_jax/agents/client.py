@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.client import JsonClient
+from glm5_jax.rl.orchestrator.client import JsonClient
 from glm5_jax.rl.types import Message
 
 MAX_BYTES = 2**22  # of a reply

@@ -8,7 +8,7 @@
 Errors:
 
 - A call that cannot be parsed ends the attempt as the policy's mistake, as in rollouts in the trainer's process
-  (`rl.rollout`), unless `LoopConfig.ends_on_broken_call` is false.
+  (`rl.rollouts.rollout`), unless `LoopConfig.ends_on_broken_call` is false.
 - For other mistakes of the model the tool result is an error message, and the attempt continues: an unknown tool, or one
   that fails or takes too long.
 - A call without a name is text, for servers too, and hence the final reply.
@@ -26,7 +26,7 @@ from glm5_jax.agents.client import REFUSED, ChatBackend
 from glm5_jax.agents.context import Context, ContextConfig, Counter
 from glm5_jax.data.conversation import read_json
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.rollout import ToolError, Tools
+from glm5_jax.rl.rollouts.rollout import ToolError, Tools
 from glm5_jax.rl.types import Attempt, Message, Task
 from glm5_jax.text.messages import is_unparsed
 from glm5_jax.text.tool_calls import ToolCall

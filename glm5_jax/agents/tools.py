@@ -1,4 +1,4 @@
-"""Runs the calls of a policy's tools (`rl.rollout.Tools`).
+"""Runs the calls of a policy's tools (`rl.rollouts.rollout.Tools`).
 
 A mistake in a call gives an error message as the result, with the wording of the shipped conversations
 (data/chat_tasks.py). No text that a policy writes raises an exception.

@@ -26,9 +26,9 @@ from safetensors.numpy import save_file
 from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
 from glm5_jax.checkpoint.manifest import Manifest
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import multihost, tree
-from glm5_jax.core.sharding import fetch_slice
 from glm5_jax.model import glm5
+from glm5_jax.parallel import multihost, tree
+from glm5_jax.parallel.sharding import fetch_slice
 from pallas_kernels.quantized_weights import Int4
 
 _log = logging.getLogger(__name__)

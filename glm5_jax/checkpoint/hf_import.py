@@ -28,9 +28,9 @@ from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import hf_config, hf_fp8, hf_int4, hf_names, hf_quantised
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import tree
-from glm5_jax.core.files import open_file, read_text
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.runtime.files import open_file, read_text
 
 _DTYPES = {"BF16": jnp.bfloat16, "F16": jnp.float16, "F32": jnp.float32}
 _KINDS = _DTYPES | {"I8": np.int8, "I32": np.int32, "I64": np.int64}
@@ -48,7 +48,7 @@ def load_hf(
     The MTP layer may be in the files, in `mtp.safetensors` next to them, or absent (then the model has none).
 
     - dtype: dtype of weights and computation; None: those of the files and config.json.
-    - mesh: mesh on which core/sharding.py shards the weights; None: the default device.
+    - mesh: mesh on which parallel/sharding.py shards the weights; None: the default device.
 
     Conversions:
 

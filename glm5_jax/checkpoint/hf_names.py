@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import axes, tree
+from glm5_jax.parallel import axes, tree
 
 _MODEL = (
     ("embed/weight", "model.embed_tokens.weight", "v d"),

@@ -22,9 +22,9 @@ from jax.typing import DTypeLike
 
 from glm5_jax.checkpoint import hf_names, models
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import tree
-from glm5_jax.core.files import read_text
 from glm5_jax.model import glm5, quant
+from glm5_jax.parallel import tree
+from glm5_jax.runtime.files import read_text
 
 FILE = "manifest.json"
 _MAX_LISTED = 20  # tensors that an error lists

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from glm5_jax.checkpoint import hf_import, store
 from glm5_jax.config import ModelConfig, RopeParameters
-from glm5_jax.core import tree
-from glm5_jax.core.files import read_text
 from glm5_jax.model import glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
+from glm5_jax.parallel import tree
+from glm5_jax.runtime.files import read_text
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_weights import Int4, Int8
 

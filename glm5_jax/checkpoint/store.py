@@ -21,9 +21,9 @@ import numpy as np
 from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
-from glm5_jax.core import tree
-from glm5_jax.core.files import read_text
-from glm5_jax.core.multihost import all_gather_objects
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.multihost import all_gather_objects
+from glm5_jax.runtime.files import read_text
 
 _FOLDER = "checkpoints"
 _STEP_NAME = re.compile(r"0|[1-9][0-9]*")

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.files import read_line, read_lines
 from glm5_jax.data.chat_tasks import ChatTaskConfig, make_lines
 from glm5_jax.data.conversation import (
     Conversation,
@@ -32,6 +30,8 @@ from glm5_jax.data.conversation import (
 )
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.data.sources import is_held_out
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.files import read_line, read_lines
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.messages import ChatError
 from glm5_jax.text.thinking import MODES, Sample, SampleRenderer

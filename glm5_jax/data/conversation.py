@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from glm5_jax.core.files import check_line
 from glm5_jax.data.record import TokenRecord
+from glm5_jax.runtime.files import check_line
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.messages import (
     MESSAGE_FIELDS,

@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from glm5_jax.core.files import read_lines
 from glm5_jax.data.conversation import parse_line, read_json
 from glm5_jax.data.sources import ASSETS
+from glm5_jax.runtime.files import read_lines
 from glm5_jax.text.messages import ChatError
 
 PROMPTS = {name: ASSETS / f"{name}_prompts.jsonl" for name in ("creativity", "safety")}

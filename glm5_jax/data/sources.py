@@ -22,7 +22,6 @@ import grain
 import msgspec
 import numpy as np
 
-from glm5_jax.core.files import check_line, read_line, read_lines
 from glm5_jax.data.document import (
     AsDocuments,
     AsTexts,
@@ -35,6 +34,7 @@ from glm5_jax.data.document import (
 )
 from glm5_jax.data.interleave import InterleaveConfig, Interleaved
 from glm5_jax.data.record import TokenRecord
+from glm5_jax.runtime.files import check_line, read_line, read_lines
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
 SHAKESPEARE = ASSETS / "tinyshakespeare.txt"

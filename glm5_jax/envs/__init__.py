@@ -1,1 +1,1 @@
-"""Where agents act: sandboxes, tasks and what they are scored by."""
+"""Environments: sandboxes, tasks, tools and verifiers."""

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import Counter, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig, Trace
-from glm5_jax.rl.rollout import Tools
-from glm5_jax.rl.service import Asked, Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.orchestrator.task_service import Asked, Outcome, ServiceConfig, TaskService
+from glm5_jax.rl.rollouts.rollout import Tools
 from glm5_jax.rl.types import Reward, Task, Verifier
 from glm5_jax.text.tokenizer import Tokenizer
 

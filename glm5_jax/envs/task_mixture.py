@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from glm5_jax.rl.shares import shuffled
+from glm5_jax.rl.orchestrator.fair_share import shuffled
 from glm5_jax.rl.types import Task
 
 

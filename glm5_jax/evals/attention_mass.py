@@ -22,13 +22,13 @@ from jax import lax
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import Region
 from glm5_jax.evals.batches import batches
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import ForwardContext, block
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Index, Selection, index_keys, index_queries
 from glm5_jax.model.mla import AttentionOutput, Keys, Queries, mla
+from glm5_jax.parallel.mesh import Region
 from pallas_kernels.blocks import join, query_runs, split
 from pallas_kernels.index_scores import index_scores
 from pallas_kernels.mla_prologue import mla_prologue

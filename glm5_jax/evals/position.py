@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import Region
 from glm5_jax.data.long_context import SplitView
 from glm5_jax.data.mixture import document_ids
 from glm5_jax.data.sources import SourceConfig
@@ -25,6 +24,7 @@ from glm5_jax.evals.columns import align_columns
 from glm5_jax.evals.intervals import Z
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.mesh import Region
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.cross_entropy import linear_cross_entropy
 

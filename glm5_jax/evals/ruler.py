@@ -24,14 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.data.synthetic import KINDS, LongContextTask, LongContextTaskConfig, LongContextTasks
 from glm5_jax.evals.batches import batches
 from glm5_jax.evals.columns import align_columns
 from glm5_jax.evals.intervals import paired_difference, wilson
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.mesh import Region, make_mesh
+from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.pretraining import Setting
 from glm5_jax.training.stages import Evaluator

@@ -318,7 +318,7 @@ class Engine:
         the engine is then unchanged. Raises WeightsLost if loading fails midway; the engine has then failed.
 
         Args:
-          params: tree as of `glm5.params_of`, whose leaves may be `core.tree.Lazy`; plain weights are quantised if
+          params: tree as of `glm5.params_of`, whose leaves may be `parallel.tree.Lazy`; plain weights are quantised if
             those that they replace are.
           version: version of the new weights.
           policy: treatment of running requests:

@@ -8,15 +8,15 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from glm5_jax.core.json_body import (
+from glm5_jax.inference.request import TokenIds
+from glm5_jax.runtime.http_server import ApiError
+from glm5_jax.runtime.json_body import (
     MAX_SINGLE_PASS_BYTES,
     MAX_VALUES,
     JsonLimits,
     NumberList,
     WideText,
 )
-from glm5_jax.core.server import ApiError
-from glm5_jax.inference.request import TokenIds
 from glm5_jax.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 2048  # of one body

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 
 from glm5_jax.checkpoint.manifest import Manifest, Tensor
-from glm5_jax.core.json_body import JsonLimits
-from glm5_jax.core.schema import object_schema as _object, validate
-from glm5_jax.core.server import ApiError, truncate_text
 from glm5_jax.data.record import MAX_VERSION
 from glm5_jax.inference.prompts import PromptReader, num_characters
 from glm5_jax.inference.request import Request, TokenIds
 from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, seed_of_choice
+from glm5_jax.runtime.http_server import ApiError, truncate_text
+from glm5_jax.runtime.json_body import JsonLimits
+from glm5_jax.runtime.json_schema import object_schema as _object, validate
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import layout_of
 from glm5_jax.text.messages import read_tools

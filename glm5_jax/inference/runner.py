@@ -18,8 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.tree import flatten, is_compound, map_with_path, materialize, unflatten
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.sampling import MAX_TOP_LOGPROBS, Sampling, needs_truncation
 from glm5_jax.inference.scheduler import Decode, Prefill, ScheduledStep, Sequence
@@ -38,6 +36,8 @@ from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.quant import with_int4_experts
 from glm5_jax.model.rotated_norm import RotatedNorm
+from glm5_jax.parallel.tree import flatten, is_compound, map_with_path, materialize, unflatten
+from glm5_jax.runtime.console import ProgressBar
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.quantized_weights import Int4, Int8
 

@@ -20,17 +20,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from aiohttp import web
 
 from glm5_jax.checkpoint import models
-from glm5_jax.core.json_pieces import encode_in_pieces
-from glm5_jax.core.schema import validate
-from glm5_jax.core.server import (
-    ApiError,
-    Handler,
-    HttpServer,
-    ListenConfig,
-    json_bytes,
-    json_response,
-    read_json,
-)
 from glm5_jax.inference import protocol, replies
 from glm5_jax.inference.client import INSTANCE
 from glm5_jax.inference.engine import FINISH, Engine
@@ -40,6 +29,17 @@ from glm5_jax.inference.request import FAILED, Handle, Paused, TooLong
 from glm5_jax.inference.runner import WeightsLost
 from glm5_jax.inference.weights import Conflict, Receiver
 from glm5_jax.inference.worker import Worker, WorkerStopped
+from glm5_jax.runtime.http_server import (
+    ApiError,
+    Handler,
+    HttpServer,
+    ListenConfig,
+    json_bytes,
+    json_response,
+    read_json,
+)
+from glm5_jax.runtime.json_pieces import encode_in_pieces
+from glm5_jax.runtime.json_schema import validate
 from glm5_jax.text.tokenizer import Tokenizer
 
 _PAGE = pathlib.Path(__file__).parent / "page.html"
@@ -85,7 +85,7 @@ class Server(HttpServer):
     accepts no weights. clock: clock for the timeout of a push.
 
     Attributes:
-      worker: thread that owns the engine, for callers in this process (`rl.reshard.Reshard`).
+      worker: thread that owns the engine, for callers in this process (`rl.weights.reshard.Reshard`).
     """
 
     open_to_all = ("/", "/health")

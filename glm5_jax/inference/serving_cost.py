@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import first_match, flatten
 from glm5_jax.inference.quantize import table
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import check_formats
+from glm5_jax.parallel.tree import first_match, flatten
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.cost import Cost
 from pallas_kernels.quantized_vectors import FORMATS

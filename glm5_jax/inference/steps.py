@@ -23,7 +23,6 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import BATCH_AXES, Region
 from glm5_jax.inference.sampling import (
     SampledTokens,
     Sampling,
@@ -48,6 +47,7 @@ from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.draft import verify
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.glm5 import forward, forward_mtp
+from glm5_jax.parallel.mesh import BATCH_AXES, Region
 
 
 class Steps:

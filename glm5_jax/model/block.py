@@ -17,8 +17,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from glm5_jax.config import RECURRENT_KINDS, ModelConfig
-from glm5_jax.core.mesh import Region
-from glm5_jax.core.params import Declare
 from glm5_jax.model.ablations.gdn import Gdn
 from glm5_jax.model.ablations.gqa import Gqa
 from glm5_jax.model.ablations.layer import grouped_query_attention, linear_attention
@@ -38,6 +36,8 @@ from glm5_jax.model.indexer import (
 from glm5_jax.model.mla import Keys, Mla, Queries, absorbed_queries, mla, paged_mla
 from glm5_jax.model.mlp import Mlp, mlp
 from glm5_jax.model.router import ExpertRouter, Routing, expert_load, route, sequence_balance
+from glm5_jax.parallel.mesh import Region
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.lightning_indexer import lightning_indexer, paged_lightning_indexer
 from pallas_kernels.mla_prologue import mla_prologue
 from pallas_kernels.numerics import accum_dtype

@@ -43,7 +43,7 @@ class ExecutionConfig:
       pregathered: patterns of weights that arrive gathered and in the compute dtype
         (`training.accumulation`).
       replicated_weights: patterns of weights that every device stores in full. Dimensions that stay
-        sharded in the computation are excepted (`core.sharding.weight_spec`).
+        sharded in the computation are excepted (`parallel.sharding.weight_spec`).
       attention_form: form of `mla` to use; None: the cheapest.
       kernels: implementations to run, "auto" or a name (`pallas_kernels.backends.select_backend`).
     """

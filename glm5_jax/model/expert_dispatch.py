@@ -1,6 +1,6 @@
 """Expert dispatch: sorts tokens by expert, exchanges them over `expert`, computes, and sends results back.
 
-One path serves every mesh (core/ragged_all_to_all.py). Receive buffers hold the worst case, so no token is dropped;
+One path serves every mesh (parallel/ragged_all_to_all.py). Receive buffers hold the worst case, so no token is dropped;
 `token_chunk` bounds them.
 
 The devices of `expert` may form several slices that are connected by a slow network. A token then crosses
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
-from glm5_jax.core.mesh import Region
-from glm5_jax.core.ragged_all_to_all import (
+from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, sorted_swiglu
+from glm5_jax.parallel.mesh import Region
+from glm5_jax.parallel.ragged_all_to_all import (
     Peers,
     plan_route,
     ragged_all_to_all,
     route_of,
     two_levels,
 )
-from glm5_jax.model.experts import FETCH_SHARE, fetched_swiglu, sorted_swiglu
 from pallas_kernels import backends
 
 

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from glm5_jax.core.params import Declare
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.grouped_matmul import grouped_swiglu
 from pallas_kernels.grouped_matmul.ref import swiglu
 from pallas_kernels.quantized_weights import Int4

@@ -17,10 +17,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import sharding
-from glm5_jax.core.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region, check_batch
-from glm5_jax.core.params import values_from
-from glm5_jax.core.tree import flatten, map_with_path, matches_any
 from glm5_jax.model import quant
 from glm5_jax.model.block import (
     ForwardContext,
@@ -49,6 +45,10 @@ from glm5_jax.model.parameters import (
 from glm5_jax.model.rope import rope_table
 from glm5_jax.model.rotated_norm import apply_final_norm
 from glm5_jax.model.vocabulary import compute_logits, embed
+from glm5_jax.parallel import sharding
+from glm5_jax.parallel.mesh import AXES, BATCH_AXES, SEQUENCE_AXES, Region, check_batch
+from glm5_jax.parallel.params import values_from
+from glm5_jax.parallel.tree import flatten, map_with_path, matches_any
 
 
 class Glm5(nnx.Module):
@@ -58,7 +58,7 @@ class Glm5(nnx.Module):
       rngs: random streams that new weights are drawn from.
       params: existing weights, a nested dict as `params_of` returns. Give rngs or params.
       param_dtype: dtype of the stored weights; default: the config's dtype.
-      mesh: mesh on which weights are created sharded by core/sharding.py; None: one device.
+      mesh: mesh on which weights are created sharded by parallel/sharding.py; None: one device.
     """
 
     def __init__(

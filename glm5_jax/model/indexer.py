@@ -20,8 +20,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.params import Declare
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.pointwise import layer_norm, rotate

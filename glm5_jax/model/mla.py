@@ -19,8 +19,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.params import Declare
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.params import Declare
 from pallas_kernels import backends
 from pallas_kernels.flash_mla import flash_mla
 from pallas_kernels.quantized_weights import quantized_einsum

@@ -4,8 +4,8 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from glm5_jax.core.mesh import Region
-from glm5_jax.core.params import Declare
+from glm5_jax.parallel.mesh import Region
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.quantized_weights import quantized_einsum
 
 

@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.params import Declare
 from glm5_jax.model.block import Block, ForwardContext, LayerStats, block
 from glm5_jax.model.cache import LayerCache
 from glm5_jax.model.indexer import Selection
 from glm5_jax.model.rotated_norm import apply_final_norm
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.pointwise import rms_norm
 
 

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import axes, sharding
-from glm5_jax.core.params import Declare, random_values, random_values_at_once, shapes_only
-from glm5_jax.core.tree import flatten, map_with_path, matches_any
 from glm5_jax.model import quant
 from glm5_jax.model.block import Block
 from glm5_jax.model.mtp import Mtp
+from glm5_jax.parallel import axes, sharding
+from glm5_jax.parallel.params import Declare, random_values, random_values_at_once, shapes_only
+from glm5_jax.parallel.tree import flatten, map_with_path, matches_any
 
 STACKS = ("dense_layers", "moe_layers")
 _LAYER = re.compile(r"(?<=_layers)/\d+/")  # layer number in paths of unstacked trees

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, map_with_path, matches_any
+from glm5_jax.parallel.tree import flatten, map_with_path, matches_any
 from pallas_kernels.quantized_weights import Int4
 from pallas_kernels.w4a8_matmul.quantize import round_w4, scale_w4
 

@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import Region
-from glm5_jax.core.params import Declare
+from glm5_jax.parallel.mesh import Region
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.numerics import accum_dtype
 
 

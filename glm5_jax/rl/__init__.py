@@ -1,1 +1,1 @@
-"""Reinforcement learning: rewards become per-token streams, and one learner trains on them."""
+"""Reinforcement learning: turns rewards into per-token weights, on which one loss trains (GLM-5 3.2 to 3.4)."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.types import Message, Reward
+from glm5_jax.rl.types import Attempt, Message, Reward, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,36 @@ class Trajectory:
             "records": [told(record) for record in self.records],
         }
         return own | more
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """A group that is to be learnt from.
+
+    Attributes:
+      group_id, task, number, order: as it was admitted.
+      members: `group` trajectories; copies behind the others are the same objects.
+      baseline: the rewards of the members without copies, whose statistics the advantages are of.
+      staleness: of the oldest member, in steps.
+    """
+
+    group_id: str
+    task: str
+    number: int
+    order: int
+    members: tuple[Trajectory, ...]
+    baseline: tuple[float, ...]
+    staleness: int
+
+
+@dataclasses.dataclass
+class Group:
+    """The attempts at a task, what was sampled for each, and, once they are judged, what each is worth."""
+
+    task: Task
+    attempts: list[Attempt]
+    records: list[TokenRecord]
+    rewards: list[Reward] = dataclasses.field(default_factory=list)
 
 
 def trajectory(said: Mapping[str, Any]) -> Trajectory:

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from glm5_jax.core.files import read_text
+from glm5_jax.runtime.files import read_text
 from glm5_jax.text import layouts
 
 # In the order of their ids, the last ids of the vocabulary (154820... in the released models).

@@ -26,12 +26,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import sharding
-from glm5_jax.core.mesh import AXES, Region
-from glm5_jax.core.tree import flatten, matches_any, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.vocabulary import num_parts
+from glm5_jax.parallel import sharding
+from glm5_jax.parallel.mesh import AXES, Region
+from glm5_jax.parallel.tree import flatten, matches_any, unflatten
 from pallas_kernels.numerics import accum_dtype
 
 # Patterns of the weights that stay gathered for a full step, by mode.

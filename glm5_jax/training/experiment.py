@@ -1,7 +1,7 @@
 """Configuration of a run as typed data, `StageConfig` and `ExperimentConfig`, and its `config.json`.
 
 An experiment file (experiments/) builds one config per variant. The command line may set any field before
-the run starts (core/config_flags.py). The workdir stores the resolved values.
+the run starts (runtime/config_flags.py). The workdir stores the resolved values.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from glm5_jax import presets
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import BATCH_AXES, Region, check_batch
 from glm5_jax.data.mixture import DataConfig
+from glm5_jax.parallel.mesh import BATCH_AXES, Region, check_batch
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.loss import TokenLoss
 from glm5_jax.training.optimizer import OptimizerConfig

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, check_batch
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region, check_batch
+from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.training.accumulation import accumulate_gradients, check_vocab_block
 from glm5_jax.training.loss import (
     LossWeights,

@@ -9,15 +9,15 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from glm5_jax.core import charts
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics import charts
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.training import report
 
 COLUMNS = (
     "stage", "starts from", "attention", "tokens a row", "tokens",
     "training loss", "held-out bits per byte", "loss of the indexers", "held-out reward",
 )  # fmt: skip
-SKILLS = "skills.json"  # in the workdir of the run: `rl.skills.Skills` as an object
+SKILLS = "skills.json"  # in the workdir of the run: `rl.trainers.skill_matrix.Skills` as an object
 RECENT = 20  # maximum rows of metrics that a loss is averaged over
 
 

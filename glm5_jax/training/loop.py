@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 
 from glm5_jax.checkpoint.store import Store, is_disk_full
-from glm5_jax.core import multihost
-from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.parallel import multihost
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.training.metrics import Counters, Recorder, TrainingStopped
 
 

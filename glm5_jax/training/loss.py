@@ -13,15 +13,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import AXES, Region
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mtp import mtp_step
 from glm5_jax.model.vocabulary import cross_entropy, embed
+from glm5_jax.parallel.mesh import AXES, Region
 
 
 class TokenLoss(Protocol):
-    """Loss on sampled tokens: parts of the objective that read their log-probs under the main head (rl/losses.py).
+    """Loss on sampled tokens: parts of the objective that read their log-probs under the main head (rl/algorithm/losses.py).
 
     Attributes:
       streams: arrays [b t] of a batch that the loss reads; each part NAME has a NAME_weight among them.

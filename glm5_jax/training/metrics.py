@@ -11,9 +11,9 @@ import time
 import jax
 import numpy as np
 
-from glm5_jax.core import tree
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.metrics_log import MetricsLog
+from glm5_jax.metrics.metrics_log import MetricsLog
+from glm5_jax.parallel import tree
+from glm5_jax.runtime.console import ProgressBar
 
 
 class TrainingStopped(RuntimeError):

@@ -34,9 +34,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from glm5_jax.core import tree
-from glm5_jax.core.mesh import AXES, Region
-from glm5_jax.core.sharding import spec_of
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.mesh import AXES, Region
+from glm5_jax.parallel.sharding import spec_of
 
 # The only matrices that paper 2.1 names, and their counterparts in grouped-query attention.
 SPLIT_BY_HEAD = re.compile(r"attn/(q_b|k_b|v_b|q|k|v)$")
@@ -329,7 +329,7 @@ def orthogonalize(
 
     Args:
       letters: tree of axis letters that covers every update.
-      mesh: mesh on which `core.sharding.spec_of` shards the updates; None: one device.
+      mesh: mesh on which `parallel.sharding.spec_of` shards the updates; None: one device.
       split: as for `layout_of`.
       dtype: dtype of the exchange between devices and of Newton-Schulz. The result has the dtype of the
         update.

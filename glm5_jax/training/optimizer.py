@@ -23,7 +23,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
 
-from glm5_jax.core import tree
+from glm5_jax.parallel import tree
 from glm5_jax.training.muon import scale_by_muon
 
 GROUPS = (
@@ -99,7 +99,7 @@ def make_optimizer(
     The caller multiplies the updates by the step's rate: a schedule in the optimiser would count only its
     updates, and lag after each skipped step. Parameters are expected in float32.
 
-    mesh: parameters and gradients are sharded on it by `core.sharding.spec_of`; None: one device.
+    mesh: parameters and gradients are sharded on it by `parallel.sharding.spec_of`; None: one device.
     """
     _check(config)
     groups = groups_of(config, letters)

@@ -12,9 +12,9 @@ import statistics
 
 import numpy as np
 
-from glm5_jax.core import charts
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.utilization import read_utilization
+from glm5_jax.metrics import charts
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.runtime.utilization import read_utilization
 
 PAGE = pathlib.Path("report") / "index.html"
 HELD_OUT = "held_out/bits_per_byte"

@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
-from glm5_jax.core.ragged_all_to_all import Peers, ragged_all_to_all, route_of
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region
+from glm5_jax.parallel.ragged_all_to_all import Peers, ragged_all_to_all, route_of
 from glm5_jax.training import flops
 
 

@@ -13,16 +13,16 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from glm5_jax.checkpoint import models, store
-from glm5_jax.core import multihost
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.folder_lock import FolderLock
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
-from glm5_jax.core.metrics_log import MetricsLog, column, read
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.core.program_hash import program_hash
 from glm5_jax.data.loader import Batch
+from glm5_jax.metrics.metrics_log import MetricsLog, column, read
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import add_missing_weights
+from glm5_jax.parallel import multihost
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region, make_mesh, row_group
+from glm5_jax.parallel.program_hash import program_hash
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.folder_lock import FolderLock
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text.layouts import template
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import flops, loop, report

@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Bool, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, matches_any, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.router import balance_bias
+from glm5_jax.parallel.tree import flatten, matches_any, unflatten
 from glm5_jax.training.accumulation import PREGATHERED
 from glm5_jax.training.gradients import (
     Rates,
@@ -71,7 +71,7 @@ class StepConfig:
     # Vocabulary entries that a device gathers at a time; None: all.
     vocab_block: int | None = None
     # Number of slices of the mesh axis `expert` that are connected by a slow network, such as slices of a
-    # pod, or hosts. A token crosses to each once (`core.mesh.device_grid`, `model.expert_dispatch`).
+    # pod, or hosts. A token crosses to each once (`parallel.mesh.device_grid`, `model.expert_dispatch`).
     expert_slices: int = 1
     # Whether rows are assigned to devices and microbatches by cost (training/row_balancing.py). Rows of
     # short documents cost about the same.

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from glm5_jax.core.flops import Work, work_by_scope
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, Region
 from glm5_jax.data.record import STREAMS
+from glm5_jax.parallel.flops import Work, work_by_scope
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, Region
 from glm5_jax.training.experiment import StageConfig
 from glm5_jax.training.flops import train_flops
 from glm5_jax.training.schedule import make_schedule
@@ -115,8 +115,8 @@ def step_flops(
       them does nearly twice as much.
 
     Args:
-      mesh: mesh of TPUs, real or abstract (`core.mesh.abstract_mesh(axes, "TPU v5p")`). The program then
-        contains the TPU kernels (`core.flops`).
+      mesh: mesh of TPUs, real or abstract (`parallel.mesh.abstract_mesh(axes, "TPU v5p")`). The program then
+        contains the TPU kernels (`parallel.flops`).
       traced: the step's `trace_step`; None: traced here.
 
     Raises ValueError if config and mesh do not fit.

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 
-from glm5_jax.core.server import HttpServer, ListenConfig, json_response, read_json
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response, read_json
 
 
 class Scripted:

@@ -11,10 +11,10 @@ from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
 from glm5_jax.data import chat_tasks
+from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
 from glm5_jax.envs.sandbox import ExecResult
-from glm5_jax.envs.tools import PYTHON, Python
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task, settled
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer

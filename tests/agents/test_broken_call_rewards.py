@@ -11,9 +11,9 @@ from glm5_jax.agents.context import ContextConfig, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.inference.request import Completion
-from glm5_jax.rl.client import JsonClient
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.rollout import RolloutConfig, Rollouts
+from glm5_jax.rl.orchestrator.client import JsonClient
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts
 from glm5_jax.rl.types import Reward, Task, settled
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine

@@ -18,7 +18,7 @@ from glm5_jax.agents.tools import (
     format_number,
 )
 from glm5_jax.data import chat_tasks
-from glm5_jax.envs import reasoning_tasks
+from glm5_jax.envs.reasoning import task_sources
 from glm5_jax.rl.types import Task
 from glm5_jax.text.tool_calls import ToolCall
 
@@ -159,8 +159,8 @@ def test_what_is_large_is_answered_at_once(expression):
 
 @pytest.mark.parametrize("digits", [2, 1000])
 def test_the_products_of_the_tasks(digits):
-    config = reasoning_tasks.TaskConfig(kind="products", size=20, digits=digits)
-    for own in reasoning_tasks.tasks(config):
+    config = task_sources.TaskConfig(kind="products", size=20, digits=digits)
+    for own in task_sources.tasks(config):
         expression = own.messages[0]["content"].removesuffix("?")
         call = ToolCall("calculate", {"expression": expression}, None, "")
         assert asyncio.run(BOX(own, call)) == own.data["answer"]

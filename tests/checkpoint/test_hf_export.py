@@ -23,9 +23,9 @@ from glm5_jax import presets
 from glm5_jax.checkpoint import hf_export
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import load_hf, load_params, read_config
-from glm5_jax.core import tree
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.contracts.source_tree import ROOT
 from tests.mesh import cases

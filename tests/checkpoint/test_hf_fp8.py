@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from glm5_jax.checkpoint import hf_fp8
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import check_params, load_hf, load_params, read_config
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
 from tests.mesh import cases
 
 CFG = dataclasses.replace(cases.pair(num_nextn_predict_layers=1), dtype="bfloat16")

@@ -26,10 +26,10 @@ from glm5_jax.checkpoint.hf_import import (
     open_tensors,
     read_config,
 )
-from glm5_jax.core import tree
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import convert_config
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.mesh import make_mesh
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 A, D = GOLDENS / "hf_tiny_a", GOLDENS / "hf_tiny_d"

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from glm5_jax.checkpoint import hf_int4
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import check_params, load_hf, load_params, read_config
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5, quant
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
 from tests.mesh import cases
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "int4.json").read_text())

@@ -12,8 +12,8 @@ import safetensors
 from glm5_jax import presets
 from glm5_jax.checkpoint import hf_names
 from glm5_jax.checkpoint.hf_config import from_hf
-from glm5_jax.core import tree
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
 
 GOLDENS = pathlib.Path(__file__).parents[1] / "goldens"
 CONFIGS = {

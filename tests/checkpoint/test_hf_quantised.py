@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from glm5_jax.checkpoint import hf_names, hf_quantised
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import load_hf, load_quantised
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.model import glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten, map_with_path
 from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import unpack_int4
 from tests.mesh import cases

@@ -12,9 +12,9 @@ from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.store import Store
-from glm5_jax.core.tree import flatten
 from glm5_jax.inference.quantize import table
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.text.tokenizer import Tokenizer
 
 CFG = dataclasses.replace(presets.tiny(), num_hidden_layers=2, int4_group=32)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax.checkpoint import store as stores
 from glm5_jax.checkpoint.store import Store, check_space, latest_step, load_params
-from glm5_jax.core.mesh import make_mesh
+from glm5_jax.parallel.mesh import make_mesh
 
 DATA = {"position": [3, {"shard": None}], "text": "é"}
 

@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Iterator
 
-from glm5_jax.core.config_flags import to_mutable
+from glm5_jax.runtime.config_flags import to_mutable
 from launch import run
 from tests.contracts.source_tree import ROOT
 

@@ -10,7 +10,7 @@ from tests.contracts.source_tree import PACKAGES, ROOT, Import, dotted_names, im
 
 LEVELS = {
     "pallas_kernels": 1,
-    **dict.fromkeys(["config", "presets", "compat", "core"], 2),
+    **dict.fromkeys(["config", "presets", "compat", "parallel", "runtime", "metrics"], 2),
     **dict.fromkeys(["model", "text"], 3),
     **dict.fromkeys(["data", "checkpoint"], 4),
     **dict.fromkeys(["training", "inference"], 5),
@@ -24,17 +24,18 @@ IMPORT_NAMES = {"absl-py": "absl", "math-verify": "math_verify", "orbax-checkpoi
 NETWORK = ("socket", "socketserver", "http", "urllib", "aiohttp", "requests", "httpx")
 NETWORK_FILES = (
     "server",
+    "http_server",
     "addresses",
     "client",
     "gateway",
     "service",
-    "orchestrator",
+    "task_service",
     "weight_sync",
 )
 PROCESSES = ("subprocess", "multiprocessing", "concurrent.futures.ProcessPoolExecutor", "pty")
 PROCESS_CALLS = ("system", "popen", "fork", "forkpty", "posix_spawn", "spawnv", "execv", "execve")
 GRADER = "glm5_jax/envs/terminal/grader/"  # copied into sandboxes, and run there alone
-PROCESS_FILES = ("glm5_jax/core/process.py", "glm5_jax/envs/sandbox/", GRADER, "launch/")
+PROCESS_FILES = ("glm5_jax/runtime/process.py", "glm5_jax/envs/sandbox/", GRADER, "launch/")
 
 # Where libraries may be imported that the project is only compared with.
 COMPARISONS = (
@@ -89,10 +90,10 @@ def test_every_package_has_a_level():
 
 
 def test_the_table_means_what_the_design_says():
-    for source, target in [("model", "core"), ("envs", "agents"), ("config", "core")]:
+    for source, target in [("model", "parallel"), ("envs", "agents"), ("config", "parallel")]:
         assert may_import(source, target), (source, target)
     for source, target in [
-        ("core", "model"),
+        ("parallel", "model"),
         ("model", "text"),
         ("training", "inference"),
         ("agents", "envs"),
@@ -199,3 +200,16 @@ def test_what_is_imported_is_what_setup_cfg_declares():
     # Not in the lock of the environment for comparisons, which Python 3.11 shares: it needs 3.12.
     where_present = {"tokamax"} | declared("options.extras_require", "ray")
     assert used - {*sys.stdlib_module_names, *PACKAGES} - bench - where_present == own
+
+
+def test_rl_algorithm_imports_no_other_room_of_rl():
+    """`rl.algorithm` is pure: it may use the types of rl, which are modules of `rl` itself."""
+    wrong = [
+        str(entry)
+        for entry in all_imports()
+        if str(entry.path).startswith("glm5_jax/rl/algorithm/")
+        and entry.is_from("glm5_jax.rl")
+        and not entry.is_from("glm5_jax.rl.algorithm")
+        and (ROOT / "/".join(entry.name.split(".")[:3])).is_dir()
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -6,15 +6,15 @@ import os
 import pytest
 
 from experiments import check_chats
-from glm5_jax.core import files
-from glm5_jax.core.files import check_line, read_line, read_lines, read_text
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.mixture import DataConfig, training_documents
 from glm5_jax.data.preferences import read_anchors
 from glm5_jax.data.sources import SourceConfig, open_source
-from glm5_jax.envs import instructions
-from glm5_jax.envs.difficulty import read_verdicts
+from glm5_jax.envs.instructions import ifeval
+from glm5_jax.envs.reasoning.difficulty import read_verdicts
 from glm5_jax.envs.search.passages import Corpus
+from glm5_jax.runtime import files
+from glm5_jax.runtime.files import check_line, read_line, read_lines, read_text
 from glm5_jax.text import tokenizer
 from glm5_jax.text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ READERS = [
     (read_verdicts, b'{"task": "t", "passes": 1, "tries": 2}'),
     (lambda path: Corpus.read(path).passages, b'{"title": "a", "text": "b"}'),
     (
-        lambda path: list(instructions.tasks(path)),
+        lambda path: list(ifeval.tasks(path)),
         b'{"prompt": "a", "key": 1, "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}',
     ),
 ]

@@ -12,16 +12,16 @@ import pytest
 from glm5_jax.agents.context import ContextConfig
 from glm5_jax.agents.loop import LoopConfig
 from glm5_jax.agents.tools import Toolbox, calculate
-from glm5_jax.core.server import ApiError
 from glm5_jax.data import chat_tasks
 from glm5_jax.envs.sandbox import SandboxError
 from glm5_jax.envs.service import AgentService
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.rollout import ToolError
-from glm5_jax.rl.service import Outcome, ServiceConfig, outcome
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.rl.orchestrator.task_service import Outcome, ServiceConfig, outcome
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Reward, Task, settled
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import ScriptedServer
 from tests.rl.fleet import Engine, gateway, hub_config, rollout, service_config, told, until

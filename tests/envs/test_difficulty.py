@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from glm5_jax.envs.difficulty import DifficultyConfig, Verdicts, keep_hard, read_verdicts
+from glm5_jax.envs.reasoning.difficulty import DifficultyConfig, Verdicts, keep_hard, read_verdicts
 from glm5_jax.rl.types import Task
 
 ASKED = ({"role": "user", "content": "?"},)

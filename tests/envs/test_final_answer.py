@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from glm5_jax.envs.final_answer import (
+from glm5_jax.envs.reasoning.final_answer import (
     MAX_CHARACTERS,
     boxed_contents,
     chosen_letter,

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from glm5_jax.agents.judge import Judge
 from glm5_jax.data.preferences import PROMPTS
-from glm5_jax.envs.general import (
+from glm5_jax.envs.hybrid_reward import (
     GeneralConfig,
     GuardConfig,
     HybridReward,
@@ -21,7 +21,7 @@ from glm5_jax.envs.general import (
     prompt_tasks,
     standardize,
 )
-from glm5_jax.envs.instructions import Instructions
+from glm5_jax.envs.instructions.ifeval import Instructions
 from glm5_jax.rl.types import Attempt, Reward, Task, Unreadable
 from tests.agents.judges import client, facts, gullible, verdict
 

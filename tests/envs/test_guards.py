@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, strategies as st
 
-from glm5_jax.envs.guards import language_mixing, length, repetition
+from glm5_jax.envs.instructions.guards import language_mixing, length, repetition
 
 WORDS = [f"{a}{b}o" for a in "bcdfglmnprst" for b in "aeiou"]  # sixty different ones
 

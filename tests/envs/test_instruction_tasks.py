@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from glm5_jax.envs.instruction_tasks import WORDS, ConstraintTaskConfig, tasks
-from glm5_jax.envs.instructions import Instructions, instructions, tasks as shipped
+from glm5_jax.envs.instructions.generated_tasks import WORDS, ConstraintTaskConfig, tasks
+from glm5_jax.envs.instructions.ifeval import Instructions, instructions, tasks as shipped
 from glm5_jax.rl.types import Attempt
 
 CONFIG = ConstraintTaskConfig(size=400, max_constraints=3, held_out_fraction=0.2)

@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.envs.instruction_kinds import (
+from glm5_jax.envs.instructions.constraints import (
     KINDS,
     RELATIONS,
     count_capital_words,
@@ -16,7 +16,7 @@ from glm5_jax.envs.instruction_kinds import (
     has_words,
     is_json,
 )
-from glm5_jax.envs.instructions import (
+from glm5_jax.envs.instructions.ifeval import (
     SHIPPED,
     Accuracy,
     Instructions,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.envs.languages import (
+from glm5_jax.envs.instructions.languages import (
     NAMES,
     count_scripts,
     may_be,

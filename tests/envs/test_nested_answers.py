@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from glm5_jax.envs.final_answer import nesting_depth
-from glm5_jax.envs.reasoning import MAX_NESTED, MathVerifier, VerifierConfig
+from glm5_jax.envs.reasoning.final_answer import nesting_depth
+from glm5_jax.envs.reasoning.verifiers import MAX_NESTED, MathVerifier, VerifierConfig
 from glm5_jax.rl.types import Attempt, Task
 
 TASK = Task("t", "math", ({"role": "user", "content": "?"},), {"answer": "x + 1"})

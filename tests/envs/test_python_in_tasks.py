@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from experiments import rl_agentic, rl_reasoning
-from glm5_jax.envs.reasoning import TirVerifier
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import TirVerifier
 from glm5_jax.rl.types import Attempt
 from glm5_jax.text.tool_calls import ToolCall
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from glm5_jax.agents.tools import Toolbox
+from glm5_jax.envs.reasoning.python_tool import PYTHON, Python
 from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError
-from glm5_jax.envs.tools import PYTHON, Python
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 from glm5_jax.text.tool_calls import ToolCall
 

@@ -10,11 +10,10 @@ import time
 
 import pytest
 
-from glm5_jax.core.process import PipeWorker
 from glm5_jax.data import chat_tasks
-from glm5_jax.envs import reasoning_tasks
-from glm5_jax.envs.final_answer import LETTERS
-from glm5_jax.envs.reasoning import (
+from glm5_jax.envs.reasoning import task_sources
+from glm5_jax.envs.reasoning.final_answer import LETTERS
+from glm5_jax.envs.reasoning.verifiers import (
     KINDS,
     AnswerVerdict,
     CodeVerifier,
@@ -26,6 +25,7 @@ from glm5_jax.envs.reasoning import (
     verifier_for,
 )
 from glm5_jax.rl.types import Attempt, Reward, Task
+from glm5_jax.runtime.process import PipeWorker
 from tests.envs import search_solvers
 from tests.envs.local_sandbox import LocalSandbox
 from tests.envs.terminal.folders import slow_but
@@ -245,7 +245,7 @@ DEAF = """
 import os, signal, sys
 signal.signal(signal.SIGALRM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-os.execv(sys.executable, [sys.executable, "-m", "glm5_jax.envs.math_answers"])
+os.execv(sys.executable, [sys.executable, "-m", "glm5_jax.envs.reasoning.math_answers"])
 """
 
 
@@ -269,7 +269,7 @@ def test_the_child_ends_by_itself_if_nobody_waits():
 def test_the_child_compares(monkeypatch):
     """Here, where what ran is seen; its clock is the test's, too."""
     monkeypatch.setattr(signal, "alarm", lambda seconds: None)
-    from glm5_jax.envs import math_answers
+    from glm5_jax.envs.reasoning import math_answers
 
     assert math_answers.ready()
     assert not math_answers.equal("1/3", "0.5", 60)
@@ -464,7 +464,7 @@ def cheats(asked, solution):
 
 
 def test_every_kind_of_task_has_a_solution_here():
-    assert SOLUTIONS.keys() == reasoning_tasks.KINDS.keys()
+    assert SOLUTIONS.keys() == task_sources.KINDS.keys()
 
 
 @pytest.mark.parametrize("kind", slow_but(SOLUTIONS.keys() - {"mbpp", "humaneval"}, SOLUTIONS))
@@ -477,7 +477,7 @@ def test_a_solution_is_worth_one_and_nothing_and_cheats_nothing_each_time(
         "science": ScienceVerifier(CONFIG),
         "code": CodeVerifier(CONFIG, sandbox=LocalSandbox),
         "search": SearchVerifier(CONFIG),
-    }[reasoning_tasks.KINDS[kind].domain]
+    }[task_sources.KINDS[kind].domain]
 
     async def rewards(asked, attempts):
         return await asyncio.gather(*(verifier(asked, attempt) for attempt in attempts))

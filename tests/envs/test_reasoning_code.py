@@ -8,9 +8,9 @@ import re
 import pytest
 
 from glm5_jax.data import chat_tasks
-from glm5_jax.envs import code_child, reasoning
-from glm5_jax.envs.reasoning import CodeVerifier, VerifierConfig, verifier_for
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning import code_child, verifiers
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import CodeVerifier, VerifierConfig, verifier_for
 from glm5_jax.rl.types import Attempt, Task
 from tests.envs.local_sandbox import LocalSandbox, Ran
 from tests.envs.terminal.folders import slow_but
@@ -392,7 +392,7 @@ def test_an_assert_that_is_never_reached_holds_nothing():
 
 
 def test_calls_that_never_settle_are_wrong(monkeypatch):
-    monkeypatch.setattr(reasoning, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(verifiers, "MAX_ROUNDS", 2)
     data = {
         "tests": "n = 0\nwhile n < 99:\n    n = next_of(n)\nassert n == 99",
         "names": ["next_of"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm5_jax.envs.reasoning import VerifierConfig
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from tests.envs.local_sandbox import LocalSandbox
 from tests.envs.terminal.folders import slow_but
 from tests.envs.test_reasoning_code import ADD, BOMBS, CHEATS, DOUBLE, HONEST, is_wrong, judged

@@ -10,8 +10,8 @@ from glm5_jax.data import chat_tasks
 from glm5_jax.data.chat_data import first_user_text
 from glm5_jax.data.conversation import parse_line
 from glm5_jax.data.sources import is_held_out
-from glm5_jax.envs.reasoning import KINDS as VERIFIERS, ScienceVerifier
-from glm5_jax.envs.reasoning_tasks import BOXED, ELEMENTS, KINDS, SYMBOLS, TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import BOXED, ELEMENTS, KINDS, SYMBOLS, TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import KINDS as VERIFIERS, ScienceVerifier
 from glm5_jax.rl.types import Attempt
 
 

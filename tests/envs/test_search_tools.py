@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from glm5_jax.agents.tools import Toolbox
 from glm5_jax.envs.search.passages import Corpus, Passage
 from glm5_jax.envs.search.tools import SEARCH_TOOLS, SearchConfig, corpus_of, search_tools
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 from glm5_jax.text.tool_calls import ToolCall
 

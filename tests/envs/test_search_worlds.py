@@ -10,8 +10,8 @@ import pytest
 
 from glm5_jax.agents.context import ContextConfig, TokenCounter
 from glm5_jax.agents.loop import ChatAgent, LoopConfig
-from glm5_jax.envs.reasoning import VerifierConfig, verifier_for
-from glm5_jax.envs.reasoning_tasks import BOXED, TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import BOXED, TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig, verifier_for
 from glm5_jax.envs.search import worlds
 from glm5_jax.envs.search.answers import exact, f1, normalize
 from glm5_jax.envs.search.passages import says

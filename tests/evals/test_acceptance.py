@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.mixture import DataConfig, document_ids
 from glm5_jax.data.sources import SourceConfig, is_held_out
 from glm5_jax.evals import acceptance
 from glm5_jax.evals.acceptance import AcceptanceConfig, accepted_length, held_out_prompts
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 

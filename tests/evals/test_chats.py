@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.evals.chats import ChatRequest, generate_answers
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import Tokenizer

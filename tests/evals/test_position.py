@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.sources import SourceConfig, is_held_out, open_source
 from glm5_jax.evals.position import Bucket, long_documents, loss_by_position, table
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.evals.test_ruler import CFG, params
 

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.synthetic import LongContextTask, LongContextTaskConfig
 from glm5_jax.evals import ruler as module
 from glm5_jax.evals.ruler import Ruler, RulerConfig, Score, compare, metrics, ruler, score, table
 from glm5_jax.model import glm5
 from glm5_jax.model.generate import generate
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.pretraining import Setting

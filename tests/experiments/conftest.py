@@ -1,6 +1,6 @@
 import pytest
 
-from glm5_jax.core import charts
+from glm5_jax.metrics import charts
 
 
 @pytest.fixture

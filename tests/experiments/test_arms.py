@@ -21,11 +21,11 @@ from experiments.ablations.arms import (
     tune_without_divergence,
 )
 from glm5_jax import presets
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.metrics_log import MetricsLog, column, read
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
-from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
+from glm5_jax.metrics.metrics_log import MetricsLog, column, read
+from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
+from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.training import report
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.loop import TrainConfig

@@ -25,7 +25,7 @@ from experiments.benchmarks.discrete_event_model import (
     mean_concurrency,
     merge_spans,
 )
-from glm5_jax.rl.sessions import seed_of
+from glm5_jax.rl.rollouts.sessions import seed_of
 
 # A reply takes a second.
 ONE = Workload(

@@ -23,11 +23,11 @@ from experiments.ablations.attention_kinds import (
 )
 from glm5_jax.checkpoint import store
 from glm5_jax.checkpoint.models import check_arithmetic
-from glm5_jax.core.tree import flatten, matches_any
 from glm5_jax.data.synthetic import LongContextTasks
 from glm5_jax.evals.ruler import STREAM, RulerConfig, Score
 from glm5_jax.model import glm5
 from glm5_jax.model.ablations.convert import convert
+from glm5_jax.parallel.tree import flatten, matches_any
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.optimizer import groups_of
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from glm5_jax.core.server import ListenConfig, find_free_port
+from glm5_jax.runtime.http_server import ListenConfig, find_free_port
 from launch import run as launch
 from tests.agents.scripted import ScriptedServer
 from tests.contracts.source_tree import ROOT

@@ -8,8 +8,8 @@ import pytest
 
 from experiments import dsa_warmup, lifecycle, midtrain
 from glm5_jax.checkpoint.models import check_arithmetic
-from glm5_jax.core.tree import flatten, matches_any
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, matches_any
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.optimizer import groups_of
 from glm5_jax.training.schedule import make_schedule

@@ -9,8 +9,8 @@ import pytest
 from experiments import quantise
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.text.tokenizer import Tokenizer
 from pallas_kernels.quantized_weights import Int4, Int8
 from tests.inference.test_engine import model

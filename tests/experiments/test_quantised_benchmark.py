@@ -5,7 +5,7 @@ import pytest
 
 from experiments.benchmarks import quantised
 from glm5_jax import presets
-from glm5_jax.core.tree import flatten
+from glm5_jax.parallel.tree import flatten
 from tests.mesh import cases
 
 CFG = cases.config(num_hidden_layers=2, indexer_types=None)

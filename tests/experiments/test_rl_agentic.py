@@ -8,9 +8,9 @@ import yaml
 from experiments import rl_agentic, rl_reasoning
 from experiments.rl_agentic import ClusterConfig, PlaceConfig
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.placement import topological_order
 from glm5_jax.envs.terminal import BashConfig
 from glm5_jax.envs.terminal.service import TerminalShare
+from glm5_jax.runtime.placement import topological_order
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import gke, local, run, slurm
 from launch.local import LocalMachine, LocalPlacement

@@ -11,22 +11,23 @@ import pytest
 from experiments import distill, rl_general, rl_reasoning
 from experiments.rl_general import GeneralTaskWeight
 from glm5_jax.checkpoint.store import Store
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.server import ListenConfig, find_free_port
 from glm5_jax.data import chat_tasks
 from glm5_jax.data.conversation import make_records
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.envs import instructions
-from glm5_jax.envs.general import GUARDS, GeneralConfig
-from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
+from glm5_jax.envs.hybrid_reward import GUARDS, GeneralConfig
+from glm5_jax.envs.instructions import ifeval
+from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.experiment import EvaluationConfig, Teacher
-from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.outcome_model import OutcomeModel, write_scorer
-from glm5_jax.rl.rollout import Group, RolloutConfig
-from glm5_jax.rl.stage import Attempts
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.config import EvaluationConfig, Teacher
+from glm5_jax.rl.reward_model.outcome_model import OutcomeModel, write_scorer
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
+from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
+from glm5_jax.rl.trainers.sync_trainer import Attempts
+from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt
+from glm5_jax.runtime.http_server import ListenConfig, find_free_port
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages
 from glm5_jax.training.experiment import write_config
@@ -64,7 +65,7 @@ def said(text):
 def test_judges_by_rules_alone_what_has_rules():
     verify, _ = rl_general.make_verifier(general())
     task = DEMANDS.tasks_of()[0]
-    wanted = [one.is_followed("Ay Ay Ay") for one in instructions.instructions(task.data)]
+    wanted = [one.is_followed("Ay Ay Ay") for one in ifeval.instructions(task.data)]
     reward = asyncio.run(verify(task, said("Ay Ay Ay")))
     assert reward.value == sum(wanted) / len(wanted)
     assert [reward.parts[name] for name in GUARDS] == [1, 1, 1]
@@ -187,7 +188,7 @@ def test_a_judge_behind_http_judges_what_passes_the_rules(tmp_path, anchors):
             by_name = {task.id.split("-")[0].split(":")[0]: task for task in world.tasks.draw(60)}
             anchored = next(t for t in by_name.values() if "anchor" in t.data)
             prompted = next(t for t in by_name.values() if t.data.get("rubric") == "creativity")
-            ruled = next(t for t in by_name.values() if t.kind == instructions.KIND)
+            ruled = next(t for t in by_name.values() if t.kind == ifeval.KIND)
             found = []
             for _ in range(times):
                 async with world.judging():

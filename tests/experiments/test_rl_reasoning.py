@@ -9,7 +9,7 @@ import pytest
 
 from experiments import rl_reasoning
 from experiments.rl_reasoning import TaskWeight, partial_digit_reward
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.tool_calls import ToolCall
 from tests.envs.search_solvers import attempt, follow

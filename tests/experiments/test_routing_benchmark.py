@@ -24,7 +24,7 @@ from experiments.benchmarks.replay import (
     slopes,
 )
 from glm5_jax.inference.request import TooLong
-from glm5_jax.rl.router import Router, RouterConfig
+from glm5_jax.rl.rollouts.router import Router, RouterConfig
 from glm5_jax.text.tokenizer import STOP_TOKENS, Tokenizer
 from tests.inference.test_engine import CFG, GREEDY, PAGE, engine
 

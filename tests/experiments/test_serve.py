@@ -12,12 +12,12 @@ import pytest
 from experiments import serve
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import ServerConfig
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.test_engine import CFG, model
 

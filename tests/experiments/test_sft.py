@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from experiments import dsa_sparse, sft
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.optimizer import groups_of
 

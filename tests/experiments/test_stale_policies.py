@@ -8,7 +8,7 @@ import pytest
 from experiments.ablations import stale_policies
 from experiments.ablations.arms import Arm, after_sft
 from experiments.ablations.stale_policies import AGES, LOSSES, arm_name
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics.metrics_log import column, read
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 

@@ -10,10 +10,10 @@ from flax import nnx
 from experiments import rl_reasoning
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.envs.difficulty import read_verdicts
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.difficulty import read_verdicts
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
 from glm5_jax.model import glm5
-from glm5_jax.rl.rollout import Rollouts
+from glm5_jax.rl.rollouts.rollout import Rollouts
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import run as launch

@@ -18,10 +18,10 @@ from experiments.ablations.text_in_text_out import (
     reencode,
     with_weights,
 )
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
-from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.sessions import Session
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
+from glm5_jax.rl.rollouts.sessions import Session
 from glm5_jax.rl.types import Attempt, Task
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.text.tool_calls import parse_reply

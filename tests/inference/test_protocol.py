@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from glm5_jax.core.server import ApiError, read_json
 from glm5_jax.inference.protocol import UPDATE, Reader, validate
+from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from glm5_jax.core.server import ApiError
 from glm5_jax.inference.protocol import Reader
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.layouts import VARIANTS
 from glm5_jax.text.tokenizer import Tokenizer

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from experiments import serve
-from glm5_jax.core.server import ApiError
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Request
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.inference.stop_checker import StopChecker
 from glm5_jax.inference.worker import Worker, WorkerStopped
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.test_engine import GREEDY, engine, model, prompts
 

@@ -10,9 +10,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from glm5_jax.core.server import ApiError, read_json
 from glm5_jax.inference.prompts import MAX_PROMPTS
 from glm5_jax.inference.protocol import Reader
+from glm5_jax.runtime.http_server import ApiError, read_json
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.inference.conftest import serving
 from tests.inference.test_server import post

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from glm5_jax.core.json_body import MAX_SINGLE_PASS_BYTES, parse
-from glm5_jax.core.schema import object_schema, validate
-from glm5_jax.core.server import ApiError, read_json
 from glm5_jax.inference import protocol
 from glm5_jax.inference.protocol import Reader
+from glm5_jax.runtime.http_server import ApiError, read_json
+from glm5_jax.runtime.json_body import MAX_SINGLE_PASS_BYTES, parse
+from glm5_jax.runtime.json_schema import object_schema, validate
 from glm5_jax.text.tokenizer import Tokenizer
 
 READER = Reader(Tokenizer.default(), model="m", max_length=64)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.flops import count_flops
-from glm5_jax.core.tree import flatten
 from glm5_jax.inference import serving_cost
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.serving_cost import Serving, TokenCost
 from glm5_jax.model import block, expert_dispatch, glm5
 from glm5_jax.model.cache import PagedCache, init_pages
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.flops import count_flops
+from glm5_jax.parallel.tree import flatten
 from pallas_kernels import blocks
 from pallas_kernels.chips import CHIPS
 from pallas_kernels.cost import Cost

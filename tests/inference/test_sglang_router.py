@@ -14,8 +14,8 @@ import numpy as np
 import openai
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.mesh.test_engine_mesh import AXES, CFG, engine
 

@@ -6,10 +6,10 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.core import json_body
-from glm5_jax.core.json_body import JsonLimits, WideText, parse
-from glm5_jax.core.server import ApiError, read_json
 from glm5_jax.inference.protocol import Reader
+from glm5_jax.runtime import json_body
+from glm5_jax.runtime.http_server import ApiError, read_json
+from glm5_jax.runtime.json_body import JsonLimits, WideText, parse
 from glm5_jax.text.tokenizer import Tokenizer
 
 READER = Reader(Tokenizer.default(), model="m", max_length=20_000, max_requests=1024)

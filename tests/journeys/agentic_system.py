@@ -14,11 +14,11 @@ from experiments.rl_agentic import AgenticConfig, ClusterConfig
 from experiments.rl_reasoning import TaskWeight
 from glm5_jax.agents.context import ContextConfig
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import EvaluationConfig, policy_alone
-from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.rl.config import EvaluationConfig, policy_alone
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.optimizer import OptimizerConfig

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from glm5_jax.core.metrics_log import read
+from glm5_jax.metrics.metrics_log import read
 from tests.contracts.source_tree import ROOT
 
 

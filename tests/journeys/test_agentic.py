@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.supervisor import read_events
-from glm5_jax.core.utilization import read_utilization
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.runtime.supervisor import read_events
+from glm5_jax.runtime.utilization import read_utilization
 from tests.contracts.source_tree import ROOT
-from tests.core.test_process import ends
 from tests.journeys import agentic_system
 from tests.journeys.agentic_system import PROGRAMS
 from tests.rl.test_asynchronous import CHARTS
+from tests.runtime.test_process import ends
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FILE = agentic_system.__file__

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics.metrics_log import column, read
 
 ROOT = pathlib.Path(__file__).parents[2]
 RECENT = 25  # steps of a running mean

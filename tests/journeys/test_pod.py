@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint.store import latest_step
-from glm5_jax.core import metrics_log
-from glm5_jax.core.placement import EXIT_RESTART
+from glm5_jax.metrics import metrics_log
+from glm5_jax.runtime.placement import EXIT_RESTART
 from tests.contracts.source_tree import ROOT
 from tests.journeys.test_pretrain import command, losses
 
@@ -88,7 +88,7 @@ def test_an_error_in_one_process_is_an_error_in_all(broken):
     code = f"""
 import sys, jax
 jax.distributed.initialize("localhost:{port}", 2, int(sys.argv[1]))
-from glm5_jax.core import multihost
+from glm5_jax.parallel import multihost
 multihost.raise_on_all(None)
 assert multihost.all_gather_objects([jax.process_index()]) == [[0], [1]]
 assert multihost.broadcast_from_first(lambda: {{"a": [jax.process_index(), "\u00e9"]}}) == {{"a": [0, "\u00e9"]}}

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from glm5_jax.checkpoint import store
-from glm5_jax.core import metrics_log
-from glm5_jax.core.placement import EXIT_RESTART
+from glm5_jax.metrics import metrics_log
+from glm5_jax.runtime.placement import EXIT_RESTART
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import run
 from tests.contracts.source_tree import ROOT

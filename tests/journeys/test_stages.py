@@ -10,13 +10,13 @@ import pytest
 
 from experiments import dsa_sparse, dsa_warmup, pretrain
 from glm5_jax.checkpoint import store
-from glm5_jax.core import tree
-from glm5_jax.core.preemption import PreemptionGuard
 from glm5_jax.data.chat_data import ChatSourceConfig
 from glm5_jax.data.chat_tasks import ChatTaskConfig
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.data.sources import SourceConfig
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.text import layouts
 from glm5_jax.training import report
 from glm5_jax.training.experiment import ExperimentConfig, SampleConfig

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.metrics_log import column
-from glm5_jax.core.utilization import read_utilization
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
+from glm5_jax.metrics.metrics_log import column
+from glm5_jax.runtime.utilization import read_utilization
 from tests.journeys.command import launched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -11,9 +11,9 @@ import time
 import pytest
 
 from experiments import distill, lifecycle, rl_agentic, rl_general, rl_reasoning
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
-from glm5_jax.rl.skills import FORM
+from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.trainers.skill_matrix import FORM
 from glm5_jax.training.lifecycle_report import SKILLS
 from tests.conftest import FAST_COMPILE
 from tests.contracts.source_tree import ROOT

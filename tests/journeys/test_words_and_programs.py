@@ -16,13 +16,13 @@ import pytest
 
 from experiments import rl_reasoning
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.metrics_log import column
 from glm5_jax.data import chat_tasks
-from glm5_jax.envs.reasoning import VerifierConfig
-from glm5_jax.envs.reasoning_tasks import TaskConfig, tasks
+from glm5_jax.envs.reasoning.task_sources import TaskConfig, tasks
+from glm5_jax.envs.reasoning.verifiers import VerifierConfig
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.rollout import Group
-from glm5_jax.rl.stage import judge
+from glm5_jax.metrics.metrics_log import column
+from glm5_jax.rl.trainers.sync_trainer import judge
+from glm5_jax.rl.trajectory import Group
 from glm5_jax.rl.types import Attempt
 from tests.envs.conftest import _isolation, isolation  # noqa: F401
 from tests.journeys.command import launched

@@ -4,7 +4,7 @@ python -m tests.journeys.tool_use CONTROL ARGUMENTS"""
 import dataclasses
 import sys
 
-from glm5_jax.envs.reasoning import TirVerifier
+from glm5_jax.envs.reasoning.verifiers import TirVerifier
 from launch import run
 from tests.journeys.addition import CONTROLS
 

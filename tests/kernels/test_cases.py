@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from glm5_jax.core.flops import REST, count_flops, work_by_scope
+from glm5_jax.parallel.flops import REST, count_flops, work_by_scope
 from pallas_kernels import backends
 from pallas_kernels.cases import COMPOSED, KERNELS, cases
 from tests.kernels.implementations import marks, written

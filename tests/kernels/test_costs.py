@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from glm5_jax.core.flops import REST, count_flops, work_by_scope
+from glm5_jax.parallel.flops import REST, count_flops, work_by_scope
 from pallas_kernels.cost import Cost, estimate, sum_costs, visible_pairs
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from pallas_kernels.flash_mla import flash_mla

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from glm5_jax.core.flops import count_flops
+from glm5_jax.parallel.flops import count_flops
 from pallas_kernels import blocks, compat
 from pallas_kernels.flash_mla import flash_mla, tpu
 from pallas_kernels.flash_mla.ref import selection_mask

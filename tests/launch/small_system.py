@@ -7,7 +7,7 @@ stop, it saves, as much as there is to save, and ends as launch.run does.
 import dataclasses
 import pathlib
 
-from glm5_jax.core.placement import Restarts, Role
+from glm5_jax.runtime.placement import Restarts, Role
 
 SMALL = str(pathlib.Path(__file__).parents[1] / "core" / "small_role.py")
 TRAIN = """

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 
-from launch.buffers import (
+from launch.aot.buffers import (
     DeviceBuffer,
     find_large_buffers,
     parse_allocations,

@@ -5,8 +5,8 @@ import json
 import pytest
 from aiohttp import web
 
-from glm5_jax.core.server import HttpServer, ListenConfig, check_url
 from glm5_jax.inference.client import MAX_BYTES, Client, ServerError
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig, check_url
 from launch import chat
 
 NO_URLS = ["localhost", "http://", "http://[", "http://a b", "http://a:port", "file:///etc", "http://a\nb", "http://a:99999999"]  # fmt: skip

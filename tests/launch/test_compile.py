@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from glm5_jax.core.mesh import abstract_mesh
-from glm5_jax.core.metrics_log import column, read
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model.expert_dispatch import crossing_share
+from glm5_jax.parallel.mesh import abstract_mesh
 from glm5_jax.training.step_flops import trace_step
-from launch import compile as pod, pods, program_report, run
-from launch.program_report import SHAPES
-from launch.programs import saved_activation_bytes
+from launch import compile as pod, pods, run
+from launch.aot import program_report
+from launch.aot.program_report import SHAPES
+from launch.aot.programs import saved_activation_bytes
 
 # Few layers, matrices without Newton-Schulz and no MTP, which take most of the time to trace.
 SMALL_POD = [

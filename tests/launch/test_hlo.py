@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, PartitionSpec as P
 
-from glm5_jax.core.mesh import make_mesh
-from launch.hlo import Collective, axes_of, find_collectives, groups_along
+from glm5_jax.parallel.mesh import make_mesh
+from launch.aot.hlo import Collective, axes_of, find_collectives, groups_along
 
 
 def test_collectives_of_a_program_that_is_compiled_here():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.hlo_text import count_runs, parse_hlo, shape_bytes, tuple_elements
+from launch.aot.hlo_text import count_runs, parse_hlo, shape_bytes, tuple_elements
 
 LOOP = """\
 HloModule jit_f, is_scheduled=true, num_partitions=8

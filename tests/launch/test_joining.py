@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from glm5_jax.core.server import find_free_port
+from glm5_jax.runtime.http_server import find_free_port
 from launch import run
 from tests.contracts.source_tree import ROOT
 
@@ -18,7 +18,7 @@ import sys
 from launch import run
 run.join_pod(sys.argv[1])
 import jax
-from glm5_jax.core import multihost
+from glm5_jax.parallel import multihost
 print(multihost.all_gather_objects(jax.process_index()), jax.device_count(), jax.local_device_count())
 """
 

@@ -13,11 +13,11 @@ import yaml
 from experiments import rl_agentic, serve as serving
 from experiments.rl_agentic import ClusterConfig
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.placement import Role, topological_order
-from glm5_jax.core.server import read_key
-from glm5_jax.core.supervisor import RoleSupervisor
-from glm5_jax.envs.reasoning_tasks import TaskConfig
-from glm5_jax.rl.keys import KEY_FILE
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
+from glm5_jax.rl.orchestrator.run_key import KEY_FILE
+from glm5_jax.runtime.http_server import read_key
+from glm5_jax.runtime.placement import Role, topological_order
+from glm5_jax.runtime.supervisor import RoleSupervisor
 from glm5_jax.text.tokenizer import Tokenizer
 from launch import gke, run, slurm
 

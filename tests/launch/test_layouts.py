@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from glm5_jax.core.mesh import resolve
+from glm5_jax.parallel.mesh import resolve
 from glm5_jax.training.experiment import StageConfig
 from launch import layouts, pods, run
 from launch.layouts import LAYOUTS, RESULTS, Layout

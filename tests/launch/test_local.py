@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from glm5_jax.core.placement import Role
-from glm5_jax.core.supervisor import read_events
+from glm5_jax.runtime.placement import Role
+from glm5_jax.runtime.supervisor import read_events
 from launch import local, xla_flags
 from launch.local import LocalMachine, LocalPlacement, this_machine, visibility
 from tests.contracts.source_tree import ROOT
-from tests.core.test_process import ends, is_running
+from tests.runtime.test_process import ends, is_running
 
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 CORES = sorted(os.sched_getaffinity(0))

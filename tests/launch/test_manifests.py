@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from glm5_jax.core.placement import EXIT_RESTART, Health, Role
+from glm5_jax.runtime.placement import EXIT_RESTART, Health, Role
 from launch import gke, slurm, xla_flags
 from launch.run_plan import RunPlan
 from tests.contracts.source_tree import ROOT

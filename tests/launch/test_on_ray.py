@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from glm5_jax.core.supervisor import RoleEvent, read_events
+from glm5_jax.runtime.supervisor import RoleEvent, read_events
 from launch import on_ray
 from tests.contracts.source_tree import ROOT
-from tests.core.test_process import ends, is_running
-from tests.core.test_supervisor import asked, told, until
+from tests.runtime.test_process import ends, is_running
+from tests.runtime.test_supervisor import asked, told, until
 
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py:tiny"
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import mesh_utils
 
-from glm5_jax.core.mesh import AXES, Region, device_grid, make_mesh, resolve
+from glm5_jax.parallel.mesh import AXES, Region, device_grid, make_mesh, resolve
 from launch import pods, xla_flags
 from launch.pods import Pod, parse
 from pallas_kernels.chips import CHIPS, KINDS, find_chip

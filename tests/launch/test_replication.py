@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import make_mesh
-from launch.replication import Replicated, find_replicated
+from glm5_jax.parallel.mesh import make_mesh
+from launch.aot.replication import Replicated, find_replicated
 
 
 @pytest.fixture(scope="module")

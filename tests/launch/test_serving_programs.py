@@ -9,16 +9,17 @@ import jax
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import abstract_mesh, make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.runner import Runner
 from glm5_jax.inference.serving_cost import BOUND
 from glm5_jax.inference.shapes import resolve_shapes
 from glm5_jax.model import glm5
-from launch import compile as command, programs as pod, run, serving_programs
-from launch.serving_programs import arguments_of, lower_decode, lower_prefill
+from glm5_jax.parallel.mesh import abstract_mesh, make_mesh
+from glm5_jax.parallel.tree import flatten
+from launch import compile as command, run
+from launch.aot import programs as pod, serving_programs
+from launch.aot.serving_programs import arguments_of, lower_decode, lower_prefill
 from tests.mesh import cases
 
 GROUP = 4

@@ -12,11 +12,11 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.core.placement import EXIT_RESTART
-from glm5_jax.core.server import find_free_port
+from glm5_jax.runtime.http_server import find_free_port
+from glm5_jax.runtime.placement import EXIT_RESTART
 from launch import slurm
 from tests.contracts.source_tree import ROOT
-from tests.core.test_process import ends
+from tests.runtime.test_process import ends
 
 SYSTEM = f"--experiment={ROOT}/tests/launch/small_system.py"
 

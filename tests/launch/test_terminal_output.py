@@ -6,8 +6,8 @@ import re
 import pytest
 from aiohttp import web
 
-from glm5_jax.core.server import HttpServer, ListenConfig, json_response
-from glm5_jax.core.terminal import make_printable
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig, json_response
+from glm5_jax.runtime.terminal import make_printable
 from launch import chat
 
 CLIPBOARD, TITLE, EIGHT_BIT = "\x1b]52;c;cm0gLXJm\x07", "\x1b]0;root\x1b\\", "\x9d0;x\x9c"

@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
-from launch.hlo import Collective, axes_of, find_collectives
-from launch.pods import parse
-from launch.program_report import (
+from glm5_jax.parallel.mesh import make_mesh
+from launch.aot.hlo import Collective, axes_of, find_collectives
+from launch.aot.program_report import (
     Traffic,
     leaving_bytes,
     scale_to_existing_rows,
     summarize_traffic,
     time_bounds,
 )
+from launch.pods import parse
 from pallas_kernels.cost import Cost
 from tests.launch.test_pods import devices_of
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax import presets
-from glm5_jax.core.sharding import sharding_of
 from glm5_jax.model import glm5
+from glm5_jax.parallel.sharding import sharding_of
 from glm5_jax.training.gradients import Rates, gradient_function
 from glm5_jax.training.step import StepConfig
 

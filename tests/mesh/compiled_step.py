@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, make_mesh
-from glm5_jax.core.tree import flatten
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, make_mesh
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.step import make_step
-from launch.hlo import find_collectives, groups_along
+from launch.aot.hlo import find_collectives, groups_along
 from tests.mesh import cases
 
 STEPS = 3

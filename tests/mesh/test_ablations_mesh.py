@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
 from tests.mesh import cases
 from tests.mesh.test_gradients import compare
 

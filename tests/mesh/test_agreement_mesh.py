@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.rl.agreement import compare
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.trainers.train_inference_mismatch import compare
 from tests.mesh import cases
 from tests.mesh.test_engine_mesh import CFG, engine
 

@@ -8,8 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.request import Request
@@ -18,8 +16,10 @@ from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.inference.step_arrays import DeviceState, SamplingVariant
 from glm5_jax.inference.steps import Steps
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.text.tokenizer import Tokenizer
-from launch.serving_programs import flatten_leaves
+from launch.aot.serving_programs import flatten_leaves
 from tests.inference.test_server import get, post
 from tests.mesh import cases
 from tests.mesh.traffic import traffic

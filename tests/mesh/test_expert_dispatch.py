@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.model.expert_dispatch import permute, routed_experts, slices_of, sort_by_expert
+from glm5_jax.parallel.mesh import Region, make_mesh
 from tests.oracles import experts as oracle
 
 

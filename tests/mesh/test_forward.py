@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.model.cache import PagedCache, init_cache
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
 from tests.mesh import cases
 from tests.mesh.test_gradients import assert_shards, close
 

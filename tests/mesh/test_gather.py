@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import AXES, Region, make_mesh, resolve
-from glm5_jax.core.sharding import gather, kept_sharded_axes, spec_of
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import AXES, Region, make_mesh, resolve
+from glm5_jax.parallel.sharding import gather, kept_sharded_axes, spec_of
+from glm5_jax.parallel.tree import flatten
 from tests.mesh.traffic import traffic
 
 POD = dict(zip(AXES, resolve({"fsdp": 16, "expert": 64}, 1024)))

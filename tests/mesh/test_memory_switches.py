@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.gradients import gradient_function
 from tests.mesh import cases
 from tests.mesh.test_gradients import compare, name

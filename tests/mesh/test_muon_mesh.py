@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType
 
 from glm5_jax import presets
-from glm5_jax.core import tree
-from glm5_jax.core.mesh import AXES, make_mesh
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.mesh import AXES, make_mesh
 from glm5_jax.training import muon
 from glm5_jax.training.optimizer import OptimizerConfig, make_optimizer, state_shardings
 from tests.mesh import cases

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
+from glm5_jax.parallel.mesh import make_mesh
 from tests.mesh import cases
 from tests.mesh.test_gradients import compare, name
 

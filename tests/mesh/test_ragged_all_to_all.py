@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.ragged_all_to_all import (
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.ragged_all_to_all import (
     Peers,
     dense_exchange,
     plan_route,

@@ -13,17 +13,17 @@ import pytest
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.manifest import transfer_dtypes
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference import runner
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import table
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl import reshard
-from glm5_jax.rl.pushed import NotPushed, SyncConfig
-from glm5_jax.rl.reshard import Reshard, fingerprint
-from glm5_jax.rl.weight_sync import Network, SharedStorage
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten, map_with_path
+from glm5_jax.rl.weights import reshard
+from glm5_jax.rl.weights.pusher import NotPushed, SyncConfig
+from glm5_jax.rl.weights.reshard import Reshard, fingerprint
+from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.checkpoint.test_hf_export import UNCACHED
 from tests.contracts.source_tree import ROOT

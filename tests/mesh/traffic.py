@@ -5,7 +5,7 @@ import math
 
 import jax
 
-from glm5_jax.core.flops import jaxprs_of
+from glm5_jax.parallel.flops import jaxprs_of
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "ragged_all_to_all")
 

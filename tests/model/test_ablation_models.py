@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import Region, make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import generate as decoding, glm5
 from glm5_jax.model.ablations.convert import add_missing_weights, convert
 from glm5_jax.model.ablations.layer import linear_attention
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.generate import generate
+from glm5_jax.parallel.mesh import Region, make_mesh
+from glm5_jax.parallel.tree import flatten
 from tests.oracles import ablations as oracle, attention
 
 BASE = dataclasses.replace(

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import Region
 from glm5_jax.model.ablations.gdn import gdn
 from glm5_jax.model.ablations.gqa import gqa, gqa_heads, rotate_last
 from glm5_jax.model.ablations.simple_gdn import simple_gdn
 from glm5_jax.model.cache import RecurrentState
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Queries
+from glm5_jax.parallel.mesh import Region
 from tests.kernels.implementations import in_tiers
 from tests.oracles import ablations as oracle, attention, gated_delta
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.flops import count_flops
-from glm5_jax.core.mesh import Region
 from glm5_jax.model.expert_dispatch import invert, permute, routed_experts, sort_by_expert
+from glm5_jax.parallel.flops import count_flops
+from glm5_jax.parallel.mesh import Region
 from tests.kernels.expert_problem import D, E, F, gradients, weights
 from tests.kernels.implementations import in_tiers
 from tests.oracles import experts as oracle

@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from glm5_jax import presets
-from glm5_jax.core import axes
-from glm5_jax.core.flops import count_flops
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel import axes
+from glm5_jax.parallel.flops import count_flops
+from glm5_jax.parallel.tree import flatten
 from tests.model import golden as goldens
 
 CFG = dataclasses.replace(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.gradients import Rates, gradient_function
 from glm5_jax.training.step import StepConfig
 from pallas_kernels.cross_entropy import linear_cross_entropy

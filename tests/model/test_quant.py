@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5, quant
 from glm5_jax.model.cache import init_cache
 from glm5_jax.model.draft import speculate
 from glm5_jax.model.generate import generate, prepare
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.training.gradients import gradient_function
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_w4
 from tests.kernels.implementations import in_tiers

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import Region
 from glm5_jax.model.router import balance_bias, expert_load, route, sequence_balance
+from glm5_jax.parallel.mesh import Region
 from tests.oracles import experts as oracle
 
 RNG = np.random.default_rng(0)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.flops import count_flops
 from glm5_jax.model import block, glm5
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.flops import count_flops
 from pallas_kernels import blocks
 from tests.kernels.implementations import in_tiers
 

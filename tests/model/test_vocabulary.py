@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.flops import count_flops, jaxprs_of
-from glm5_jax.core.mesh import Region
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.flops import count_flops, jaxprs_of
+from glm5_jax.parallel.mesh import Region
 from tests.model import small
 
 V, D, BLOCK = 60, 16, 16  # 60 tokens in parts of at most 16 are four of 15

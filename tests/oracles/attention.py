@@ -1,4 +1,4 @@
-"""MLA's formulas in NumPy float64, one function each; axis letters of glm5_jax/core/axes.py.
+"""MLA's formulas in NumPy float64, one function each; axis letters of glm5_jax/parallel/axes.py.
 
 Source: DeepSeek-V2 (arXiv 2405.04434, section 2.1), YaRN (arXiv 2309.00071), and the conventions of
 transformers' `glm_moe_dsa`. Nothing here is fast; everything here is meant to be read.

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from launch import pods, xla_flags
-from launch.hlo import find_collectives
-from launch.program_report import summarize_traffic
+from launch.aot.hlo import find_collectives
+from launch.aot.program_report import summarize_traffic
 from pallas_kernels.chips import CHIPS, find_chip
 from tests.contracts.source_tree import ROOT
 from tests.kernels.offline import TOO_MUCH, pod_of

@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import AXES
-from launch.buffers import find_large_buffers, parse_memory_error, read_dump, temporary_bytes
-from launch.hlo import axes_of, find_collectives
-from launch.replication import find_replicated
+from glm5_jax.parallel.mesh import AXES
+from launch.aot.buffers import find_large_buffers, parse_memory_error, read_dump, temporary_bytes
+from launch.aot.hlo import axes_of, find_collectives
+from launch.aot.replication import find_replicated
 from tests.kernels.offline import pod_of
 from tests.pod.test_offline_compilers import mesh_of
 

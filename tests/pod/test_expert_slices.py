@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from glm5_jax.core.mesh import AXES, Region, device_grid
 from glm5_jax.model.expert_dispatch import routed_experts
+from glm5_jax.parallel.mesh import AXES, Region, device_grid
 from launch import pods
-from launch.hlo import Collective, find_collectives
+from launch.aot.hlo import Collective, find_collectives
 
 pytestmark = pytest.mark.aot
 

@@ -8,10 +8,11 @@ import pytest
 
 from glm5_jax import presets
 from glm5_jax.data.mixture import DataConfig
-from glm5_jax.rl.losses import PolicyLoss
+from glm5_jax.rl.algorithm.losses import PolicyLoss
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.step import StepConfig
-from launch import programs as pod, run
+from launch import run
+from launch.aot import programs as pod
 
 GIB = 2**30
 CHIPS = 1024

@@ -9,16 +9,17 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import AXES, Region
-from glm5_jax.core.sharding import gather, spec_of
-from glm5_jax.core.tree import flatten
 from glm5_jax.data.mixture import DataConfig
 from glm5_jax.model import glm5
+from glm5_jax.parallel.mesh import AXES, Region
+from glm5_jax.parallel.sharding import gather, spec_of
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.experiment import ExperimentConfig, MeshConfig
 from glm5_jax.training.schedule import BatchRampConfig
-from launch import compile as command, pods, programs as pod
-from launch.hlo import find_collectives, groups_along
-from launch.program_report import describe, report_of
+from launch import compile as command, pods
+from launch.aot import programs as pod
+from launch.aot.hlo import find_collectives, groups_along
+from launch.aot.program_report import describe, report_of
 from tests.kernels.offline import pod_of
 from tests.mesh import cases
 from tests.pod.test_lowering import long_context, pretraining

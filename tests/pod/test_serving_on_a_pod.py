@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.inference.request import EngineConfig
-from launch import programs as pod
-from launch.program_report import describe, report_of
-from launch.serving_programs import lower_decode, lower_prefill
+from glm5_jax.parallel.mesh import abstract_mesh
+from launch.aot import programs as pod
+from launch.aot.program_report import describe, report_of
+from launch.aot.serving_programs import lower_decode, lower_prefill
 from tests.kernels.offline import pod_of
 from tests.pod.test_kernels_in_model import kernels
 from tests.pod.test_offline_compilers import mesh_of

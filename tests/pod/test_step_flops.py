@@ -5,9 +5,9 @@ import functools
 
 import pytest
 
-from glm5_jax.core.flops import REST
-from glm5_jax.core.mesh import abstract_mesh
 from glm5_jax.data.mixture import DataConfig
+from glm5_jax.parallel.flops import REST
+from glm5_jax.parallel.mesh import abstract_mesh
 from glm5_jax.training.experiment import ExperimentConfig
 from glm5_jax.training.schedule import BatchRampConfig
 from glm5_jax.training.step_flops import PARTS, step_flops

@@ -12,17 +12,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from glm5_jax import presets
-from glm5_jax.core.flops import count_flops
-from glm5_jax.core.mesh import BATCH_AXES, SEQUENCE_AXES, abstract_mesh
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.data.record import STREAMS
 from glm5_jax.model import glm5
+from glm5_jax.parallel.flops import count_flops
+from glm5_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXES, abstract_mesh
+from glm5_jax.parallel.tree import flatten, unflatten
 from glm5_jax.training import muon
 from glm5_jax.training.gradients import BATCH_KEYS, gradient_function
 from glm5_jax.training.optimizer import OptimizerConfig, groups_of
 from glm5_jax.training.step import StepConfig
-from launch.hlo import axes_of, find_collectives
-from launch.hlo_text import count_runs, parse_hlo
+from launch.aot.hlo import axes_of, find_collectives
+from launch.aot.hlo_text import count_runs, parse_hlo
 from pallas_kernels.cross_entropy import linear_cross_entropy
 from tests.kernels.offline import compile_for, pod_of
 from tests.mesh import cases

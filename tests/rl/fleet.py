@@ -19,16 +19,22 @@ import urllib.request
 
 from aiohttp import web
 
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, json_response, read_json
 from glm5_jax.inference.client import INSTANCE, Client
-from glm5_jax.rl.buffer import BufferConfig
-from glm5_jax.rl.client import HubClient, JsonClient
-from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
-from glm5_jax.rl.registry import RegistryConfig
-from glm5_jax.rl.remote import RemoteConfig
-from glm5_jax.rl.service import Outcome, ServiceConfig, TaskService
-from glm5_jax.rl.shares import BreakerConfig
+from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.fair_share import BreakerConfig
+from glm5_jax.rl.orchestrator.group_buffer import BufferConfig
+from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
+from glm5_jax.rl.orchestrator.task_service import Outcome, ServiceConfig, TaskService
 from glm5_jax.rl.types import Reward
+from glm5_jax.runtime.http_server import (
+    ApiError,
+    HttpServer,
+    ListenConfig,
+    json_response,
+    read_json,
+)
 
 # Of the byte tokenizer, `Tokenizer.load("bytes")`: "</think>", and what ends a turn.
 CLOSES, STOPS = 278, 263
@@ -167,7 +173,7 @@ def service_config(hub, name="sums", **options):
 @contextlib.contextmanager
 def gateway(engine, **options):
     """The real one, in front of an engine, or several with commas between them; its URL."""
-    from glm5_jax.rl.gateway import Gateway, GatewayConfig
+    from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
     options = QUICK | dict(probe_seconds=0.1, seconds=30.0) | options
@@ -298,7 +304,7 @@ def _engine(port=0, **options):
 
 
 def _gateway(engine, **options):
-    from glm5_jax.rl.gateway import Gateway, GatewayConfig
+    from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
     from glm5_jax.text.tokenizer import Tokenizer
 
     return Gateway(Tokenizer.load("bytes"), engine.split(","), GatewayConfig(**QUICK | options))

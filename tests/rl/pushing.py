@@ -17,12 +17,12 @@ from glm5_jax import presets
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import named_tensors
 from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
-from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.pushed import SyncConfig
-from glm5_jax.rl.weight_sync import pieces
+from glm5_jax.parallel.tree import flatten, map_with_path
+from glm5_jax.rl.weights.pusher import SyncConfig
+from glm5_jax.rl.weights.weight_sync import pieces
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.buffer import Buffer
+from glm5_jax.rl.orchestrator.group_buffer import Buffer
 from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import Reward
 

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 
 from glm5_jax.checkpoint import models
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.experiment import policy_alone
-from glm5_jax.rl.losses import PolicyConfig
-from glm5_jax.rl.rollout import RolloutConfig
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.algorithm.losses import PolicyConfig
+from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
 from glm5_jax.rl.types import Reward
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training import report, stages

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from glm5_jax.rl.advantage import BASELINES, advantages
+from glm5_jax.rl.algorithm.advantage import BASELINES, advantages
 
 
 def test_by_hand():

@@ -14,8 +14,13 @@ from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import glm5
-from glm5_jax.rl.agreement import MOST_GAP, compare, measure_difference, relative_gap
-from glm5_jax.rl.monitor import AgreementConfig, agreement
+from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig, agreement
+from glm5_jax.rl.trainers.train_inference_mismatch import (
+    MOST_GAP,
+    compare,
+    measure_difference,
+    relative_gap,
+)
 from glm5_jax.training.metrics import TrainingStopped
 from tests.model.small import one_layer
 

@@ -6,17 +6,17 @@ import itertools
 
 import pytest
 
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.utilization import read_utilization
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.asynchronous import Asynchronous, AsynchronousConfig
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig
-from glm5_jax.rl.in_process import InProcess
-from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.pushed import NotPushed
-from glm5_jax.rl.stage import Reinforcement, World
-from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.algorithm.credit import CreditConfig
+from glm5_jax.rl.config import EvaluationConfig, RlConfig
+from glm5_jax.rl.trainers.async_trainer import Asynchronous, AsynchronousConfig
+from glm5_jax.rl.trainers.in_process import InProcess
+from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Reward, Task
+from glm5_jax.rl.weights.pusher import NotPushed
+from glm5_jax.runtime.utilization import read_utilization
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped
 from glm5_jax.training.report import write_page

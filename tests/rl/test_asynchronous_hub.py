@@ -8,19 +8,19 @@ import jax
 import pytest
 
 from glm5_jax.checkpoint import models
-from glm5_jax.core.metrics_log import column, read
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model import glm5
-from glm5_jax.rl.client import HubClient, JsonClient
-from glm5_jax.rl.experiment import RlConfig
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.pushed import SyncConfig
-from glm5_jax.rl.service import Outcome, TaskService
-from glm5_jax.rl.shares import shuffled
-from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.config import RlConfig
+from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator.fair_share import shuffled
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.rl.orchestrator.task_service import Outcome, TaskService
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Attempt, Task
-from glm5_jax.rl.weight_sync import Network
+from glm5_jax.rl.weights.pusher import SyncConfig
+from glm5_jax.rl.weights.weight_sync import Network
 from tests.rl import fleet
 from tests.rl.small_stage import TOKENIZER, InTurn, likes_low_bytes, same, shared, weights
 from tests.rl.test_asynchronous import (

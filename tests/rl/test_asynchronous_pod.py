@@ -9,16 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from glm5_jax.core import multihost
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.core.server import find_free_port
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.asynchronous import Asynchronous
-from glm5_jax.rl.buffer import Taken
-from glm5_jax.rl.pushed import Pushed
-from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.parallel import multihost
+from glm5_jax.rl.trainers.async_trainer import Asynchronous
+from glm5_jax.rl.trajectory import Taken, Trajectory
 from glm5_jax.rl.types import Reward
+from glm5_jax.rl.weights.pusher import Pushed
+from glm5_jax.runtime.http_server import find_free_port
 from glm5_jax.training import report
 from glm5_jax.training.experiment import MeshConfig
 from glm5_jax.training.metrics import TrainingStopped

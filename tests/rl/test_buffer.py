@@ -5,9 +5,9 @@ import itertools
 
 import pytest
 
-from glm5_jax.rl.admission import must_wait
-from glm5_jax.rl.buffer import Buffer, BufferConfig
-from glm5_jax.rl.repair import FAILED, LOST, STALE, left_out, repaired
+from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.group_repair import FAILED, LOST, STALE, left_out, repaired
+from glm5_jax.rl.orchestrator.staleness import must_wait
 from tests.rl.simulated import group, rollout
 
 

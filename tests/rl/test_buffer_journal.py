@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.buffer import Buffer, BufferConfig
-from glm5_jax.rl.journal import Journal
+from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.journal import Journal
 from tests.rl.simulated import group, rollout
 
 CONFIG = BufferConfig(group=2, batch_groups=2, max_staleness=1)

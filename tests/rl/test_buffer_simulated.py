@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.rl.buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
 from tests.rl.simulated import Simulation, group, pace_of
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.client import HubClient
+from glm5_jax.rl.orchestrator.client import HubClient
 from tests.rl.fleet import Parts, told, until
 
 pytestmark = pytest.mark.slow

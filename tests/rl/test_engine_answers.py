@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.engine_answers import check_generated
+from glm5_jax.rl.rollouts.engine_answers import check_generated
 from tests.rl.fleet import Engine, gateway, until
 
 META = {

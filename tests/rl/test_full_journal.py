@@ -5,9 +5,9 @@ import threading
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.buffer import Buffer, BufferConfig
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.journal import Journal
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.journal import Journal
 from tests.rl.fleet import Fleet, told, until
 from tests.rl.simulated import group
 

@@ -14,9 +14,9 @@ from flax import nnx
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.router import Router, RouterConfig, parse_rank
-from glm5_jax.rl.sessions import SessionConfig
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.rollouts.router import Router, RouterConfig, parse_rank
+from glm5_jax.rl.rollouts.sessions import SessionConfig
 from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.model.small import one_layer
@@ -251,7 +251,7 @@ def test_a_session_finds_all_of_its_prefix_and_less_where_its_requests_go_anywhe
 
     cached, possible = all_of([f"s{i}" for i in range(100, 103)])
     assert cached >= possible > 500
-    monkeypatch.setattr("glm5_jax.rl.gateway.Router", Anywhere)
+    monkeypatch.setattr("glm5_jax.rl.rollouts.gateway.Router", Anywhere)
     cached, possible = all_of([f"s{i}" for i in range(200, 203)])
     assert cached < 0.9 * possible > 450
 

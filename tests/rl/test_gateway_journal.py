@@ -8,10 +8,10 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.rl.session_journal import SessionJournal
-from glm5_jax.rl.sessions import Session
+from glm5_jax.rl.rollouts.session_journal import SessionJournal
+from glm5_jax.rl.rollouts.sessions import Session
 from glm5_jax.text.tokenizer import Tokenizer
-from tests.core.test_jsonl import room
+from tests.metrics.test_jsonl import room
 from tests.rl.fleet import Engine, gateway
 
 QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))

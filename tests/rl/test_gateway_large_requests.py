@@ -6,9 +6,9 @@ import threading
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.client import JsonClient
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.sessions import Session, SessionConfig, SessionError
+from glm5_jax.rl.orchestrator.client import JsonClient
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.rollouts.sessions import Session, SessionConfig, SessionError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine
 

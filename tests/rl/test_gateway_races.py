@@ -9,8 +9,8 @@ import random
 import aiohttp
 import pytest
 
-from glm5_jax.core.server import ApiError
-from glm5_jax.rl.sessions import SessionConfig
+from glm5_jax.rl.rollouts.sessions import SessionConfig
+from glm5_jax.runtime.http_server import ApiError
 from tests.rl.fleet import Engine, gateway
 
 QUESTION, MORE = ({"role": "user", "content": text} for text in ("2*3?", "And?"))

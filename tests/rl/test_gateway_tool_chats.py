@@ -13,9 +13,9 @@ from glm5_jax.inference.client import ServerError
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.client import JsonClient
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.orchestrator.client import JsonClient
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
 from glm5_jax.rl.trajectory import heard
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import STOP_TOKENS

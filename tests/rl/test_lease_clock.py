@@ -6,9 +6,9 @@ import time
 import pytest
 
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.buffer import Buffer, BufferConfig
-from glm5_jax.rl.client import NOT_BEGUN, HubClient
-from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.orchestrator.client import NOT_BEGUN, HubClient
+from glm5_jax.rl.orchestrator.group_buffer import Buffer, BufferConfig
+from glm5_jax.rl.orchestrator.server import Orchestrator
 from tests.rl.fleet import ENGINE, Fleet, gateway, hub_config
 
 DAYS = 3 * 24 * 3600

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.rl.losses import CORRECTIONS, PolicyConfig, PolicyLoss, corrected
+from glm5_jax.rl.algorithm.losses import CORRECTIONS, PolicyConfig, PolicyLoss, corrected
 from tests.oracles import policy as oracle
 
 PLAIN = PolicyConfig()

@@ -9,15 +9,21 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import RlConfig, policy_alone
-from glm5_jax.rl.monitor import AgreementConfig, agreement, chosen, exceeded, precision_of
-from glm5_jax.rl.rollout import RolloutConfig
-from glm5_jax.rl.stage import Reinforcement, World
+from glm5_jax.rl.config import RlConfig, policy_alone
+from glm5_jax.rl.rollouts.rollout import RolloutConfig
+from glm5_jax.rl.trainers.mismatch_monitor import (
+    AgreementConfig,
+    agreement,
+    chosen,
+    exceeded,
+    precision_of,
+)
+from glm5_jax.rl.trainers.sync_trainer import Reinforcement, World
 from glm5_jax.rl.types import Task
 from glm5_jax.training.experiment import check_resume, write_config
 from glm5_jax.training.loop import TrainConfig

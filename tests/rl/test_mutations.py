@@ -8,7 +8,8 @@ import types
 import jax
 import pytest
 
-from glm5_jax.rl import advantage, losses, outcome_training, streams
+from glm5_jax.rl.algorithm import advantage, credit, losses
+from glm5_jax.rl.reward_model import outcome_training
 from glm5_jax.training import gradients, loss, step
 from tests.rl import test_advantage, test_losses, test_objective, test_outcome_model, test_streams
 from tests.training import test_loss
@@ -318,7 +319,7 @@ PARTS = {
     "streams": (
         [test_streams],
         ("credited", "credited_rollouts", "distilled"),
-        streams,
+        credit,
         checks_of_streams,
         STREAMS,
     ),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.model import glm5
-from glm5_jax.rl.losses import PolicyConfig, PolicyLoss
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten
+from glm5_jax.rl.algorithm.losses import PolicyConfig, PolicyLoss
 from glm5_jax.training.gradients import Rates, gradient_function, loss_function, score_function
 from glm5_jax.training.step import StepConfig
 from tests.mesh import cases

@@ -10,13 +10,13 @@ import pytest
 
 from experiments import distill, rl_general, rl_reasoning
 from glm5_jax.checkpoint import models
-from glm5_jax.core.metrics_log import read
-from glm5_jax.core.preemption import PreemptionGuard
-from glm5_jax.envs.instruction_tasks import ConstraintTaskConfig
-from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.instructions.generated_tasks import ConstraintTaskConfig
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
-from glm5_jax.rl.experiment import EvaluationConfig, Teacher
+from glm5_jax.metrics.metrics_log import read
+from glm5_jax.rl.config import EvaluationConfig, Teacher
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.training import report
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.schedule import ScheduleConfig

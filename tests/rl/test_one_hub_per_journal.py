@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from experiments import rl_agentic
-from glm5_jax.core.folder_lock import FolderInUse, FolderLock
-from glm5_jax.rl.asynchronous import Asynchronous
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.place import PlaceConfig
+from glm5_jax.rl.orchestrator.program import PlaceConfig
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.trainers.async_trainer import Asynchronous
+from glm5_jax.runtime.folder_lock import FolderInUse, FolderLock
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.metrics import TrainingStopped
 from tests.rl.fleet import hub_config

@@ -16,12 +16,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from glm5_jax.core.server import ApiError, HttpServer, ListenConfig, json_response, read_json
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.client import HubClient, heard_taken, told_taken
-from glm5_jax.rl.orchestrator import HubConfig, Orchestrator
-from glm5_jax.rl.registry import RegistryConfig
-from glm5_jax.rl.remote import RemoteConfig
+from glm5_jax.rl.orchestrator.client import HubClient, heard_taken, told_taken
+from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.server import HubConfig, Orchestrator
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
+from glm5_jax.runtime.http_server import (
+    ApiError,
+    HttpServer,
+    ListenConfig,
+    json_response,
+    read_json,
+)
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import (
     ENGINE,

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.registry import RegistryConfig
-from glm5_jax.rl.remote import RemoteConfig
+from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.task_registry import RegistryConfig
 from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, service_config, sessions, told, until
 
 

@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 
-from glm5_jax.rl.client import HubClient
+from glm5_jax.rl.orchestrator.client import HubClient
 from tests.rl.fleet import process, resident, sessions, until
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.buffer import Buffer
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.remote import RemoteConfig
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.dispatcher import RemoteConfig
+from glm5_jax.rl.orchestrator.group_buffer import Buffer
+from glm5_jax.rl.orchestrator.server import Orchestrator
 from tests.rl.fleet import ENGINE, Fleet, Sums, gateway, hub_config, service_config, until
 
 

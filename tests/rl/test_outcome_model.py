@@ -13,15 +13,22 @@ from flax import nnx
 
 from experiments import reward_model
 from glm5_jax.checkpoint import models, store
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.preferences import Preference
-from glm5_jax.envs.general import GeneralConfig, HybridReward
+from glm5_jax.envs.hybrid_reward import GeneralConfig, HybridReward
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model import glm5
-from glm5_jax.rl import outcome_model
-from glm5_jax.rl.experiment import policy_alone
-from glm5_jax.rl.outcome_model import HEAD, SCORER, Asked, OutcomeModel, scale_of, score_all
-from glm5_jax.rl.outcome_training import (
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.config import policy_alone
+from glm5_jax.rl.reward_model import outcome_model
+from glm5_jax.rl.reward_model.outcome_model import (
+    HEAD,
+    SCORER,
+    Asked,
+    OutcomeModel,
+    scale_of,
+    score_all,
+)
+from glm5_jax.rl.reward_model.outcome_training import (
     OutcomeTraining,
     Pair,
     Pairs,

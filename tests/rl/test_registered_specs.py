@@ -2,9 +2,9 @@
 
 import pytest
 
-from glm5_jax.core.server import ApiError
-from glm5_jax.rl.registry import Registry
-from glm5_jax.rl.service import ServiceConfig
+from glm5_jax.rl.orchestrator.task_registry import Registry
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig
+from glm5_jax.runtime.http_server import ApiError
 
 SPEC = dict(schema=1, name="t", url="http://10.0.0.1:8", weight=1.0, size=9, held_out=0)
 SPEC |= dict(max_inflight=8, seconds=5.0)

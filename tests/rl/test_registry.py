@@ -2,11 +2,11 @@
 
 import pytest
 
-from glm5_jax.core.server import ApiError
-from glm5_jax.rl.registry import Registry, RegistryConfig
-from glm5_jax.rl.shares import BreakerConfig
+from glm5_jax.rl.orchestrator.fair_share import BreakerConfig
+from glm5_jax.rl.orchestrator.task_registry import Registry, RegistryConfig
 from glm5_jax.rl.trajectory import Trajectory
 from glm5_jax.rl.types import Reward
+from glm5_jax.runtime.http_server import ApiError
 from tests.rl.test_trajectory import record
 
 GROUP = 4

@@ -12,9 +12,9 @@ from glm5_jax.checkpoint import models
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl.pushed import SyncConfig
-from glm5_jax.rl.router import RouterConfig
-from glm5_jax.rl.weight_sync import Network
+from glm5_jax.rl.rollouts.router import RouterConfig
+from glm5_jax.rl.weights.pusher import SyncConfig
+from glm5_jax.rl.weights.weight_sync import Network
 from tests.rl import fleet
 from tests.rl.test_gateway import CFG, QUESTION, TOKENIZER, gateway, records, run
 

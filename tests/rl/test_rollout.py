@@ -13,8 +13,8 @@ from flax import nnx
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import Completion
 from glm5_jax.model import glm5
-from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError, check_task
+from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts, ToolError, check_task
 from glm5_jax.rl.types import Task
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer

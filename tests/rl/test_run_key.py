@@ -12,12 +12,12 @@ import pytest
 
 from experiments import rl_agentic
 from experiments.rl_reasoning import TaskWeight
-from glm5_jax.core.server import ListenConfig, read_key
-from glm5_jax.envs.reasoning_tasks import TaskConfig
+from glm5_jax.envs.reasoning.task_sources import TaskConfig
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.keys import KEY_FILE, ensure_key_file
-from glm5_jax.rl.place import PlaceConfig
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.program import PlaceConfig
+from glm5_jax.rl.orchestrator.run_key import KEY_FILE, ensure_key_file
+from glm5_jax.runtime.http_server import ListenConfig, read_key
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine, told
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from aiohttp import web
 
-from glm5_jax.rl.service import MAX_DEPTH, MAX_NAME, MAX_NAMES, outcome
+from glm5_jax.rl.orchestrator.task_service import MAX_DEPTH, MAX_NAME, MAX_NAMES, outcome
 from glm5_jax.rl.types import MAX_REWARD, Reward
 from tests.rl.fleet import SOON, Fleet, Sums, gateway, service_config, until
 

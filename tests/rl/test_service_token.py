@@ -7,11 +7,11 @@ import json
 import pytest
 from aiohttp import web
 
-from glm5_jax.core.server import HttpServer, ListenConfig
 from glm5_jax.inference.client import Client, ServerError
-from glm5_jax.rl.client import HubClient, JsonClient
-from glm5_jax.rl.orchestrator import Orchestrator
-from glm5_jax.rl.registry import Spec
+from glm5_jax.rl.orchestrator.client import HubClient, JsonClient
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.rl.orchestrator.task_registry import Spec
+from glm5_jax.runtime.http_server import HttpServer, ListenConfig
 from tests.rl.fleet import ENGINE, Sums, gateway, hub_config, service_config, until
 
 KEY, TOKEN = "key-of-the-run", "token-of-the-service"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from glm5_jax.rl.router import NoRank, Router, RouterConfig
+from glm5_jax.rl.rollouts.router import NoRank, Router, RouterConfig
 
 RANKS = [f"http://10.0.0.{i // 4}:8000@{i % 4}" for i in range(8)]
 BOUND = RouterConfig().bound

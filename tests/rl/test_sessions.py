@@ -7,7 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from glm5_jax.rl.sessions import CLEAN, FORK, REALIGN, Session, SessionConfig, SessionError, Turn
+from glm5_jax.rl.rollouts.sessions import (
+    CLEAN,
+    FORK,
+    REALIGN,
+    Session,
+    SessionConfig,
+    SessionError,
+    Turn,
+)
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 

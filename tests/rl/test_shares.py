@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from glm5_jax.rl.shares import (
+from glm5_jax.rl.orchestrator.fair_share import (
     CLOSED,
     HALF_OPEN,
     MAX_WEIGHT,

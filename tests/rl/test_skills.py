@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from glm5_jax.core.metrics_log import column, read
-from glm5_jax.rl.skills import in_both_modes, skill_matrix, well_formed
-from glm5_jax.rl.stage import World
+from glm5_jax.metrics.metrics_log import column, read
+from glm5_jax.rl.trainers.skill_matrix import in_both_modes, skill_matrix, well_formed
+from glm5_jax.rl.trainers.sync_trainer import World
 from glm5_jax.rl.types import Attempt
 from glm5_jax.training.loop import TrainConfig
 from tests.rl.small_stage import InTurn, likes_low_bytes

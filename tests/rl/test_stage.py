@@ -10,16 +10,16 @@ from flax import nnx
 
 from glm5_jax.checkpoint import models
 from glm5_jax.checkpoint.hf_export import save_hf
-from glm5_jax.core.metrics_log import column, read
 from glm5_jax.data.record import TokenRecord
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.request import EngineConfig
+from glm5_jax.metrics.metrics_log import column, read
 from glm5_jax.model import glm5
-from glm5_jax.rl.experiment import EvaluationConfig, RlConfig, Teacher
-from glm5_jax.rl.losses import PolicyConfig
-from glm5_jax.rl.monitor import AgreementConfig
-from glm5_jax.rl.stage import MOST_EMPTY, Reinforcement, World, staleness
-from glm5_jax.rl.streams import CreditConfig
+from glm5_jax.rl.algorithm.credit import CreditConfig
+from glm5_jax.rl.algorithm.losses import PolicyConfig
+from glm5_jax.rl.config import EvaluationConfig, RlConfig, Teacher
+from glm5_jax.rl.trainers.mismatch_monitor import AgreementConfig
+from glm5_jax.rl.trainers.sync_trainer import MOST_EMPTY, Reinforcement, World, staleness
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.training.loop import TrainConfig
 from glm5_jax.training.metrics import TrainingStopped

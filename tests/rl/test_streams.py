@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from glm5_jax.data.record import TokenRecord
-from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.buffer import Taken
-from glm5_jax.rl.rollout import Group
-from glm5_jax.rl.stage import told
-from glm5_jax.rl.streams import CreditConfig, credited, credited_rollouts, distilled
-from glm5_jax.rl.trajectory import Trajectory
+from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.algorithm.credit import CreditConfig, credited, credited_rollouts, distilled
+from glm5_jax.rl.trainers.sync_trainer import told
+from glm5_jax.rl.trajectory import Group, Taken, Trajectory
 from glm5_jax.rl.types import Attempt, Reward, Task
 
 TASK = Task("t", "math", ({"role": "user", "content": "?"},))

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.coroutines import run_sync
 from glm5_jax.inference.engine import Engine
 from glm5_jax.model import glm5
-from glm5_jax.rl.batch import lay_out
-from glm5_jax.rl.rollout import RolloutConfig, Rollouts, ToolError
-from glm5_jax.rl.stage import World, judge, told
-from glm5_jax.rl.streams import CreditConfig, credited
+from glm5_jax.rl.algorithm.batch import lay_out
+from glm5_jax.rl.algorithm.credit import CreditConfig, credited
+from glm5_jax.rl.rollouts.rollout import RolloutConfig, Rollouts, ToolError
+from glm5_jax.rl.trainers.sync_trainer import World, judge, told
 from glm5_jax.rl.types import Reward, Task
+from glm5_jax.runtime.coroutines import run_sync
 from glm5_jax.text.chat import render_chat
 from glm5_jax.text.tokenizer import Tokenizer
 from glm5_jax.training.gradients import score_function

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from glm5_jax.inference.client import ServerError
-from glm5_jax.rl.client import JsonClient
-from glm5_jax.rl.gateway import Gateway, GatewayConfig
+from glm5_jax.rl.orchestrator.client import JsonClient
+from glm5_jax.rl.rollouts.gateway import Gateway, GatewayConfig
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.rl.fleet import Engine
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint.manifest import Manifest, transfer_dtypes
-from glm5_jax.core.tree import flatten
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.inference.worker import Worker
-from glm5_jax.rl.pushed import NotPushed, SyncConfig, Told
-from glm5_jax.rl.reshard import Reshard, fingerprint
-from glm5_jax.rl.weight_sync import Network, SharedStorage, pieces
+from glm5_jax.parallel.tree import flatten
+from glm5_jax.rl.weights.pusher import NotPushed, SyncConfig, Told
+from glm5_jax.rl.weights.reshard import Reshard, fingerprint
+from glm5_jax.rl.weights.weight_sync import Network, SharedStorage, pieces
 from tests.rl.pushing import (
     CFG,
     DELTA,

@@ -17,15 +17,15 @@ import pytest
 from safetensors.numpy import save
 
 from experiments import serve
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.server import json_response
 from glm5_jax.inference.request import EngineConfig
 from glm5_jax.inference.server import Server, ServerConfig
 from glm5_jax.model import glm5
-from glm5_jax.rl import reshard
-from glm5_jax.rl.pushed import NotPushed
-from glm5_jax.rl.reshard import Reshard
-from glm5_jax.rl.weight_sync import Network, SharedStorage
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.rl.weights import reshard
+from glm5_jax.rl.weights.pusher import NotPushed
+from glm5_jax.rl.weights.reshard import Reshard
+from glm5_jax.rl.weights.weight_sync import Network, SharedStorage
+from glm5_jax.runtime.http_server import json_response
 from tests.rl.pushing import (
     CFG,
     SMALL,

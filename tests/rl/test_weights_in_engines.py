@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.tree import Lazy, flatten, map_with_path
 from glm5_jax.inference import runner
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.worker import Worker
 from glm5_jax.model import glm5
-from glm5_jax.rl.pushed import NotPushed
-from glm5_jax.rl.reshard import Reshard
-from glm5_jax.rl.weight_sync import Network
+from glm5_jax.parallel.tree import Lazy, flatten, map_with_path
+from glm5_jax.rl.weights.pusher import NotPushed
+from glm5_jax.rl.weights.reshard import Reshard
+from glm5_jax.rl.weights.weight_sync import Network
 from tests.rl.pushing import (
     CFG,
     NARROW,

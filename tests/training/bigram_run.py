@@ -12,9 +12,9 @@ import sys
 import jax
 
 from glm5_jax.checkpoint.store import SaveError, Store
-from glm5_jax.core import metrics_log
-from glm5_jax.core.console import ProgressBar
-from glm5_jax.core.preemption import PreemptionGuard
+from glm5_jax.metrics import metrics_log
+from glm5_jax.runtime.console import ProgressBar
+from glm5_jax.runtime.preemption import PreemptionGuard
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import Recorder, TrainingStopped
 from tests.training import bigram

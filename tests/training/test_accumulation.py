@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from glm5_jax.core.mesh import Region, make_mesh
 from glm5_jax.model import glm5
 from glm5_jax.model.execution import ExecutionConfig
+from glm5_jax.parallel.mesh import Region, make_mesh
 from glm5_jax.training.accumulation import PREGATHERED, accumulate_gradients, check_vocab_block
 from glm5_jax.training.gradients import gradient_function
 from glm5_jax.training.loss import LossParts

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core import tree
-from glm5_jax.core.flops import count_flops
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.flops import count_flops
 from glm5_jax.training.gradients import Rates, gradient_function, loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule

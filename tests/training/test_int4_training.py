@@ -9,8 +9,8 @@ import pytest
 
 from glm5_jax.checkpoint.hf_export import save_hf
 from glm5_jax.checkpoint.hf_import import load_hf
-from glm5_jax.core.tree import flatten
 from glm5_jax.model import glm5, quant
+from glm5_jax.parallel.tree import flatten
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, make_schedule
 from glm5_jax.training.step import make_step

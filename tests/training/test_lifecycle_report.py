@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from glm5_jax.core.metrics_log import MetricsLog
+from glm5_jax.metrics.metrics_log import MetricsLog
 from glm5_jax.training import lifecycle_report, report
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.checkpoint.store import Store
-from glm5_jax.core import metrics_log
+from glm5_jax.metrics import metrics_log
 from glm5_jax.training import loop
 from glm5_jax.training.metrics import Diverged, TrainingStopped
 from tests.training import bigram

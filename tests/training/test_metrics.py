@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from glm5_jax.core import metrics_log
-from glm5_jax.core.console import ProgressBar
+from glm5_jax.metrics import metrics_log
+from glm5_jax.runtime.console import ProgressBar
 from glm5_jax.training import metrics
 from glm5_jax.training.metrics import Counters, Recorder
 

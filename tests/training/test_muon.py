@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core import tree
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
 from glm5_jax.training import muon
 from glm5_jax.training.muon import layout_of, newton_schulz, orthogonalize, scale_by_muon
 from tests.oracles import muon as oracle

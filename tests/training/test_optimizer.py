@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core import tree
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
 from glm5_jax.training.muon import layout_of
 from glm5_jax.training.optimizer import (
     OptimizerConfig,

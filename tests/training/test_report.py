@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.metrics_log import MetricsLog
+from glm5_jax.metrics.metrics_log import MetricsLog
 from glm5_jax.training import report
 
 NASTY = '<script>alert("x")</script> & ROMEO:'

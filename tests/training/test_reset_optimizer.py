@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core import tree
-from glm5_jax.core.mesh import make_mesh
 from glm5_jax.model import glm5
+from glm5_jax.parallel import tree
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.training.optimizer import make_optimizer
 from glm5_jax.training.schedule import ScheduleConfig, make_schedule
 from glm5_jax.training.step import make_step, reset_optimizer

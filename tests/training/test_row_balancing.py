@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import make_mesh
+from glm5_jax.parallel.mesh import make_mesh
 from glm5_jax.training.flops import token_train_flops
 from glm5_jax.training.row_balancing import assign_rows, balance_rows, step_cost
 from tests.mesh import cases

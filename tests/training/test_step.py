@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core import tree
+from glm5_jax.parallel import tree
 from glm5_jax.training.gradients import loss_function
 from glm5_jax.training.optimizer import OptimizerConfig
 from glm5_jax.training.schedule import ScheduleConfig, TwoPhaseConfig, make_schedule

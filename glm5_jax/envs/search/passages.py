@@ -5,9 +5,9 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from glm5_jax.core.files import read_lines
 from glm5_jax.data.conversation import read_json
 from glm5_jax.envs.search.bm25 import Bm25, Bm25Config, words
+from glm5_jax.runtime.files import read_lines
 
 
 class Passage(NamedTuple):

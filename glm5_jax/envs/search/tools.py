@@ -1,5 +1,5 @@
 """Implements the tools `search`, `open` and `find` over a task's passages (named in GLM-5 4.2.4; `python`:
-`envs.tools`).
+`envs.reasoning.python_tool`).
 
 No tool keeps the open passage as state: `find` takes its id, because a call may follow a context that was
 discarded, and attempts at one task share nothing. Errors of a call are returned as its answer.
@@ -15,7 +15,7 @@ from glm5_jax.agents.tools import Tool
 from glm5_jax.data.sources import ASSETS
 from glm5_jax.envs.search import worlds
 from glm5_jax.envs.search.passages import Corpus, Passage
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 
 MUSIQUE = "musique"

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from glm5_jax.envs.reasoning.python_tool import text_problem, truncate_middle
 from glm5_jax.envs.sandbox import ExecResult, SandboxConfig, SandboxError
 from glm5_jax.envs.terminal.shell import Shell
-from glm5_jax.envs.tools import text_problem, truncate_middle
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 
 MAX_COMMAND_BYTES = 100_000  # Linux starts no program with an argument of 128 KiB

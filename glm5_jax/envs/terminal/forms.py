@@ -12,8 +12,8 @@ is_prime(7)`) and never for a negative one, nor assertions in a function that on
 import ast
 import re
 
-from glm5_jax.core.files import read_start
 from glm5_jax.envs.terminal.task import TerminalTask
+from glm5_jax.runtime.files import read_start
 
 SHARED = 'environment_mode = "shared": tests run in the sandbox that the attempt has changed'
 _AT_COMMAND = r"(?m)(?:^|[;&|{!]|(?<!\$)\(|\b(?:if|then|do|while|else)\b)\s*"

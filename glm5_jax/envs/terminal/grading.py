@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Awaitable, Mapping
 from typing import IO
 
-from glm5_jax.core.files import read_start
 from glm5_jax.envs.sandbox import (
     ExecResult,
     Layer,
@@ -31,6 +30,7 @@ from glm5_jax.envs.terminal import grader, rewards
 from glm5_jax.envs.terminal.image import Image, Images
 from glm5_jax.envs.terminal.shell import command_for_script
 from glm5_jax.envs.terminal.task import TaskLimits, TerminalTask, can_be_workdir, check_workdir
+from glm5_jax.runtime.files import read_start
 
 MAX_SUBMISSION_BYTES = 1 << 29  # of a work folder or an artifact
 MAX_CHANGES = 1000  # examined paths outside of the work folder

@@ -30,7 +30,7 @@ from glm5_jax.agents.tools import Toolbox
 from glm5_jax.envs.terminal.bash import Bash, BashConfig
 from glm5_jax.envs.terminal.shell import Shell
 from glm5_jax.envs.terminal.task import TerminalTask
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
 from glm5_jax.rl.types import Task
 
 KIND = "terminal"

@@ -24,7 +24,7 @@ from glm5_jax.envs.terminal.image import BuildConfig
 from glm5_jax.envs.terminal.policy import AttemptConfig, Policy
 from glm5_jax.envs.terminal.task import TaskLimits, TerminalTask, find_tasks, load_task
 from glm5_jax.envs.terminal.trial import TrialRunner
-from glm5_jax.rl.service import ServiceConfig
+from glm5_jax.rl.orchestrator.task_service import ServiceConfig
 from glm5_jax.rl.types import Reward, Task
 from glm5_jax.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from glm5_jax.core.files import read_start
+from glm5_jax.runtime.files import read_start
 
 _MB = 1 << 20
 _MAX_TEXT_BYTES = 1 << 20  # of task.toml, and of an instruction

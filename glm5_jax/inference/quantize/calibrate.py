@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.mesh import Region
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5, vocabulary
 from glm5_jax.model.block import block
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.indexer import Selection
 from glm5_jax.model.router import route
+from glm5_jax.parallel.mesh import Region
+from glm5_jax.parallel.tree import flatten, unflatten
 from pallas_kernels.pointwise import rms_norm
 from pallas_kernels.quantized_weights import Int8, quantized_einsum
 from pallas_kernels.w4a8_matmul import ref as w4a8

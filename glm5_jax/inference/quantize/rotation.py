@@ -24,10 +24,10 @@ import numpy as np
 from jaxtyping import Float64, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core import axes
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
+from glm5_jax.parallel import axes
+from glm5_jax.parallel.tree import flatten, unflatten
 from pallas_kernels.numerics import accum_dtype
 
 SPACES = "dqcu"

@@ -18,8 +18,8 @@ import jax
 from jaxtyping import Array, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.tree import flatten, map_with_path
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, map_with_path
 from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import GROUP, quantize_w4, round_w8
 

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PyTree
 
 from glm5_jax.config import RECURRENT_KINDS, ModelConfig
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.model import glm5
+from glm5_jax.parallel.tree import flatten, unflatten
 
 
 def _last_tap(shape):

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from glm5_jax.core.params import Declare
 from glm5_jax.model.ablations.recurrence import delta_rule
 from glm5_jax.model.cache import RecurrentState
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.numerics import accum_dtype
 from pallas_kernels.pointwise import rms_norm
 

@@ -13,9 +13,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from glm5_jax.config import ModelConfig
-from glm5_jax.core.params import Declare
 from glm5_jax.model.execution import ExecutionConfig
 from glm5_jax.model.mla import Queries, dense_attention
+from glm5_jax.parallel.params import Declare
 from pallas_kernels.pointwise import rotate
 
 

@@ -18,11 +18,11 @@ import time
 
 import pytest
 
-from glm5_jax.core.server import find_free_port
 from glm5_jax.envs.terminal import AttemptConfig, load_task
 from glm5_jax.envs.terminal.service import TerminalService
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.runtime.http_server import find_free_port
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.envs.leftovers import (
     descendants,

@@ -9,7 +9,6 @@ import pytest
 
 from glm5_jax.agents.client import ChatClient
 from glm5_jax.agents.context import OMITTED, ContextConfig, TokenCounter
-from glm5_jax.core.server import ApiError
 from glm5_jax.envs.sandbox import Sandbox, SandboxConfig, SandboxError
 from glm5_jax.envs.terminal import (
     AttemptConfig,
@@ -21,7 +20,8 @@ from glm5_jax.envs.terminal import (
     load_task,
 )
 from glm5_jax.envs.terminal.bash import MAX_COMMAND_BYTES, MAX_SHOWN, Bash
-from glm5_jax.rl.rollout import ToolError
+from glm5_jax.rl.rollouts.rollout import ToolError
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import Scripted, ScriptedServer
 from tests.envs.leftovers import run

@@ -4,11 +4,11 @@ import contextlib
 
 import pytest
 
-from glm5_jax.core.server import ApiError
 from glm5_jax.envs.terminal import AttemptConfig, TaskError, load_task
 from glm5_jax.envs.terminal.service import TerminalService, load_tasks
-from glm5_jax.rl.client import HubClient
-from glm5_jax.rl.orchestrator import Orchestrator
+from glm5_jax.rl.orchestrator.client import HubClient
+from glm5_jax.rl.orchestrator.server import Orchestrator
+from glm5_jax.runtime.http_server import ApiError
 from glm5_jax.text.tokenizer import Tokenizer
 from tests.agents.scripted import ScriptedServer
 from tests.envs.terminal.folders import TOML, needs_root, own, shipped

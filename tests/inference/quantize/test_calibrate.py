@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.inference.quantize import calibrate, table
 from glm5_jax.model import block, glm5
+from glm5_jax.parallel.tree import flatten, unflatten
 from tests.mesh import cases
 
 GROUP = 4

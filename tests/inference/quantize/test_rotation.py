@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core import axes
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.inference.quantize import rotation
 from glm5_jax.model import block, glm5
 from glm5_jax.model.rotated_norm import RotatedNorm
+from glm5_jax.parallel import axes
+from glm5_jax.parallel.tree import flatten, unflatten
 from tests.mesh import cases
 
 # A dense layer, a MoE layer with a shared selection, the MTP layer, biases.

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from glm5_jax import presets
-from glm5_jax.core.mesh import make_mesh
-from glm5_jax.core.tree import flatten, unflatten
 from glm5_jax.inference.engine import Engine
 from glm5_jax.inference.quantize import rotation, table
 from glm5_jax.inference.sampling import Sampling
 from glm5_jax.model import expert_dispatch, experts, glm5
 from glm5_jax.model.generate import generate
+from glm5_jax.parallel.mesh import make_mesh
+from glm5_jax.parallel.tree import flatten, unflatten
 from pallas_kernels.quantized_weights import Int4, Int8
 from pallas_kernels.w4a8_matmul.quantize import dequantize_w4, quantize_a8
 from tests.mesh import cases

@@ -1,0 +1,1 @@
+"""Tasks with constraints on the reply that a program can check, and guards against faults of replies."""

@@ -1,0 +1,1 @@
+"""Tasks of math, science and code, and their verifiers."""

@@ -1,0 +1,1 @@
+"""Writes metrics and append-only logs, and draws charts."""

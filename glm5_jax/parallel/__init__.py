@@ -1,0 +1,1 @@
+"""Places arrays on a mesh of devices: axes, shardings, collectives and parameter trees."""

@@ -1,0 +1,1 @@
+"""Computes advantages, per-token weights, rows and losses; no I/O."""

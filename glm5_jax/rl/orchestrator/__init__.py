@@ -1,0 +1,1 @@
+"""Connects trainer and task services: groups of rollouts, staleness, fair shares and retries."""

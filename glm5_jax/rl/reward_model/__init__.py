@@ -1,0 +1,1 @@
+"""Trains and applies a reward model: a scalar head on the backbone."""

@@ -1,0 +1,1 @@
+"""Samples rollouts: sessions of chats, their gateway, and groups in this process."""

@@ -1,0 +1,1 @@
+"""Sends new weights from the trainer to engines."""

@@ -1,0 +1,1 @@
+"""Runs programs on machines: processes, placement, HTTP servers, files and configs as flags."""

@@ -1,0 +1,212 @@
+"""The FLOP counter multiplies loops out, follows scopes and refuses what it cannot know."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
+
+from glm5_jax.parallel.flops import REST, Work, count_flops, work_by_scope
+from glm5_jax.parallel.mesh import abstract_mesh
+
+A = jax.ShapeDtypeStruct((4, 5), jnp.float32)
+B = jax.ShapeDtypeStruct((5, 6), jnp.float32)
+PRODUCT = 2 * 4 * 5 * 6
+
+
+def test_a_product_is_two_flops_per_multiply_add():
+    assert count_flops(jnp.matmul, A, B) == PRODUCT
+    batched = jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)
+    assert count_flops(lambda x, b: jnp.einsum("bts,sd->btd", x, b), batched, B) == 3 * PRODUCT
+
+
+def test_elementwise_work_and_reductions_are_free():
+    assert count_flops(lambda a: jnp.exp(a).sum() + a.max(), A) == 0
+
+
+def test_loops_are_multiplied_out():
+    assert count_flops(lambda a, b: lax.map(lambda row: row @ b, a), A, B) == PRODUCT
+    assert count_flops(lambda a, b: lax.fori_loop(0, 7, lambda i, x: x + a @ b, a @ b), A, B) == (
+        8 * PRODUCT
+    )
+    nested = functools.partial(lax.map, lambda x: lax.map(lambda row: row @ x.T, x))
+    assert count_flops(nested, jax.ShapeDtypeStruct((3, 4, 5), jnp.float32)) == 3 * 2 * 4 * 5 * 4
+
+
+def test_calls_and_checkpoints_are_entered():
+    assert count_flops(jax.jit(jax.checkpoint(jnp.matmul)), A, B) == PRODUCT
+    assert count_flops(jax.vmap(jnp.dot, (0, None)), A, B) == PRODUCT
+
+
+def test_a_gradient_recomputes_under_a_checkpoint():
+    def loss(a, b):
+        return jnp.sum(jnp.sin(a @ b))
+
+    assert count_flops(jax.value_and_grad(loss, (0, 1)), A, B) == 3 * PRODUCT
+    again = jax.value_and_grad(jax.checkpoint(loss), (0, 1))
+    assert count_flops(again, A, B) == 4 * PRODUCT
+
+
+def test_what_no_result_depends_on_is_left_out():
+    """As XLA does it: also out of loops, of branches, and of what a checkpoint computes again."""
+
+    def loop(a, b):
+        return lax.scan(lambda x, row: (x + 1, (row * 2, row @ b)), jnp.float32(0), a)[0]
+
+    assert count_flops(loop, A, B) == 0
+
+    def carried(a, b):
+        (x, _), _ = lax.scan(
+            lambda c, r: ((c[0] + c[1], c[1] + jnp.sum(r @ b)), None), (0.0, 0.0), a
+        )
+        return x
+
+    assert count_flops(carried, A, B) == PRODUCT
+
+    def branch(a, b):
+        return lax.cond(a[0, 0] > 0, lambda: (a @ b, a), lambda: (jnp.zeros((4, 6)), a))[1]
+
+    assert count_flops(branch, A, B) == 0
+
+    # The last product of what is computed again is nothing that a gradient needs.
+    def chain(a, b):
+        return jnp.sum(jax.checkpoint(lambda x: jnp.sin(x @ b) @ b.T)(a))
+
+    assert count_flops(jax.value_and_grad(chain), A, B) == (2 + 1 + 2) * PRODUCT
+
+
+def test_a_branch_counts_as_its_most_expensive_arm():
+    def branch(a, b):
+        return lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: jnp.zeros((4, 6)))
+
+    assert count_flops(branch, A, B) == PRODUCT
+
+
+def test_a_loop_without_a_known_end_needs_its_number_of_trips():
+    def loop(a, b, n):
+        return lax.fori_loop(0, n, lambda i, x: x + a @ b, jnp.zeros((4, 6)))
+
+    args = (A, B, jax.ShapeDtypeStruct((), jnp.int32))
+    with pytest.raises(ValueError, match="while_trips"):
+        count_flops(loop, *args)
+    assert count_flops(loop, *args, while_trips=5) == 5 * PRODUCT
+
+    def beside(a, b, n):
+        with jax.named_scope("wanted"):
+            y = a @ b
+        return y + loop(a, b, n)
+
+    assert count_flops(beside, *args, scope="wanted") == PRODUCT
+
+
+def test_a_scope_is_counted_alone():
+    def model(a, b):
+        def row(x):
+            with jax.named_scope("wanted"):
+                return x @ b
+
+        return lax.map(jax.checkpoint(row), a) + jax.vmap(row)(a) + a @ b
+
+    assert count_flops(model, A, B, scope="wanted") == 2 * PRODUCT
+    assert count_flops(model, A, B, scope="want") == 0
+    assert count_flops(model, A, B) == 3 * PRODUCT
+
+
+def test_a_scope_around_a_loop_holds_its_body():
+    def model(a, b):
+        with jax.named_scope("wanted"):
+            y = lax.map(lambda x: x @ b, a)
+        return y + a @ b
+
+    assert count_flops(model, A, B, scope="wanted") == PRODUCT
+
+
+def test_work_goes_to_the_first_of_the_scopes_that_hold_it():
+    def model(a, b):
+        with jax.named_scope("outer"):
+            x = a @ b
+            with jax.named_scope("inner"):
+                return x + lax.map(lambda row: row @ b, a) + jnp.ones((4, 5)) @ b + 0 * x
+
+    jaxpr = jax.make_jaxpr(lambda a, b: model(a, b) + a @ b)(A, B)
+    one = Work(PRODUCT, 0)
+    assert work_by_scope(jaxpr, ("inner", "outer")) == {
+        "inner": Work(2 * PRODUCT, 0),
+        "outer": one,
+        REST: one,
+    }
+    assert work_by_scope(jaxpr, ("outer", "inner")) == {
+        "outer": Work(3 * PRODUCT, 0),
+        "inner": Work(),
+        REST: one,
+    }
+
+
+def test_gradients_belong_to_the_scope_of_their_forward():
+    @jax.custom_vjp
+    def twice(a, b):
+        return a @ b
+
+    twice.defvjp(lambda a, b: (a @ b, (a, b)), lambda saved, d: (d @ saved[1].T, saved[0].T @ d))
+
+    @jax.checkpoint
+    def model(a, b):
+        with jax.named_scope("mine"):
+            y = jnp.sin(twice(a, b))
+        with jax.named_scope("plain"):
+            return jnp.sum(jnp.sin(y @ b.T))
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(model, (0, 1)))(A, B)
+    work = work_by_scope(jaxpr, ("mine", "plain"))
+    assert work == {"mine": Work(4 * PRODUCT, 0), "plain": Work(4 * PRODUCT, 0), REST: Work()}
+
+
+def test_inside_a_manual_region_shapes_are_those_of_one_device():
+    mesh = abstract_mesh({"fsdp": 2, "expert": 2})
+    spec = P(("fsdp", "expert"))
+
+    def local(a, b):
+        return a @ b
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, P()), out_specs=spec)
+    assert count_flops(run, A, B) == PRODUCT // 4
+    assert count_flops(lambda a, b: run(a, b) + a @ b, A, B) == PRODUCT // 4 + PRODUCT
+
+
+def test_ragged_products_count_all_rows_once():
+    """Forward, to the rows, and to the weights of three groups, each of which sums over its own rows."""
+    w, sizes = jax.ShapeDtypeStruct((3, 5, 6), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    assert count_flops(lax.ragged_dot, A, w, sizes) == PRODUCT
+
+    def loss(a, w, sizes):
+        return jnp.sum(jnp.sin(lax.ragged_dot(a, w, sizes)))
+
+    assert count_flops(jax.value_and_grad(loss, (0, 1)), A, w, sizes) == 3 * PRODUCT
+
+
+def kernel(cost):
+    def body(a, b, out):
+        out[...] = a[...] @ b[...]
+
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((4, 6), jnp.float32),
+        cost_estimate=cost,
+        interpret=True,
+        name="some_kernel",
+    )
+
+
+def test_a_kernel_counts_as_it_says_and_not_as_its_body():
+    cost = pl.CostEstimate(flops=7, bytes_accessed=5, transcendentals=1)
+    jaxpr = jax.make_jaxpr(lambda a, b: lax.map(lambda _: kernel(cost)(a, b), jnp.arange(3)))(A, B)
+    assert work_by_scope(jaxpr)[REST] == Work(21, 15)
+    assert count_flops(lambda a, b: (kernel(cost)(a, b), a)[1], A, B) == 0
+
+
+def test_a_kernel_that_does_not_say_what_it_costs_is_refused():
+    with pytest.raises(ValueError, match="kernel 'some_kernel' has no cost estimate"):
+        count_flops(kernel(None), A, B)

@@ -1,0 +1,93 @@
+"""Meshes always have five axes and use every device; regions skip axes of one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm5_jax.parallel.mesh import (
+    AXES,
+    Region,
+    device_grid,
+    disjoint_parts,
+    make_mesh,
+    resolve,
+    row_group,
+)
+
+
+def test_axes_that_are_not_named_have_size_one():
+    mesh = make_mesh(fsdp=2, expert=4)
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
+    assert make_mesh({"fsdp": 2, "expert": 4}) == mesh
+    one = make_mesh(devices=jax.devices()[:1])
+    assert tuple(one.shape) == AXES and one.size == 1
+
+
+def test_minus_one_is_what_is_left():
+    assert resolve({"expert": 4, "fsdp": -1}, 64) == (1, 16, 4, 1, 1)
+    assert resolve({"data": -1}, 1) == (1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "axes,message",
+    [
+        (dict(fsdp=3), "mesh fsdp=3 does not divide the 8 devices; the axes must multiply to 8"),
+        (dict(), "mesh all 1 does not divide the 8 devices"),
+        (dict(fsdp=16), "multiply to 8"),
+        (dict(fsdp=-1, data=-1), "at most one may be -1"),
+        (dict(fsdp=0), "sizes must be >= 1"),
+        (dict(fsdp=-1, expert=3), "does not divide the 8 devices"),
+        (dict(model=8), "unknown mesh axis .'model'.; the axes are data, fsdp"),
+    ],
+)
+def test_meshes_that_cannot_be_are_refused(axes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(axes, devices=jax.devices()[:8])
+
+
+def test_a_region_of_one_device_does_nothing():
+    region, x = Region(), jnp.arange(6.0).reshape(2, 3)
+    assert region.nontrivial_axes(AXES) == () and region.size(AXES) == 1 and region.index(AXES) == 0
+    for y in (
+        region.all_gather(x, AXES, 0),
+        region.gather_sequence(x),
+        region.psum_scatter(x, AXES, 1),
+        region.psum(x, AXES),
+        region.pmax(x, AXES),
+    ):
+        assert y is x
+
+
+def test_a_region_knows_which_axes_split_tokens():
+    region = Region.of(make_mesh(data=2, context=2, tensor=2))
+    assert region.token_axes == ("data", "context", "tensor")
+    assert region.sequence_axes == ("context", "tensor")
+    whole = Region.of(make_mesh(data=2, context=2, tensor=2), shard_sequence=False)
+    assert whole.token_axes == ("data",) and whole.sequence_axes == ()
+
+
+def test_a_process_holds_its_own_part_of_the_rows():
+    assert row_group(make_mesh(data=4, context=2)) == (0, 1)
+    assert disjoint_parts([{2, 3}, {1, 0}], 4) == [[0, 1], [2, 3]]
+    # Two processes that share a row hold the same part.
+    assert disjoint_parts([{0}, {0}, {1}, {1}], 2) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    "held", [[{0, 1}, {1, 2}], [{0}, {1, 2}], [{0}, {1}]], ids=["overlap", "unequal", "missing"]
+)
+def test_parts_of_rows_that_do_not_cut_the_batch_are_refused(held):
+    assert disjoint_parts(held, 3) is None
+
+
+def test_slices_of_the_expert_axis_are_farthest_apart():
+    """Of 16 devices in the order of their slices, one slice has the same half of `expert` wherever else it is."""
+    sizes, devices = (1, 2, 4, 2, 1), list(range(16))
+    plain, two = (device_grid(devices, sizes, slices)[0, ..., 0] for slices in (1, 2))
+    np.testing.assert_array_equal(plain.reshape(-1), devices)
+    np.testing.assert_array_equal(two // 8, np.broadcast_to([[0], [0], [1], [1]], (2, 4, 2)))
+    np.testing.assert_array_equal(two[0, :2], [[0, 2], [1, 3]])
+    assert make_mesh(fsdp=2, expert=4, expert_slices=2).devices[0, 1, 0, 0, 0] == jax.devices()[2]
+    with pytest.raises(ValueError, match="expert_slices 3 does not divide the mesh axis expert=4"):
+        make_mesh(fsdp=2, expert=4, expert_slices=3)
