@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.contracts import workspace_map
 from tests.contracts.source_tree import PACKAGES, ROOT, files, python_files, read, syntax
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "v2", "experimental"}
@@ -88,3 +89,11 @@ def test_ruff_has_nothing_to_say(command):
     ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", "--output-format=concise", "."]
     done = subprocess.run(ruff, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("parsed")
+def test_workspace_map_lists_every_module():
+    _, current, _ = workspace_map.parts()
+    assert current.lstrip("\n") == workspace_map.render().lstrip("\n"), (
+        "run python -m tests.contracts.workspace_map --write"
+    )
